@@ -7,66 +7,28 @@ A copy has the layout of a run directory, so that whoever downloads it has a run
     checkpoints/NAME/…                                           the newest `keep`
     checkpoints/latest                                           the name of the newest one
 
-Objects cannot be renamed, so a folder counts by its listing, `files.json`, which is written last and removed first: the sizes and checksums
-of its files. A folder without one, or with a file that differs from it, is not taken.
+Objects cannot be renamed, so a folder counts by its listing (`mtpctl.checkpoint.listing`), which is written last and removed first. A
+folder without one, or with a file that differs from it, is not taken. A checkpoint has the same listing on the disk, so that one that was
+damaged there is not copied, and one that was fetched can be verified again.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mtpctl.checkpoint.finding import set_aside
+from mtpctl.checkpoint.listing import LISTING, Damaged, Entry, Listing, entry_of, files_in, read_listing, save_listing
 from mtpctl.checkpoint.object_store import FIELD, Absent, ObjectStore
 from mtpctl.checkpoint.pointer import flush, point_to, pointer_of
 from mtpctl.errors import UserError
 
 CHECKPOINTS = "checkpoints"
-_LISTING = "files.json"
-_FORMAT = 1
 _ONCE = ("model", "tokenizer", "start", "reference")
 """Folders that a run writes once. All but the policy that RL began with could be made again, but not everywhere to the last bit."""
 _TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "replicas.json")
-_CHUNK = 1 << 24
-
-
-class Damaged(Exception):
-    """A folder of the copy is not whole."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A file: its bytes, and their CRC-32."""
-
-    size: int
-    crc: int
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files of a folder by their names in it. `number` counts the checkpoints of a copy, and is 0 for other folders."""
-
-    number: int
-    files: dict[str, Entry]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.size for entry in self.files.values())
-
-    def to_json(self) -> bytes:
-        return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
-
-    @classmethod
-    def of(cls, contents: bytes) -> Listing:
-        """Raises Damaged for anything but a listing."""
-        try:
-            found = json.loads(contents)
-            return cls(int(found["number"]), {name: Entry(**entry) for name, entry in found["files"].items()})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Damaged(f"its {_LISTING} is none") from error
 
 
 type Stamp = tuple[int, int, int]
@@ -89,8 +51,8 @@ class CopyWriter:
     def copy(self, checkpoint: Path) -> int:
         """Copy a checkpoint and what belongs to it, and drop all but the `keep` newest. Returns the bytes of files that were sent.
 
-        Raises StoreFailed where the store does, and OSError where a file cannot be read or is replaced meanwhile. The copy then has the
-        checkpoints that it had.
+        Raises StoreFailed where the store does, OSError where a file cannot be read or is replaced meanwhile, and Damaged if the checkpoint
+        differs from its listing. The copy then has the checkpoints that it had.
         """
         sent = sum(self._folder(name, 0) for name in _ONCE if (self.run_dir / name).is_dir())
         for name in _TEXTS:
@@ -111,9 +73,16 @@ class CopyWriter:
 
     def _folder(self, name: str, number: int) -> int:
         """Copy a folder, unless it is there as it is here. Returns the bytes that were sent."""
-        files = {file.relative_to(self.run_dir / name).as_posix(): file for file in _files(self.run_dir / name)}
-        here = Listing(number, {relative: self._known(file) for relative, file in files.items()})
-        marker = f"{name}/{_LISTING}"
+        folder = self.run_dir / name
+        files = {file.relative_to(folder).as_posix(): file for file in files_in(folder)}
+        try:
+            saved = read_listing(folder)
+        except Damaged as damage:
+            raise Damaged(f"{name}/{damage.file}", damage.what) from damage
+        here = Listing(max(number, 0 if saved is None else saved.number), {relative: self._known(file) for relative, file in files.items()})
+        if saved is not None:
+            _check_same(name, saved, here)
+        marker = f"{name}/{LISTING}"
         try:
             there = _listing(self.store, name)
         except Damaged:
@@ -137,7 +106,7 @@ class CopyWriter:
         stat = file.stat()
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if (known := self._read.get(file)) is None or known[0] != stamp:
-            self._read[file] = known = (stamp, _entry(file))
+            self._read[file] = known = (stamp, entry_of(file))
         return known[1]
 
     def _drop_all_but(self, kept: set[str]) -> None:
@@ -147,7 +116,7 @@ class CopyWriter:
             if "/" in below and (folder := below.partition("/")[0]) not in kept:
                 folders.setdefault(folder, []).append(name)
         for folder, names in folders.items():
-            self.store.remove([f"{CHECKPOINTS}/{folder}/{_LISTING}", *names])
+            self.store.remove([f"{CHECKPOINTS}/{folder}/{LISTING}", *names])
             self._sent = {name: entry for name, entry in self._sent.items() if not name.startswith(f"{CHECKPOINTS}/{folder}/")}
 
 
@@ -180,7 +149,7 @@ def fetch(store: ObjectStore, run_dir: Path, tell: Callable[[str], None]) -> str
         point_to(run_dir / CHECKPOINTS / name)
         return name
     if found:
-        raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; remove the folder to begin anew, or name another place")
+        raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another place")
     return None
 
 
@@ -190,20 +159,36 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
     aside = target.with_name(f"{target.name}.partial")
     for file, entry in listing.files.items():
         place = aside / file
-        if place.is_file() and _entry(place) == entry:
+        if place.is_file() and entry_of(place, entry) == entry:
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             store.get(f"{name}/{file}", place)
         except Absent as error:
-            raise Damaged(f"{file} is not there") from error
-        if (got := _entry(place)) != entry:
+            raise Damaged(file, "is missing") from error
+        if (fetched := entry_of(place, entry)) != entry:
             place.unlink()
-            raise Damaged(f"{file} has {got.size:,} bytes of CRC {got.crc:08x}, {entry.size:,} of {entry.crc:08x} were written")
+            what = f"has {fetched.size:,} bytes with checksum {fetched.checksum}, and {entry.size:,} with {entry.checksum} were written"
+            raise Damaged(file, what)
         flush(place)
+    if name.partition("/")[0] in (CHECKPOINTS, "reference"):
+        save_listing(aside, listing)
+    if name.startswith(f"{CHECKPOINTS}/") and target.exists():
+        set_aside(target)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
     flush(target.parent)
+
+
+def _check_same(folder: str, saved: Listing, here: Listing) -> None:
+    """Raise Damaged if files of the run's folder differ from the listing that was saved with them."""
+    for name, entry in saved.files.items():
+        if (now := here.files.get(name)) is None:
+            raise Damaged(f"{folder}/{name}", "is missing")
+        # A checkpoint that was fetched from an older copy has checksums of another algorithm.
+        comparable = now.checksum.partition(":")[0] == entry.checksum.partition(":")[0]
+        if now.size != entry.size or (comparable and now != entry):
+            raise Damaged(f"{folder}/{name}", "has changed since it was saved")
 
 
 def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
@@ -211,7 +196,7 @@ def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
     found = {}
     for object_name in store.names(CHECKPOINTS):
         name, _, file = object_name.removeprefix(f"{CHECKPOINTS}/").rpartition("/")
-        if file == _LISTING and "/" not in name:
+        if file == LISTING and "/" not in name:
             try:
                 listing = _listing(store, f"{CHECKPOINTS}/{name}")
             except Damaged:
@@ -222,17 +207,5 @@ def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
 
 
 def _listing(store: ObjectStore, folder: str) -> Listing | None:
-    contents = store.read(f"{folder}/{_LISTING}")
+    contents = store.read(f"{folder}/{LISTING}")
     return None if contents is None else Listing.of(contents)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _entry(file: Path) -> Entry:
-    crc = size = 0
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-    return Entry(size, crc)

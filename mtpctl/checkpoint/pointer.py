@@ -1,7 +1,8 @@
-"""Which checkpoint of a folder is the newest: `latest` holds its name, and moves last. Reads no tensor and needs no torch."""
+"""The file `latest`, which names the newest checkpoint of a folder for whoever looks at it. What resumes does not rely on it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -13,18 +14,13 @@ def pointer_of(root: Path) -> Path:
     return root / _NAME
 
 
-def newest(root: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None. Whether it is whole is found when it is loaded."""
-    pointer = pointer_of(root)
-    return root / pointer.read_text().strip() if pointer.is_file() else None
-
-
 def point_to(path: Path) -> None:
-    """Name `path` the newest of its folder, atomically."""
+    """Name `path` the newest of its folder, atomically. If that cannot be written, the file names the one before, or none."""
     pointer = pointer_of(path.parent)
     aside = pointer.with_name(f"{_NAME}.partial")
-    aside.write_text(path.name)
-    os.replace(aside, pointer)
+    with contextlib.suppress(OSError):
+        aside.write_text(path.name)
+        os.replace(aside, pointer)
 
 
 def flush(path: Path) -> None:

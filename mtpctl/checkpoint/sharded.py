@@ -1,11 +1,10 @@
 """Checkpoints through megatron-core's distributed format: any layout writes, any layout reads.
 
-A checkpoint is a folder: the shards and their metadata, and `engine.json` with step counts and the caller's state. It is written under
-a temporary name and renamed, so that a folder under its own name is whole. The file `latest` next to it names the checkpoint that a run
-resumes from, and is replaced last.
+A checkpoint is a folder: the shards and their metadata, `engine.json` with step counts and the caller's state, and the listing of its files
+with their checksums. It is written under a temporary name and renamed, so that a folder under its own name is whole.
 
-A thread writes. `Save` plans what is written and copies it to host memory before the thread starts, and all collectives run there and in
-`finish`, so that the thread's never mix with those of a training step.
+A thread writes, and computes the checksums of what it writes. `Save` plans what is written and copies it to host memory before the thread
+starts, and all collectives run there and in `finish`, so that the thread's never mix with those of a training step.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NotRequired, Protocol, TypedDict
@@ -27,13 +26,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply
 from megatron.core.transformer import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mtpctl.checkpoint.pointer import flush, newest, point_to, pointer_of
-from mtpctl.compat import checkpoint_queue
+from mtpctl.checkpoint.finding import ENGINE, REPLACED, next_number
+from mtpctl.checkpoint.listing import Checksum, Entry, write_listing
+from mtpctl.checkpoint.pointer import flush
+from mtpctl.checkpoint.reading import reading, tensors_in
+from mtpctl.compat import checkpoint_checksums, checkpoint_queue
 from mtpctl.errors import SaveFailed, UserError
 
-_ENGINE = "engine.json"
 _FORMAT = 1
-_ASIDE = ".replaced"
 _INDEX_BYTES = 16 << 20
 """More than the indices of a checkpoint take."""
 _MOST_RANKS = 64
@@ -52,11 +52,12 @@ class AdapterRecord(TypedDict):
 class EngineRecord(TypedDict):
     """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's.
 
-    group_steps: the steps that the moments of each group of parameters come from, which are fewer where a group was frozen for some.
-    Checkpoints of earlier releases lack it.
+    number: that of the listing. group_steps: the steps that the moments of each group of parameters come from, fewer where a group was
+    frozen for some. Checkpoints of earlier releases lack both.
     """
 
     format: int
+    number: NotRequired[int]
     steps: int
     group_steps: NotRequired[dict[str, int]]
     optimizer: bool
@@ -136,6 +137,7 @@ class Save:
     def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, beside: bool = False) -> None:
         """Plan, copy, and start to write. `beside`: the contents may change while they are written, so what would change is copied."""
         checkpoint_queue.install()
+        checkpoint_checksums.install(Checksum)
         self.path, self.folder = path, path.with_name(path.name + ".partial")
         self._record: EngineRecord = {
             "format": _FORMAT,
@@ -157,9 +159,11 @@ class Save:
         self._finalize = request.finalize_fns
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._files: list[str] = []
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
             buckets = _copied(request.preload_fn(), contents.live() if beside else set())
+            self._files = [str(file) for file, _, _ in buckets]
             self._thread = threading.Thread(target=self._write, args=(request.async_fn, rank, buckets, results), daemon=True)
             self._thread.start()
 
@@ -175,20 +179,20 @@ class Save:
         dist.all_reduce(waiting)
         return not waiting
 
-    def finish(self) -> None:
-        """Wait for the thread, and put the checkpoint in its place.
+    def finish(self, others: Mapping[str, Entry] | None = None) -> None:
+        """Wait for the thread, and put the checkpoint in its place. `others`: the entries of files that the caller has put into the folder.
 
         Raises SaveFailed on every rank where one could not write. Nothing is left of it then, so that its room is free.
         """
         if self._thread is not None:
             self._thread.join()
         try:
-            self._finish()
+            self._finish(others or {})
         except SaveFailed:
             self.abandon()
             raise
 
-    def _finish(self) -> None:
+    def _finish(self, others: Mapping[str, Entry]) -> None:
         error = self._error
         if dist.get_rank() == 0 and error is None:
             try:
@@ -201,20 +205,31 @@ class Save:
                 step()
         except CheckpointException as failure:
             raise SaveFailed(f"checkpoint {self.path} was not written: {failure}") from failure
+        written = self._written()
         error = None
         if dist.get_rank() == 0:
             try:
+                self._record["number"] = next_number(self.path.parent)
                 _write_record(self.folder, self._record)
+                write_listing(self.folder, self._record["number"], {**written, **others})
                 flush(self.folder)
                 _replace(self.path, self.folder)
             except OSError as failure:
                 error = failure
         _agree(self.path, error)
 
+    def _written(self) -> dict[str, Entry]:
+        """The entries of the shards that all ranks have written."""
+        parts: list[dict[str, Entry]] = [{}] * dist.get_world_size()
+        entries = checkpoint_checksums.take(self._files)
+        dist.all_gather_object(parts, {Path(file).name: entry for file, entry in entries.items()})
+        return {name: entry for part in parts for name, entry in part.items()}
+
     def abandon(self) -> None:
         """Wait for the thread, in place of `finish`, and leave nothing of the checkpoint."""
         if self._thread is not None:
             self._thread.join()
+        checkpoint_checksums.take(self._files)
         checkpoint_queue.clear()
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -232,7 +247,7 @@ def _try_room(folder: Path) -> None:
 def _replace(path: Path, whole: Path) -> None:
     """Rename `whole` to `path`. A folder that is there already is renamed first and deleted last, since deleting takes seconds during
     which neither would be there."""
-    aside = path.with_name(path.name + _ASIDE)
+    aside = path.with_name(path.name + REPLACED)
     shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
         path.rename(aside)
@@ -243,12 +258,12 @@ def _replace(path: Path, whole: Path) -> None:
 
 def write_record_of_weights(folder: Path) -> None:
     """Write `engine.json` of a checkpoint of weights without an optimizer."""
-    _write_record(folder, {"format": _FORMAT, "steps": 0, "optimizer": False, "adapter": None, "state": {}})
+    _write_record(folder, {"format": _FORMAT, "number": 1, "steps": 0, "optimizer": False, "adapter": None, "state": {}})
 
 
 def _write_record(folder: Path, record: EngineRecord) -> None:
     """Write `engine.json`, which `restore` reads with the shards."""
-    (folder / _ENGINE).write_text(json.dumps(record))
+    (folder / ENGINE).write_text(json.dumps(record))
 
 
 def _agree(path: Path, error: BaseException | None) -> None:
@@ -279,7 +294,8 @@ def restore(path: Path, contents: Contents) -> EngineRecord:
         raise UserError(f"{path} was saved without an optimizer; it holds weights alone")
     tree = contents.tree(reading=True)
     _check_fit(path, tree)
-    loaded = dist_checkpointing.load(tree, str(path))
+    with reading(path):
+        loaded = dist_checkpointing.load(tree, str(path))
     contents.model.load_state_dict(loaded["model"], strict=False)
     for number, slot in enumerate(contents.slots or []):
         for kind in slot.kinds:
@@ -301,42 +317,18 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
             raise UserError(f"train.lora.{name}: {wanted[name]}, but the adapter in {path} has {saved[name]}")
 
 
-def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -> None:
-    """Make `path` the one that `latest_checkpoint` finds, and drop all but the `keep` newest beside it and those that are `needed`."""
-    point_to(path)
-    flush(path.parent)
-    others = [
-        p for p in path.parent.iterdir() if (p / _ENGINE).is_file() and p.name != path.name and not p.name.endswith((".partial", _ASIDE))
-    ]
-    others.sort(key=lambda p: (p / _ENGINE).stat().st_mtime_ns, reverse=True)
-    for old in [*(other for other in others[keep - 1 :] if other.name not in needed), *path.parent.glob(f"*{_ASIDE}")]:
-        shutil.rmtree(old)
-
-
-def latest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint that `publish_checkpoint` named last in `root`, None where there is none.
-
-    Raises UserError where it is gone or not whole.
-    """
-    path = newest(root)
-    if path is not None:
-        _record(path)
-    return path
-
-
 def adapter_of(path: Path) -> AdapterRecord | None:
     """The record of a checkpoint of adapters, None where it holds weights."""
-    file = path / _ENGINE
+    file = path / ENGINE
     return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
 
 def _record(path: Path) -> EngineRecord:
-    file = path / _ENGINE
-    if not file.is_file() or not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise UserError(f"{path} is not a whole checkpoint; name another, or remove {pointer_of(path.parent)} to start anew")
-    record: EngineRecord = json.loads(file.read_text())
-    if record["format"] != _FORMAT:
-        raise UserError(f"{file}: checkpoint format {record['format']}, this version reads {_FORMAT}")
+    file = path / ENGINE
+    with reading(path):
+        record: EngineRecord = json.loads(file.read_text())
+    if (saved := record.get("format")) != _FORMAT:
+        raise UserError(f"{file}: checkpoint format {saved}, this version reads {_FORMAT}")
     return record
 
 
@@ -366,7 +358,7 @@ def _like(place: Sharded, key: str, data: torch.Tensor) -> Sharded:
 
 def _check_fit(path: Path, tree: ShardedTree) -> None:
     """Compare names and shapes over all ranks with those in the checkpoint."""
-    saved = {name: tuple(tensor.global_shape) for name, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()}
+    saved = {name: tuple(tensor.global_shape) for name, tensor in tensors_in(path).items()}
     flat = {section: dict(tensors) for section, tensors in tree.items()}
     apply_factories(flat)
     mine = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,9 @@ MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–
 
 
 def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run: compare its checkpoints with their checksums, and nothing else.")
+    ] = None,
     as_json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the self-check, which samples and scores for real.")] = False,
     cluster: Annotated[
@@ -27,14 +31,19 @@ def doctor(
 ) -> None:
     """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
 
-    Exit code 3 where something needed is missing, 6 where the log-probs differ or a link between hosts is slow.
+    Exit code 3 where something needed is missing, 6 where the log-probs differ, a link between hosts is slow, or a checkpoint is damaged.
     """
     from rich.console import Console
 
     from mtpctl.bench.doctor.examination import examine, examine_cluster
 
     with Console(stderr=True).status("looking at what is installed …") as status:
-        if cluster is not None:
+        if run is not None:
+            from mtpctl.bench.doctor.checkpoints import examine_run
+
+            status.update(f"reading the checkpoints of {run} …")
+            diagnosis = examine_run(run)
+        elif cluster is not None:
             status.update(f"trying the links between the hosts of {cluster} …")
             diagnosis = examine_cluster(cluster)
         else:

@@ -38,7 +38,7 @@ class Plan:
     """What can be known about a run before it starts. `source`: where the size of the cards is from; sizes are bytes.
 
     `hosts`: names of the hosts by their numbers, where the cluster is there already. `engines`: rollout engines that there is room for, of
-    those that the recipe allows. `errors` would end the run before anything is trained.
+    those that the recipe allows. `errors` would end the run before anything is trained. `resumes`: from which checkpoint.
     """
 
     recipe: Recipe
@@ -51,6 +51,7 @@ class Plan:
     data: list[str]
     cautions: list[str]
     errors: list[MtpctlError]
+    resumes: list[str]
 
     @property
     def rl(self) -> bool:
@@ -123,6 +124,7 @@ def dry_run(recipe: Recipe) -> Plan:
     looked = trials(partial(look, recipe.data, recipe.evaluation, recipe.train.stages))
     # The user's own code is tried on rows of the data.
     warnings = trials(partial(rehearse, recipe)) if looked is not None else None
+    resumes = trials(partial(_resumes, recipe))
     unfit = list(misfits(recipe, shape))
     return Plan(
         recipe,
@@ -135,7 +137,18 @@ def dry_run(recipe: Recipe) -> Plan:
         data=list(map(str, looked or [])),
         cautions=[*cautions_of(recipe), *(warnings or [])],
         errors=[*(misfit.error for misfit in unfit), *trials.errors],
+        resumes=resumes or [],
     )
+
+
+def _resumes(recipe: Recipe) -> list[str]:
+    """The checkpoint that a start would resume from, in lines. Raises UserError if none of those that are there is whole."""
+    if not RunDirectory(recipe.run_path).checkpoints.is_dir():
+        return []
+    # Here, since it imports much that a plan without a run does not need.
+    from mtpctl.controller.resuming import describe_start
+
+    return describe_start(recipe)
 
 
 def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
@@ -193,6 +206,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "data": plan.data,
         "cautions": plan.cautions,
         "errors": list(map(str, plan.errors)),
+        "resumes": plan.resumes,
     }
     if (placement := plan.placement) is not None:
         found["placement"] = {
@@ -244,6 +258,7 @@ def render(plan: Plan) -> str:
     if plan.rl:
         lines += _sync_lines(plan)
     lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan.data)]
+    lines += [f"{'resumes' if not number else '':10} {line}" for number, line in enumerate(plan.resumes)]
     lines += [f"caution    {caution}" for caution in plan.cautions]
     return "\n".join(lines)
 

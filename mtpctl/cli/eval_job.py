@@ -51,7 +51,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     check_sandbox(recipe)
     with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
-        source = source_of(recipe, start, folder)
+        source = source_of(recipe, start, folder, say)
         for held_out in problems.held_out.values():
             fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.options import Overlays, Sets, load
+from mtpctl.cli.options import Overlays, Sets, load, say
 
 if TYPE_CHECKING:
     from mtpctl.logprob.serve import Served
@@ -142,7 +142,7 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     else:
         tokenizer = tokenizer_of(recipe, folder, run or scratch)
     if run is not None:
-        checkpoint, version = newest_version(run.absolute() / "checkpoints")
+        checkpoint, version = newest_version(run.absolute() / "checkpoints", say)
         if checkpoint is not None:
             return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
         return Served(f"run {run}, the model it starts from", run.absolute().name, folder.path, tokenizer)

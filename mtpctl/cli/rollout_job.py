@@ -99,7 +99,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
-        source = source_of(recipe, start, folder)
+        source = source_of(recipe, start, folder, say)
         say(f"model: {source.name}")
         environment, chat, deadline_s = environment_of(recipe.rollout), chatted(recipe.data, problems), recipe.rollout.deadline_s
         tools: Sequence[object] = ()
@@ -152,16 +152,16 @@ def with_merged_sync(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"sync": sync, "cluster": recipe.cluster.model_copy(update={"device": recipe.device})})
 
 
-def source_of(recipe: Recipe, start: str | None, made: Path) -> Source:
+def source_of(recipe: Recipe, start: str | None, made: Path, say: Say) -> Source:
     """Find model, tokenizer and checkpoint. A model or tokenizer that has to be made is written to the folder `made`."""
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if start is not None and (Path(start) / "config.json").is_file():
         model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights"})
         recipe = recipe.model_copy(update={"model": model})
     elif start is not None:
-        run, checkpoint, version = version_named(start, "a model's folder (config.json)")
+        run, checkpoint, version = version_named(start, "a model's folder (config.json)", tell=say)
     else:
-        checkpoint, version = newest_version(run / "checkpoints")
+        checkpoint, version = newest_version(run / "checkpoints", say)
     if recipe.model.drawn and not (run / "model").is_dir():
         raise UserError(
             f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "

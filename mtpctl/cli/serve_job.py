@@ -38,7 +38,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, say: Say, s
     recipe, bound = with_merged_sync(recipe), gateway_socket(recipe.rollout)
     assert bound is not None, "the gateway is on"
     with contextlib.closing(bound), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as made, contextlib.ExitStack() as stack:
-        source = source_of(recipe, start, Path(made))
+        source = source_of(recipe, start, Path(made), say)
         say(f"model: {source.name}")
         file = None if out is None else stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {}))
         store = stack.enter_context(room_for_engines(recipe, source, Path(made)))

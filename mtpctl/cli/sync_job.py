@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpctl.cli.options import say
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import model_of, store_in
@@ -43,7 +44,7 @@ class Source:
         """`--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
         if text is None:
             return cls()
-        run, checkpoint, _ = version_named(text)
+        run, checkpoint, _ = version_named(text, tell=say)
         return cls(run, checkpoint)
 
 

@@ -124,10 +124,11 @@ def start_weights(text: str) -> StartWeights:
     folder = Path(text).expanduser().absolute()
     if (folder / WEIGHTS).is_file():
         return StartWeights(text, str(folder))
+    from mtpctl.cli.options import say
     from mtpctl.controller.state import version_named
     from mtpctl.recipe.loading import load_recipe
 
-    run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})")
+    run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})", tell=say)
     recipe = load_recipe(_recipe_of(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
     over = run / "model" if model.drawn else model.path
@@ -136,7 +137,7 @@ def start_weights(text: str) -> StartWeights:
 
 def has_checkpoint(run: Path) -> bool:
     """Whether the run has a checkpoint to take weights from."""
-    from mtpctl.checkpoint.pointer import newest
+    from mtpctl.checkpoint.finding import newest
 
     return newest(run / "checkpoints") is not None
 

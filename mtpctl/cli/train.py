@@ -28,6 +28,10 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print placement, sizes, memory and buckets; start nothing.")
     ] = False,
+    over: Annotated[
+        bool,
+        typer.Option("--start-over", help="Begin the run again; its directory is kept under another name, with all of its checkpoints."),
+    ] = False,
     as_json: Json = False,
     profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
@@ -38,11 +42,13 @@ def train(
 
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
+    if over and (start is not None or dry_run):
+        raise UserError(f"--start-over: takes no {'--from; name a new run_dir' if start is not None else '--dry-run'}")
     sets = [*(sets or []), *(["telemetry.profile=true"] if profile else [])]
     found, beginning = _asked(recipe, start, overlay, sets)
     loaded = found.loaded
     validate(loaded.recipe)
-    if found.run is not None:
+    if found.run is not None and not over:
         say(found.told)
     if dry_run:
         from mtpctl.cli import dry_run as planning
@@ -61,6 +67,12 @@ def train(
             loaded = found.loaded
     from mtpctl.controller.launch import run
 
+    if over:
+        from mtpctl.cli.targets import START
+        from mtpctl.controller.resuming import start_over
+
+        if (kept := start_over(loaded.recipe, [START])) is not None:
+            say(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {kept}")
     raise typer.Exit(run(loaded.recipe, plain=plain))
 
 

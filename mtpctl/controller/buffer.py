@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from mtpctl.checkpoint.listing import Checksum, Entry
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
 
@@ -179,10 +180,10 @@ class SampleBuffer:
         """Groups in flight and requeued ones, in the order in which they were drawn: a restarted run sends their prompts out again."""
         return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
 
-    def saving(self, path: Path) -> Callable[[], None]:
+    def saving(self, path: Path) -> Callable[[], Entry]:
         """What writes the buffer as it is now, in any thread: the waiting groups with their samples, and the problems of unfinished ones.
 
-        A line of JSON each; whole or not at all. Nobody changes the samples of a complete group.
+        It returns the file's size and checksum. A line of JSON each; whole or not at all. Nobody changes the samples of a complete group.
         """
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 
@@ -203,14 +204,17 @@ class SampleBuffer:
         return complete, unfinished
 
 
-def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> None:
-    aside = path.with_suffix(".partial")
-    with aside.open("w") as file:
+def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> Entry:
+    aside, checksum = path.with_suffix(".partial"), Checksum()
+    with aside.open("wb") as file:
         for group, complete in groups:
             samples = [s.to_dict(packed=True) for s in complete]
             problem = group.problem.to_json()
             line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": samples}
-            file.write(json.dumps(line) + "\n")
+            encoded = (json.dumps(line) + "\n").encode()
+            checksum.update(encoded)
+            file.write(encoded)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
+    return checksum.entry

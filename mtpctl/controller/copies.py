@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mtpctl.checkpoint.copying import CHECKPOINTS, CopyWriter, fetch, newest_copy
+from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
+from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.listing import Damaged
 from mtpctl.checkpoint.object_store import FIELD, ObjectStore, StoreFailed
-from mtpctl.checkpoint.pointer import newest
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved
@@ -106,6 +107,9 @@ class Copies:
                 sent = self._writer.copy(checkpoint)
             except (StoreFailed, OSError) as error:
                 self._note_failure(error)
+            except Damaged as damage:
+                self._give_up(f"{checkpoint.parent.parent}/{damage}; {checkpoint.name} is not copied", owed)
+                return
             else:
                 self._note_copied(checkpoint, sent, time.monotonic() - began, owed)
                 return
@@ -122,6 +126,13 @@ class Copies:
             first = self._failed_since_told == 1
         if first:
             self._tell(f"{error}; training goes on, and it is tried again")
+
+    def _give_up(self, told: str, owed: int) -> None:
+        """Note that a checkpoint is not copied, since the copy would be no better than it is."""
+        with self._changed:
+            self._behind -= owed
+            self._copying = None
+        self._tell(told)
 
     def _note_copied(self, checkpoint: Path, sent: int, seconds: float, owed: int) -> None:
         with self._changed:
@@ -151,7 +162,7 @@ def check_copies(recipe: Recipe) -> None:
         store.check()
         text = store.read(RECIPE)
     except StoreFailed as error:
-        if newest(RunDirectory(recipe.run_path).checkpoints) is not None:
+        if _has_checkpoint(RunDirectory(recipe.run_path)):
             return  # The run goes on, and says that it cannot be copied yet.
         told = f"{store.url} does not answer ({error.reason}), and may hold the checkpoint that this run goes on from"
         raise EnvironmentMissing(f"{FIELD}: {told}; start again once it does, or remove the key") from error
@@ -163,13 +174,21 @@ def check_copies(recipe: Recipe) -> None:
             )
 
 
+def _has_checkpoint(directory: RunDirectory) -> bool:
+    """Whether the run has a checkpoint that is whole."""
+    try:
+        return newest(directory.checkpoints) is not None
+    except UserError:  # All that it has are damaged.
+        return False
+
+
 def fetch_if_lost(recipe: Recipe, tell: Tell) -> str:
     """Where the run directory has no checkpoint and the copy has one, fetch it. Returns a line that says so, empty where nothing was done.
 
     Raises UserError where no checkpoint of the copy is whole, EnvironmentMissing where the store fails.
     """
     store, directory = store_of(recipe), RunDirectory(recipe.run_path)
-    if store is None or newest(directory.checkpoints) is not None:
+    if store is None or _has_checkpoint(directory):
         return ""
     for tries in range(1, FETCH_TRIES + 1):
         try:
@@ -187,12 +206,12 @@ def fetch_if_lost(recipe: Recipe, tell: Tell) -> str:
     raise AssertionError("the last try returns or raises")
 
 
-def copies_of(recipe: Recipe, directory: RunDirectory, tell: Tell) -> Copies | None:
-    """The copies of a run, which begin with the newest checkpoint that it has; None where the recipe asks for none."""
+def copies_of(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, tell: Tell) -> Copies | None:
+    """The copies of a run, which begin with the checkpoint that it resumes from; None where the recipe asks for none."""
     store = store_of(recipe)
     if store is None:
         return None
     copies = Copies(store, directory.path, recipe.train.keep_checkpoints, tell)
-    if (path := newest(directory.path / CHECKPOINTS)) is not None:
-        copies.take(path)
+    if checkpoint is not None:
+        copies.take(checkpoint)
     return copies

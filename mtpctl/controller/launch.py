@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from mtpctl.checkpoint.finding import choose
 from mtpctl.cluster.deadlines import finished_before, within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import Daemons, check_room, cluster
@@ -19,7 +19,8 @@ from mtpctl.cluster.seats import Seats
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.elastic import ElasticRollout
-from mtpctl.controller.prepare import Prepared, changed_old_logprobs, changed_task, check_drawn, prepare, store_in
+from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
+from mtpctl.controller.resuming import Start, answer_ended, find_start
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
@@ -27,7 +28,7 @@ from mtpctl.controller.seating import engine_claim, seated
 from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.start_teacher import start_teacher
-from mtpctl.controller.state import RunState, check_stages, resumed_from
+from mtpctl.controller.state import RunState, check_stages, resumed_from, saved_state
 from mtpctl.controller.status_http import status_app, status_socket
 from mtpctl.controller.stopping import Stops
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
@@ -47,7 +48,7 @@ from mtpctl.rollout.start import start_pool
 from mtpctl.routes import RouteShape
 from mtpctl.signals import exit_code, raise_on_stop
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.session import Resumed, Telemetry, show_ended
+from mtpctl.telemetry.session import Resumed, Telemetry
 from mtpctl.telemetry.sinks import check_packages
 from mtpctl.telemetry.status_page import ReplicaCounts
 from mtpctl.web.server import address_of, serving
@@ -60,13 +61,9 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     tell = partial(print, flush=True)
     fetched = fetch_if_lost(recipe, tell)
     earlier = RunDirectory(recipe.run_path)
-    checkpoint, resumed = resumed_from(earlier.checkpoints, recipe.train)
-    if checkpoint is not None and set(totals) <= set(resumed["ended"]):
-        another = changed_task(recipe, earlier)
-        mend = _for_another_task(another) if another else _to_go_on(recipe, resumed["stage"])
-        show_ended(earlier, f"{earlier.path} has ended, {checkpoint.name}; {mend}")
-        if (copies := copies_of(recipe, earlier, tell)) is not None:
-            asyncio.run(copies.finish())
+    checkpoint = choose(earlier.checkpoints, contents=False).path
+    resumed = resumed_from(checkpoint, recipe.train)
+    if answer_ended(recipe, earlier, checkpoint, resumed, tell):
         return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
@@ -80,7 +77,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         cpus, gpus = most.cpus, most.gpus
     check_room(recipe.cluster, cpus=cpus, gpus=gpus)
     fresh = not recipe.run_path.exists()
-    check_stages(earlier.checkpoints, recipe.train.stages)
+    check_stages(checkpoint, resumed, recipe.train.stages)
     check_drawn(recipe, earlier)
     changed = changed_old_logprobs(recipe, earlier)
     text = dump_resolved(recipe)
@@ -92,47 +89,38 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             if status is not None:
                 open_sockets.enter_context(contextlib.closing(status))
             prepared = prepare(recipe, directory.path)
+            start = find_start(recipe, directory, tell)
         except MtpctlError:
             if fresh:
                 shutil.rmtree(directory.path)
             raise
         # Only now, so that a recipe that is refused is not recorded as one that ran.
         changed_keys = directory.record(text)
-        before = Resumed(resumed["stage"], resumed["step"], resumed["ended"])
+        before = Resumed(start.state["stage"], start.state["step"], start.state["ended"])
         early = ["sft"] if recipe.train.sft.until_loss else []
         with Telemetry(directory, recipe.telemetry, plain, totals=totals, early=early, resumed=before) as telemetry:
             if changed_keys:
                 telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")
             if fetched:
                 telemetry.event("copy", fetched)
+            for line in start.lines:
+                telemetry.event("checkpoint", line)
             if prepared.unrewarded:
                 telemetry.event("data", prepared.unrewarded)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
-                stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status, daemons).drive())
+                stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status, daemons, start).drive())
                 raise_on_stop()  # The event loop has taken its handlers with it.
                 if stopped_by is None:
                     telemetry.print_summary()
     return 0 if stopped_by is None else exit_code(stopped_by)
 
 
-def _to_go_on(recipe: Recipe, stage: str) -> str:
-    """Tells the user how to train further where the run has ended, its last stage being `stage`."""
-    if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
-        return "name another run_dir to train anew, or begin a run from its weights with --from"
-    return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
-
-
-def _for_another_task(keys: list[str]) -> str:
-    """Tells the user what to do where the run has ended and the recipe asks for another task, in these keys."""
-    shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one a `name` of its own to train by it"
-
-
 class Run:
     """The actors of one run, where they sit, and the order in which its stages use them.
 
     `changed`: how RL by this recipe differs from RL in the run so far, which the line of the resume says; empty where it does not.
-    `status`: the socket of the status page, where there is one. `daemons`: those of a cluster that the run has started.
+    `status`: the socket of the status page, where there is one. `daemons`: those of a cluster that the run has started. `start`: the
+    checkpoint that the run resumes from; by default it has none.
     """
 
     placement: Placement
@@ -151,9 +139,11 @@ class Run:
         changed: str = "",
         status: socket.socket | None = None,
         daemons: Daemons | None = None,
+        start: Start | None = None,
     ) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
         self.changed, self.status = changed, status
+        self.start = start or Start(None, saved_state(None))
         self.waits = Waits(telemetry.waiting, directory.logs)
         self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on, tell=partial(telemetry.event, "checkpoint"))
         self.stops = Stops(self.state, partial(telemetry.event, "stop"), daemons)
@@ -173,7 +163,7 @@ class Run:
             if self.status is not None:
                 await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replica_counts), self.status))
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
-            if (copies := copies_of(self.recipe, self.directory, lambda line: self.telemetry.event("copy", line))) is not None:
+            if (copies := copies_of(self.recipe, self.directory, self.start.checkpoint, partial(self.telemetry.event, "copy"))) is not None:
                 self.state.copies = copies
                 stack.push_async_callback(self._copied, copies)
             found = await seated(self.recipe, self.waits, self.state.stopping)
@@ -208,7 +198,7 @@ class Run:
                     await asyncio.gather(starting, return_exceptions=True)
             # A stage that has ended has its checkpoint; trainers that found nothing left to do have no optimizer to save.
             if self.state.stopping.is_set() and self.state.within_stage:
-                path = await self.state.checkpoint(trainer)
+                path = await self.state.until_saved(lambda: self.state.checkpoint(trainer))
                 kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
                 return self.stops.number
@@ -290,7 +280,7 @@ class Run:
         """Show that these actors are starting while the block runs, and log how long it took."""
         with self.waits.on(f"{what}: starting", *actors) as wait:
             yield
-        self.telemetry.event("start", f"{what}: ready after {time.time() - wait.begun:.0f} s")
+        self.telemetry.event("start", f"{what}: ready after {wait.seconds:.0f} s")
 
     async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
@@ -300,7 +290,8 @@ class Run:
             except TrainerLost as lost:
                 counts = await self.revival.at_start(lost)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
-        checkpoint = await self.state.load(trainer)
+        checkpoint = self.start.checkpoint
+        self.state.load(self.start.state)
         within_stage = self.state.within_stage
         if checkpoint is not None and not within_stage:
             await self._restore(trainer, checkpoint)
@@ -324,7 +315,8 @@ class Run:
 
     async def _begin(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
         """Have the trainer begin a stage, or go on with it from a checkpoint."""
-        await trainer.call("begin_stage", stage, str(self.directory.path / "reference"), resumed is not None)
+        reference = str(self.directory.path / "reference")
+        await self.state.until_saved(lambda: trainer.call("begin_stage", stage, reference, resumed is not None))
         if resumed is not None:
             await self._restore(trainer, resumed)
             changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
@@ -350,7 +342,7 @@ class Run:
                 await self._rl(trainer, *starting.result(), resumed)
         if not self.state.stopping.is_set():
             self.state.end(stage)
-            await self.state.checkpoint(trainer)
+            await self.state.until_saved(lambda: self.state.checkpoint(trainer))
 
     async def _restore(self, trainer: TrainerGroup, checkpoint: Path) -> None:
         with self.waits.on(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):

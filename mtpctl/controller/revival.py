@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from mtpctl.checkpoint.finding import settle
 from mtpctl.cluster.replicas import FORGET_S
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import HostGone, TrainerGroup, TrainerLost
@@ -37,7 +39,13 @@ class Revival:
         times within an hour, and `lost` itself where that is 0 or the recipe takes no checkpoints before the end of a stage.
         """
         self.state.updating, self.state.lost = False, True
-        path, seconds = await self._until_back(lost, lambda: self._restored(anew))
+        choice = await asyncio.to_thread(settle, self.state.root)
+        for line in choice.lines:
+            self.telemetry.event("checkpoint", line)
+        if choice.damaged and not anew:
+            # The groups of the updates before the damaged one are forgotten: the stage has to go on with those of the checkpoint before.
+            raise lost
+        path, seconds = await self._until_back(lost, lambda: self._restored(choice.path, anew))
         self.state.lost = False
         source = "the beginning of the stage" if path is None else path.name
         self._tell_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
@@ -89,12 +97,12 @@ class Revival:
             raise lost
         return len(self._lost_at)
 
-    async def _restored(self, anew: bool) -> Path | None:
+    async def _restored(self, newest: Path | None, anew: bool) -> Path | None:
         stage = self.state.stage
-        newest, within_it = self.state.go_back(anew=anew)
+        within_it = self.state.go_back(newest, anew=anew)
         if newest is not None and not within_it:
             await self.trainer.call("restore", str(newest))
-        await self.trainer.call("begin_stage", stage, str(self.reference), within_it)
+        await self.state.until_saved(lambda: self.trainer.call("begin_stage", stage, str(self.reference), within_it))
         if within_it:
             await self.trainer.call("restore", str(newest))
         return newest if within_it else None

@@ -7,12 +7,13 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.checkpoint.pointer import newest, pointer_of
+from mtpctl.checkpoint.finding import BUFFER, RUN, check, choose, newest
+from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.trainers import TrainerGroup
@@ -24,7 +25,7 @@ from mtpctl.telemetry.run_directory import RunDirectory
 if TYPE_CHECKING:
     from mtpctl.controller.copies import Copies
 
-_FILE = "run.json"
+Tell = Callable[[str], None]
 Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
 """Shows what is waited for while its block runs."""
 _UNSAVED = -1
@@ -53,50 +54,57 @@ class SavedState(TypedDict):
 def ended_stages(root: Path) -> list[str]:
     """The stages that the newest checkpoint under `root` says have ended. Reads no tensor.
 
-    Raises UserError where the newest is not whole.
+    Raises UserError if all checkpoints are damaged.
     """
-    return list(_newest(root)[1]["ended"])
+    return list(saved_state(newest(root))["ended"])
 
 
-def newest_version(root: Path) -> tuple[Path | None, int]:
+def newest_version(root: Path, tell: Tell) -> tuple[Path | None, int]:
     """The checkpoint that a run would resume from and its weight version, or (None, 0) without a checkpoint.
 
-    Raises UserError where the newest is not whole.
+    Its files are compared with their checksums; newer ones that are damaged are told. Raises UserError if all are damaged.
     """
-    path, state = _newest(root)
-    return path, int(state["version"])
+    choice = choose(root, contents=True)
+    for line in choice.lines:
+        tell(line)
+    return choice.path, int(saved_state(choice.path)["version"])
 
 
-def version_named(text: str, *others: str) -> tuple[Path, Path, int]:
+def version_named(text: str, *others: str, tell: Tell) -> tuple[Path, Path, int]:
     """The run directory, the checkpoint and the weight version that `--from` names by a checkpoint, or by a run with its newest one.
 
-    Raises UserError for a run without a checkpoint and for anything else; the message names `others`, which the caller takes besides.
+    Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for anything else; the message names `others`, which the
+    caller takes besides.
     """
     path = Path(text).absolute()
-    if (path / _FILE).is_file():
+    if (path / RUN).is_file():
         try:
-            return path.parent.parent, path, int(json.loads((path / _FILE).read_text())["version"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not check(path, contents=True, of_run=True):
+                tell(f"{path} was saved without checksums, by an earlier release: its contents are not verified")
+        except Damaged as damage:
+            raise UserError(
+                f"--from: {path}/{damage}; name another checkpoint, or the run, of which the newest whole one is taken"
+            ) from damage
+        try:
+            return path.parent.parent, path, int(saved_state(path)["version"])
+        except (KeyError, TypeError) as error:
             raise UserError(f"--from: {text} is not a whole checkpoint of a run; name another") from error
     recipe = RunDirectory(path).recipe
     if not recipe.is_file():
-        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({_FILE})", *others)
+        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN})", *others)
         raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
-    checkpoint, version = newest_version(RunDirectory(path).checkpoints)
+    checkpoint, version = newest_version(RunDirectory(path).checkpoints, tell)
     if checkpoint is None:
         raise UserError(f"--from: {text} has no checkpoint yet")
     return path, checkpoint, version
 
 
-def resumed_from(root: Path, train: TrainConfig) -> tuple[Path | None, SavedState]:
-    """The newest checkpoint under `root`, and the state that a run by `train` goes on with. Reads no tensor.
-
-    Without a checkpoint: None, and the state of a run that has not begun. Raises UserError where the newest is not whole.
-    """
-    path, state = _newest(root)
-    if path is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
+def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
+    """The state that a run by `train` goes on with from a checkpoint; without one, that of a run that has not begun. Reads no tensor."""
+    state = saved_state(checkpoint)
+    if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
-    return path, state
+    return state
 
 
 def continues_last_stage(stage: str, step: int, ended: Sequence[str], train: TrainConfig) -> bool:
@@ -105,30 +113,30 @@ def continues_last_stage(stage: str, step: int, ended: Sequence[str], train: Tra
     return bool(more) and list(ended[-1:]) == [stage] and not (stage == "sft" and train.sft.until_loss)
 
 
-def check_stages(root: Path, stages: Sequence[str]) -> None:
-    """Raise UserError where the newest checkpoint under `root` is within a stage that is not among `stages`.
+def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[str]) -> None:
+    """Raise UserError if the checkpoint is within a stage that is not among `stages`.
 
     The stages that are would begin without what that one has trained.
     """
-    path, state = _newest(root)
     stage = state["stage"]
     if stage and stage not in (*state["ended"], *stages):
         raise UserError(
-            f"train.stages: {path} is within {stage}, which is not among them; add it, with train.{stage}.steps: {state['step']} to end "
-            "it there, or name another run_dir"
+            f"train.stages: {checkpoint} is within {stage}, which is not among them; add it, with train.{stage}.steps: {state['step']} to "
+            "end it there, or name another run_dir"
         )
 
 
-def _newest(root: Path) -> tuple[Path | None, SavedState]:
-    """The newest checkpoint and the state that it holds; without a checkpoint, None and the state of a run that has not begun."""
-    path = newest(root)
-    if path is None:
-        return None, SavedState(stage="", step=0, version=0, synced_at=-1, payback=None, cursor=None, losses=[], ended=[])
+def saved_state(checkpoint: Path | None) -> SavedState:
+    """The state in a checkpoint; without one, that of a run that has not begun. Raises UserError if it cannot be read."""
+    if checkpoint is None:
+        return SavedState(stage="", step=0, version=0, synced_at=-1, payback=None, cursor=None, losses=[], ended=[])
     try:
-        state: SavedState = json.loads((path / _FILE).read_text())
+        state: SavedState = json.loads((checkpoint / RUN).read_text())
+        if not isinstance(state, dict):
+            raise ValueError("not an object")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a whole checkpoint; remove {pointer_of(root)} to take the model as it was made") from error
-    return path, state
+        raise UserError(f"{checkpoint / RUN} is truncated or overwritten; name another checkpoint") from error
+    return state
 
 
 @dataclass
@@ -172,7 +180,9 @@ class RunState:
     waiting: Waiting = contextlib.nullcontext
     tell: Callable[[str], None] = lambda line: None
     copies: Copies | None = None
-    _buffer_written: asyncio.Future[None] | None = None
+    _buffer_written: asyncio.Future[Entry] | None = None
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    """Sizes and checksums of the controller's files in the checkpoint that is being written."""
 
     @property
     def within_stage(self) -> bool:
@@ -190,21 +200,15 @@ class RunState:
         """Note that a stage has ended."""
         self.ended.append(stage)
 
-    async def load(self, trainer: TrainerGroup) -> Path | None:
-        """Restore the state that the newest checkpoint holds. Returns its folder, None without a checkpoint."""
-        found = await trainer.call("latest_checkpoint", str(self.root))
-        if found is None:
-            return None
-        for name, value in json.loads((Path(found) / _FILE).read_text()).items():
-            setattr(self, name, value)
-        if continues_last_stage(self.stage, self.step, self.ended, self.train):
-            self.ended.remove(self.stage)
-        return Path(found)
+    def load(self, saved: SavedState) -> None:
+        """Take over the state of the checkpoint that the run resumes from."""
+        for name, value in saved.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
 
-    def go_back(self, *, anew: bool) -> tuple[Path | None, bool]:
+    def go_back(self, checkpoint: Path | None, *, anew: bool) -> bool:
         """Set the step, and what belongs to it, to that of the newest whole checkpoint, since the trainer was lost.
 
-        Returns its folder, and whether it is within this stage. The version stays, and grows on. `anew`: what was sampled is gone too, and
+        Returns whether it is within this stage. The version stays, and grows on. `anew`: what was sampled is gone too, and
         the prompts since the checkpoint are drawn again.
         Where the checkpoint is not within this stage, or there is none, the stage begins anew.
         """
@@ -215,9 +219,7 @@ class RunState:
             # It may fail, with the folder gone that it is written to.
             self._buffer_written.add_done_callback(lambda written: written.exception())
             self._buffer_written = None
-        path, found = _newest(self.root)
-        if path is not None and continues_last_stage(found["stage"], found["step"], found["ended"], self.train):
-            found["ended"].remove(found["stage"])
+        found = resumed_from(checkpoint, self.train)
         within_it = found["stage"] == self.stage and self.stage not in found["ended"]
         self.step, self.losses = (found["step"], found["losses"]) if within_it else (0, [])
         self.payback = found["payback"] if within_it else None
@@ -225,7 +227,7 @@ class RunState:
             self.cursor = found["cursor"] if within_it else None
         self.ended, self.synced_at, self.updating = found["ended"], -1, False
         self.saved, self.saved_at = self.step, time.monotonic()
-        return path, within_it
+        return within_it
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now.
@@ -275,16 +277,38 @@ class RunState:
         with self.waiting(f"trainer: saving {path.name}"):
             folder = Path(await trainer.call("begin_save", str(path)))
         # Both are of this moment; rollout goes on while the buffer is written.
+        text = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
         async with self._written(trainer, path):
-            (folder / _FILE).write_text(json.dumps({name: getattr(self, name) for name in SavedState.__annotations__}))
+            (folder / RUN).write_text(text)
+        self._entries = {RUN: entry_of_text(text)}
         if self.buffer is not None:
-            self._buffer_written = asyncio.ensure_future(asyncio.to_thread(self.buffer.saving(folder / "buffer.jsonl")))
+            self._buffer_written = asyncio.ensure_future(asyncio.to_thread(self.buffer.saving(folder / BUFFER)))
         self.saving, self.saved = path, self.step
         if wait:
             await self.settle(trainer)
         # The minutes count from here: a large model, whose checkpoints take minutes, would do nothing but write them otherwise.
         self.saved_at = time.monotonic()
         return path
+
+    async def until_saved[T](self, save: Callable[[], Awaitable[T]]) -> T:
+        """Call `save`, which a run cannot go on without, until the disk takes what it writes.
+
+        Raises RuntimeFailure if that takes longer than `GIVE_UP_S`.
+        """
+        began, tries = time.monotonic(), 0
+        while True:
+            try:
+                return await save()
+            except SaveFailed as failure:
+                self.saving, self.saved, tries = None, _UNSAVED, tries + 1
+                if time.monotonic() - began + AGAIN_S > GIVE_UP_S:
+                    told = (
+                        f"{failure}; {tries} tries within {GIVE_UP_S / 60:.0f} minutes failed; free space and start the same command again"
+                    )
+                    raise RuntimeFailure(told) from failure
+                if tries == 1:
+                    self.tell(f"{failure}; free space: it is tried again every {AGAIN_S:.0f} seconds, for {GIVE_UP_S / 60:.0f} minutes")
+                await asyncio.sleep(AGAIN_S)
 
     @contextlib.asynccontextmanager
     async def _written(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
@@ -328,9 +352,9 @@ class RunState:
                 return
             written, self._buffer_written = self._buffer_written, None
             async with self._written(trainer, self.saving):
-                await written
+                self._entries[BUFFER] = await written
         with self.waiting(f"trainer: writing {self.saving.name}"):
-            whole = await trainer.call("finish_save", wait)
+            whole = await trainer.call("finish_save", wait, self._entries)
         if whole:
             path, step = self.saving, self.saved
             needed = [] if self.copies is None else self.copies.needed

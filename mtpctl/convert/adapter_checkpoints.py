@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mtpctl.checkpoint import sharded
+from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.convert.adapters import export_adapter, fingerprint, peft_config
 from mtpctl.convert.dtypes import common
 from mtpctl.convert.hf_folder import HfFolder
@@ -84,8 +84,9 @@ def _config(adapter: sharded.AdapterRecord) -> LoraConfig:
 
 def _saved(path: Path) -> dict[str, TensorStorageMetadata]:
     """The model's tensors in a checkpoint."""
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name: saved for name, saved in found.items() if isinstance(saved, TensorStorageMetadata) and not name.startswith("optimizer.")}
+    with reading(path):
+        stored = reader_of(path).read_metadata().state_dict_metadata
+    return {name: saved for name, saved in stored.items() if isinstance(saved, TensorStorageMetadata) and not name.startswith("optimizer.")}
 
 
 def fill_adapter(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.AdapterRecord) -> None:

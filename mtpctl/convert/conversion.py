@@ -74,7 +74,7 @@ _Written = tuple[int, int, Verified | None]
 
 def convert(source: Path, target: Path, options: ConversionOptions, *, say: Say, progress: Progress) -> ConversionResult:
     """Convert `source` to `target`. Raises UserError for what cannot be converted, before `target` is touched."""
-    checkpoint = checkpoint_at(source)
+    checkpoint = checkpoint_at(source, say)
     to: To = "megatron" if checkpoint is None else "hf"
     if options.to not in (None, to):
         what = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"

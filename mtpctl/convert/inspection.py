@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core import dist_checkpointing
-
+from mtpctl.checkpoint.reading import tensors_in
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.source import checkpoint_at, has_mtp, reference_of
 from mtpctl.errors import UserError
@@ -15,7 +14,7 @@ from mtpctl.families.tensors import count_parameters
 
 def inspect(source: Path, model: Path | None) -> dict[str, object]:
     """Kind, family, sizes, MTP layers, types, and what is missing. Raises UserError where `source` is no model at all."""
-    checkpoint = checkpoint_at(source)
+    checkpoint = checkpoint_at(source, contents=False)
     return _folder(source) if checkpoint is None else _checkpoint(checkpoint, model)
 
 
@@ -35,7 +34,7 @@ def _folder(path: Path) -> dict[str, object]:
 
 
 def _checkpoint(path: Path, model: Path | None) -> dict[str, object]:
-    saved = {name: tensor for name, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items() if "optimizer." not in name}
+    saved = {name: tensor for name, tensor in tensors_in(path).items() if "optimizer." not in name}
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in saved.values()})
     found: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
     try:

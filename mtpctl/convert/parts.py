@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter, LoadPlan, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
@@ -27,8 +27,11 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mtpctl.checkpoint.listing import write_listing
 from mtpctl.checkpoint.pointer import flush
+from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.checkpoint.sharded import write_record_of_weights
+from mtpctl.convert.journal import JOURNAL
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
 
@@ -122,6 +125,7 @@ class PartWriter:
         self._writer.finish(self._metadata, [results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         write_record_of_weights(self.folder)
+        write_listing(self.folder, 1, {}, without=[JOURNAL])
 
 
 class Reader(Protocol):
@@ -141,8 +145,9 @@ class PartReader:
 
     def __init__(self, path: Path, skeleton: Skeleton) -> None:
         self.path, self.skeleton = path, skeleton
-        self._reader = FileSystemReader(path)
-        metadata = self._reader.read_metadata()
+        self._reader = reader_of(path)
+        with reading(path):
+            metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._saved = {name: saved for name, saved in metadata.state_dict_metadata.items() if isinstance(saved, TensorStorageMetadata)}
         self.dtypes = {name: self._dtype(name) for name in skeleton.parameters}
@@ -174,7 +179,8 @@ class PartReader:
                 shape, offset = torch.Size(_stored_shape(piece)), torch.Size(piece.global_offset)
                 targets[piece.key, offset] = piece.data.view(shape)
                 items += create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [ChunkStorageMetadata(offset, shape)])
-        self._reader.read_data(LoadPlan(items), _Fill(targets)).wait()
+        with reading(self.path):
+            self._reader.read_data(LoadPlan(items), _Fill(targets)).wait()
         return values
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from megatron.core import dist_checkpointing
-
-from mtpctl.checkpoint.sharded import latest_checkpoint
+from mtpctl.checkpoint.finding import ENGINE, check, choose
+from mtpctl.checkpoint.listing import LISTING, Damaged
+from mtpctl.checkpoint.pointer import pointer_of
+from mtpctl.checkpoint.reading import tensors_in
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.layout import Stored, load_layout
@@ -40,21 +42,31 @@ class Reference:
     """The model's own weights, where the folder holds them."""
 
 
-def checkpoint_at(path: Path) -> Path | None:
+def checkpoint_at(path: Path, say: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
     """The checkpoint at `path`, or the newest one of a run directory or its `checkpoints`; None for a model folder.
 
-    Raises UserError where `path` is none of these.
+    With `contents` its files are compared with their checksums, else only their sizes. A damaged one of a run is told by `say`, and the one
+    before it is taken. Raises UserError if `path` is none of these, or a damaged checkpoint.
     """
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder")
-    if is_checkpoint(path):
+    if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE, LISTING)):
+        try:
+            if not check(path, contents=contents):
+                say(f"{path} has no checksums: its contents are not verified")
+        except Damaged as damage:
+            raise UserError(f"{path}/{damage}; name another checkpoint, or the run for its newest whole one") from damage
         return path
     if (path / "config.json").is_file():
         return None
-    for root in (path, path / "checkpoints"):
-        found = latest_checkpoint(root)
-        if found is not None:
-            return found
+    below = path / "checkpoints"
+    root = below if below.is_dir() else path if pointer_of(path).exists() or path.name == below.name else None
+    if root is not None:
+        choice = choose(root, contents=contents)
+        for line in choice.lines:
+            say(line)
+        if choice.path is not None:
+            return choice.path
     raise UserError(
         f"{path}: is neither a Hugging Face folder (config.json with weights), nor a Megatron checkpoint (metadata.json), "
         "nor a run directory with a checkpoint"
@@ -92,7 +104,7 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
 
 def has_mtp(checkpoint: Path) -> bool:
     """Whether a checkpoint holds MTP layers, with or without the rest of the model."""
-    return any(name.startswith("mtp.") for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+    return any(name.startswith("mtp.") for name in tensors_in(checkpoint))
 
 
 def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:

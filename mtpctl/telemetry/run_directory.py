@@ -26,6 +26,8 @@ RECIPE = "recipe.resolved.yaml"
 LOCK = ".lock"
 PRIVATE = 0o600
 """The mode of recipes: they may name data, hosts and people."""
+BEGUN = ".begun"
+"""A file that a run has if it began again in the place of an earlier one: the name under which that one is kept."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _ROOM = 64 << 20

@@ -18,6 +18,7 @@ from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.history import History
+from mtpctl.telemetry.run_directory import BEGUN
 from mtpctl.telemetry.sample_log import SampleRow, response_text
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
@@ -26,8 +27,10 @@ _PARAMS, _VALUE = 100, 500
 
 
 def identity(folder: Path) -> str:
-    """The tracker's id of the run in a directory, the same at every resume."""
-    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    """The tracker's id of the run in a directory, the same at every resume, and another one for a run that began again there."""
+    begun = folder / BEGUN
+    name = str(folder.resolve()) + (begun.read_text() if begun.is_file() else "")
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 class Updates:

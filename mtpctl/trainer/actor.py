@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.heap import importing, settle_heap
 from mtpctl.cluster.logs import write_to_run
 from mtpctl.cluster.seats import Found, here
@@ -310,11 +311,14 @@ class TrainerRank(WeightSource):
         self.saving = self.engine.begin_save(Path(path), beside=self.recipe.train.async_save)
         return str(self.saving.folder)
 
-    def finish_save(self, wait: bool) -> bool:
-        """Move the checkpoint into its place when it is written. Returns whether it is there; without `wait` it may not be yet."""
+    def finish_save(self, wait: bool, entries: Mapping[str, Entry]) -> bool:
+        """Move the checkpoint into its place when it is written. Returns whether it is there; without `wait` it may not be yet.
+
+        `entries`: sizes and checksums of the files that the controller has put into it.
+        """
         if not wait and not self.saving.written():
             return False
-        self.saving.finish()
+        self.saving.finish(entries)
         return True
 
     def abandon_save(self) -> None:
@@ -325,25 +329,18 @@ class TrainerRank(WeightSource):
         """Load a checkpoint: the model, and the optimizer's state if a stage has begun."""
         self.engine.restore(Path(path))
 
-    def latest_checkpoint(self, root: str) -> str | None:
-        """The newest whole checkpoint under `root`."""
-        from mtpctl.checkpoint.sharded import latest_checkpoint
-
-        found = latest_checkpoint(Path(root))
-        return None if found is None else str(found)
-
     def publish_checkpoint(self, path: str, keep: int, needed: Sequence[str] = ()) -> None:
-        """Make `path` the newest checkpoint, and delete all but the `keep` newest and those whose names are `needed`.
+        """Have `latest` name `path`, and delete the older checkpoints but for the `keep` newest and those whose names are `needed`.
 
-        Raises SaveFailed where the disk does not take it: the one before is the newest then.
+        Raises SaveFailed if these cannot be deleted.
         """
-        from mtpctl.checkpoint.sharded import publish_checkpoint
+        from mtpctl.checkpoint.finding import publish_checkpoint
 
         if self.rank == 0:
             try:
                 publish_checkpoint(Path(path), keep=keep, needed=needed)
             except OSError as error:
-                raise SaveFailed(f"checkpoint {path} was written, but could not be made the newest: {error.strerror}") from error
+                raise SaveFailed(f"checkpoint {path} was written, but the ones before could not be deleted: {error.strerror}") from error
 
 
 def _sampled_under(sample: Sample, version: int | None) -> npt.NDArray[np.bool_]:

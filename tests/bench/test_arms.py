@@ -11,6 +11,7 @@ from mtpctl.bench.arms import WARM, Arm, Experiment, chosen
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.versions import collect_versions
+from tests.checkpoint.folders import write_checkpoint
 
 ARM = Arm("frozen", "", ("train.rl.train_mtp=false",))
 
@@ -29,10 +30,7 @@ def converted(out: Path) -> Path:
 
 
 def checkpoint(run: Path, name: str, ended: list[str]) -> None:
-    folder = run / "checkpoints" / name
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"ended": ended}))
-    (run / "checkpoints" / "latest").write_text(name)
+    write_checkpoint(run, name, ended=ended)
     (run / "versions.json").write_text(json.dumps(collect_versions()))
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
+from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.listing import LISTING, read_listing, write_listing
 from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
-from mtpctl.checkpoint.pointer import newest, point_to
+from mtpctl.checkpoint.pointer import point_to
 from mtpctl.errors import UserError
+from tests.checkpoint.folders import write_checkpoint
 
 
 class Faltering(ObjectStore):
@@ -55,16 +58,28 @@ def make_run(folder: Path) -> Path:
 
 def make_checkpoint(run: Path, name: str) -> Path:
     """A checkpoint with contents of its own."""
-    path = run / "checkpoints" / name
-    (path / "deeper").mkdir(parents=True)
-    for file in ("engine.json", "__0_0.distcp", "deeper/__1_0.distcp"):
-        (path / file).write_text(f"{file} of {name} " * 100)
+    path = write_checkpoint(run, name)
+    (path / "deeper").mkdir()
+    (path / "deeper" / "__1_0.distcp").write_text(f"of {name} " * 100)
+    relist(path)
     point_to(path)
     return path
 
 
+def relist(path: Path) -> None:
+    """List the files as they are now."""
+    listing = read_listing(path)
+    assert listing is not None
+    write_listing(path, listing.number, {})
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def sent_of(checkpoint: Path) -> dict[str, bytes]:
+    """The files that a copy has to send, which are all but the listing."""
+    return {name: text for name, text in contents(checkpoint).items() if name != LISTING}
 
 
 def fetched(store: ObjectStore, place: Path, tell: Callable[[str], None] = lambda line: None) -> str | None:
@@ -140,10 +155,11 @@ def test_what_is_there_is_not_sent_again(run: Path) -> None:
     store = Faltering()
     checkpoint = make_checkpoint(run, "rl-000002")
     sent = CopyWriter(store, run, 2).copy(checkpoint)
-    assert sent == sum(len(text) for text in (*contents(checkpoint).values(), *contents(run / "model").values()))
+    assert sent == sum(map(len, sent_of(checkpoint).values())) + sum(map(len, contents(run / "model").values()))
     assert CopyWriter(store, run, 2).copy(checkpoint) == 0, "nor by another start of the run"
     (checkpoint / "engine.json").write_text("another one of the same name")
-    assert CopyWriter(store, run, 2).copy(checkpoint) == sum(map(len, contents(checkpoint).values()))
+    relist(checkpoint)
+    assert CopyWriter(store, run, 2).copy(checkpoint) == sum(map(len, sent_of(checkpoint).values()))
 
 
 def test_a_second_try_sends_the_rest(run: Path) -> None:
@@ -155,8 +171,8 @@ def test_a_second_try_sends_the_rest(run: Path) -> None:
         writer.copy(checkpoint)
     sends, store.left, store.changes = store.changes, None, []
     writer.copy(checkpoint)
-    files = [name for name in (*sends, *store.changes) if name.endswith(".distcp") or name.endswith("engine.json")]
-    assert sorted(files) == sorted(f"checkpoints/rl-000002/{name}" for name in contents(checkpoint))
+    files = [name for name in (*sends, *store.changes) if name.startswith("checkpoints/rl-000002/") and not name.endswith(LISTING)]
+    assert sorted(files) == sorted(f"checkpoints/rl-000002/{name}" for name in sent_of(checkpoint))
 
 
 def test_a_checkpoint_that_is_written_anew_meanwhile_does_not_count(run: Path, tmp_path: Path) -> None:
@@ -165,6 +181,7 @@ def test_a_checkpoint_that_is_written_anew_meanwhile_does_not_count(run: Path, t
             super().put(file, name)
             if name.endswith("__0_0.distcp"):
                 (checkpoint / "deeper" / "__1_0.distcp").write_text("of another update")
+                relist(checkpoint)
 
     store, checkpoint = Slow(), make_checkpoint(run, "rl-000002")
     writer = CopyWriter(store, run, 2)
@@ -201,7 +218,7 @@ def test_of_damaged_ones_the_one_before_is_taken(run: Path, tmp_path: Path, file
     if file != "files.json":
         assert any(line.startswith(f"rl-000004 in {store.url} is damaged: {file} ") for line in told)
         spoil("rl-000002")
-        with pytest.raises(UserError, match=r"train.checkpoint_copy: every checkpoint in .* is damaged; remove the folder to begin anew"):
+        with pytest.raises(UserError, match=r"train.checkpoint_copy: every checkpoint in .* is damaged; restore their files, or"):
             fetched(store, tmp_path / "back")
 
 
@@ -224,4 +241,4 @@ def test_a_second_try_of_fetching_gets_the_rest(run: Path, tmp_path: Path) -> No
         fetch(store, back, lambda line: None)
     assert newest(back / "checkpoints") is None
     assert fetch(store, back, lambda line: None) == "rl-000002"
-    assert len(got) == len(set(got)) == 3 + 1 + 1, "each of three files once, that of the model, and the failure"
+    assert len(got) == len(set(got)) == 6 + 1 + 1, "each of six files once, that of the model, and the failure"

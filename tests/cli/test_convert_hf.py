@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.checkpoint.listing import write_listing
 from mtpctl.cli.app import main
 from tests.convert.models import assert_same_tensors, change_config, tensors, write
 from tests.trainer.tiny import MIMO, mimo
@@ -279,6 +280,9 @@ def test_no_room_on_the_disk(convert: Callable[..., Told], folder: Path, tmp_pat
 def test_a_checkpoint_that_does_not_tell_its_model(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     assert convert(folder, tmp_path / "checkpoint").code == 0
     shutil.rmtree(tmp_path / "checkpoint" / "hf")
+    told = convert(tmp_path / "checkpoint", tmp_path / "back")
+    assert told.code == 2 and "/checkpoint/hf/config.json is missing; name another checkpoint" in told.error
+    write_listing(tmp_path / "checkpoint", 1, {})
     told = convert(tmp_path / "checkpoint", tmp_path / "back")
     assert told.code == 2 and "does not tell what model it is of; name the model's folder with --model" in told.error
     wider = mimo(tmp_path / "wider", **{**MIMO, "intermediate_size": 64}).path

@@ -14,6 +14,7 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sample_file import SampleFile
+from tests.checkpoint.folders import write_checkpoint
 
 SMALL = (
     "model.config={architectures: [MiMoForCausalLM], model_type: qwen2, hidden_size: 64, num_hidden_layers: 1, num_attention_heads: 2, "
@@ -71,11 +72,7 @@ def answer(
 
 def leave_checkpoint(run: Path, name: str, version: int) -> Path:
     """What tells of a checkpoint, without its tensors."""
-    checkpoint = run / "checkpoints" / name
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "run.json").write_text(json.dumps({"version": version}))
-    (run / "checkpoints" / "latest").write_text(name)
-    return checkpoint
+    return write_checkpoint(run, name, version=version)
 
 
 @pytest.mark.slow
@@ -85,7 +82,7 @@ def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_pa
 
     So does an adapter, which the run that made it synced alone.
     """
-    from mtpctl.checkpoint.sharded import publish_checkpoint
+    from mtpctl.checkpoint.finding import publish_checkpoint
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
     from mtpctl.recipe.parallel import ParallelConfig
     from mtpctl.trainer.batch import Sequence
@@ -204,7 +201,7 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
     made = recipe(run)
     with SampleFile.open(
-        tmp_path / "o", rollout_job.origin_of(made, rollout_job.source_of(made, None, tmp_path)), {"p.jsonl:1": "1+1="}
+        tmp_path / "o", rollout_job.origin_of(made, rollout_job.source_of(made, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
     ) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
     answer(made, prompts, tmp_path / "o")

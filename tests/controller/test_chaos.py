@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpctl.checkpoint.pointer import newest
+from mtpctl.checkpoint.finding import newest
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples

@@ -12,11 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.pointer import newest, point_to
+from mtpctl.checkpoint.pointer import point_to
 from mtpctl.cluster.seats import Seats
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
+from mtpctl.controller.resuming import Start
+from mtpctl.controller.state import resumed_from
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
@@ -24,6 +26,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
+from tests.checkpoint.folders import add_engine_files, write_checkpoint
 from tests.cli.test_rollout_job import recipe
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
@@ -42,12 +45,8 @@ class Rows:
 
 
 def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
-    """A checkpoint of which nothing but the controller's part is there."""
-    folder = run / "checkpoints" / f"{stage}-{step:06d}"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"stage": stage, "step": step, "version": 0, "cursor": None, "ended": ended}))
-    (folder.parent / "latest").write_text(folder.name)
-    return folder
+    """A checkpoint without tensors."""
+    return write_checkpoint(run, f"{stage}-{step:06d}", ended=ended)
 
 
 async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Seats]:
@@ -70,13 +69,14 @@ def drive(
 
         async def call(self, method: str, *args: Any) -> Any:
             asked.append(method)
-            return str(folder) if method == "latest_checkpoint" else None
+            return None
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "seated", anywhere)
     home = recipe.run_path
     prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
-    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), changed)
+    start = Start(folder, resumed_from(folder, recipe.train))
+    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), changed, start=start)
     return asyncio.run(run.drive()), asked
 
 
@@ -240,12 +240,13 @@ def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
 
         async def call(self, method: str, *args: Any) -> Any:
             if method == "begin_save":
-                Path(args[0]).mkdir()
+                self.path = Path(args[0])
+                self.path.mkdir()
                 return args[0]
             if method == "publish_checkpoint":
                 point_to(Path(args[0]))
-            if method == "latest_checkpoint":
-                return None if (path := newest(Path(args[0]))) is None else str(path)
+            if method == "finish_save":
+                add_engine_files(self.path)
             return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else method == "finish_save"
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)

@@ -29,6 +29,7 @@ from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
+from tests.checkpoint.folders import SHARD, flip, write_checkpoint
 from tests.controller.test_rl import FakeGenerator, Letters, Rows, World, recipe_of, right_or_wrong
 from tests.controller.test_state import Trainer
 
@@ -81,6 +82,29 @@ class Mortal(Trainer):
     async def build(self, folder: Path) -> dict[str, int]:
         assert self.alive
         return {"parameters": 1, "trained": 1}
+
+
+def test_damaged_newest_checkpoint_sends_the_stage_back_to_the_one_before_with_its_groups(tmp_path: Path) -> None:
+    """The groups of the updates between the two are gone, so the loss goes to the caller, which loads those of the checkpoint."""
+    root = tmp_path / "checkpoints"
+    for name in ("rl-000002", "rl-000004"):
+        write_checkpoint(tmp_path, name)
+        (root / name / "weights.json").write_text(json.dumps({"weights": 1, "trained": []}))
+    flip(root / "rl-000004" / SHARD)
+    recipe = recipe_with()
+    trainer, state, rows = Mortal(recipe, {}), RunState(root, recipe.train, stage="rl", step=5), Rows(World())
+    group, telemetry = cast(TrainerGroup, trainer), cast(Any, rows)
+    revival = Revival(recipe, group, state, telemetry, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path)
+    lost = TrainerLost("trainer rank 0: ActorDiedError")
+
+    async def main() -> Path | None:
+        with pytest.raises(TrainerLost) as raised:
+            await revival(lost)
+        assert raised.value is lost and trainer.starts == 0
+        return await revival(lost, anew=True)
+
+    assert asyncio.run(main()) == root / "rl-000002" and state.step == 2
+    assert [path.name for path in root.iterdir() if ".damaged" in path.name] == ["rl-000004.damaged"]
 
 
 def recipe_with(deterministic: bool = False, restarts: int = 3, **train: Any) -> Recipe:

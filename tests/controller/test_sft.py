@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from mtpctl.checkpoint.finding import newest
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.sft import WINDOW, SftStage
-from mtpctl.controller.state import RunState
+from mtpctl.controller.state import RunState, resumed_from
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
@@ -27,8 +28,6 @@ class Learner(Trainer):
         self.root, self.stop_at, self.state = root, stop_at, cast(RunState, None)
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method == "latest_checkpoint":
-            return str(self.root / "sft-000007")
         if method != "sft_step":
             return await super().call(method, *args)
         if self.state.step + 1 == self.stop_at:
@@ -43,7 +42,7 @@ async def train(learner: Learner, *, resumed: bool = False) -> int:
     trainer = cast(TrainerGroup, learner)
     learner.state = RunState(learner.root, recipe.train)
     if resumed:
-        await learner.state.load(trainer)
+        learner.state.load(resumed_from(newest(learner.root), recipe.train))
     learner.state.begin("sft")
     await SftStage(recipe, prepared, trainer, cast(Any, Rows(World())), learner.state).run()
     if learner.state.stopping.is_set():

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtpctl.checkpoint.pointer import newest
+from mtpctl.checkpoint.finding import newest
 from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.controller.state import resumed_from
 from mtpctl.recipe.loading import load_recipe
@@ -195,7 +195,8 @@ def test_signals_end_a_run_with_a_checkpoint_and_nothing_left(
         left = [process for process in {*started, *command.processes()} if runs(process)]
         assert not left, [process.cmdline() for process in left]
         assert not shared()
-        path, state = resumed_from(run_dir / "checkpoints", load_recipe(run_dir / "recipe.resolved.yaml").recipe.train)
+        path = newest(run_dir / "checkpoints")
+        state = resumed_from(path, load_recipe(run_dir / "recipe.resolved.yaml").recipe.train)
         if times == 1 and phase not in ("Ray", "start"):
             assert path is not None
             assert state["step"] == max(row["step"] for row in read_rows(run_dir / "metrics.jsonl") if row.get("phase") == state["stage"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any, cast
 
 import pytest
 
+from mtpctl.checkpoint.listing import entry_of_text
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.sft import check_applied
-from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState, ended_stages, newest_version, version_named
+from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState, ended_stages, newest_version, resumed_from, version_named
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
+from tests.checkpoint.folders import BYTES, SHARD, add_engine_files, flip, write_checkpoint
 
 
 class Trainer:
@@ -43,6 +46,8 @@ class Trainer:
                 raise SaveFailed(f"checkpoint {self.path} was not written: disk full")
             if not (args[0] or self.written):
                 return False
+            if (self.folder / "run.json").exists():
+                add_engine_files(self.folder)
             if self.path.exists():
                 shutil.rmtree(self.path)
             self.folder.rename(self.path)
@@ -266,8 +271,8 @@ def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, m
         return write(path, *args)
 
     class Buffer(SampleBuffer):
-        def saving(self, path: Path) -> Callable[[], None]:
-            return lambda: text(path, "") and None
+        def saving(self, path: Path) -> Callable[[], Any]:
+            return lambda: text(path, "") or entry_of_text("")
 
     monkeypatch.setattr(Path, "write_text", text)
 
@@ -284,20 +289,27 @@ def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, m
         full = False
         assert await state.rescue(group) == tmp_path / "sft-000002"
         assert trainer.published == ["sft-000002"]
-        assert sorted(file.name for file in (tmp_path / "sft-000002").iterdir()) == ["buffer.jsonl", "run.json"]
+        assert {"buffer.jsonl", "run.json"} < {file.name for file in (tmp_path / "sft-000002").iterdir()}
 
     asyncio.run(main())
 
 
 def test_the_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
-    assert (ended_stages(tmp_path), newest_version(tmp_path)) == ([], (None, 0))
-    (tmp_path / "latest").write_text("rl-000004")
-    for read in (ended_stages, newest_version):
-        with pytest.raises(UserError, match=r"rl-000004 is not a whole checkpoint; remove .*latest"):
-            read(tmp_path)
-    (tmp_path / "rl-000004").mkdir()
-    (tmp_path / "rl-000004" / "run.json").write_text('{"stage": "rl", "step": 4, "version": 3, "cursor": null, "ended": ["sft"]}')
-    assert (ended_stages(tmp_path), newest_version(tmp_path)) == (["sft"], (tmp_path / "rl-000004", 3))
+    told: list[str] = []
+    root = tmp_path / "checkpoints"
+    assert (ended_stages(root), newest_version(root, told.append)) == ([], (None, 0))
+    path = write_checkpoint(tmp_path, "rl-000004", version=3)
+    assert (ended_stages(root), newest_version(root, told.append)) == (["sft"], (path, 3))
+    write_checkpoint(tmp_path, "rl-000006", version=5)
+    flip(root / "rl-000006" / SHARD)
+    assert newest_version(root, told.append) == (path, 3)
+    (line,) = told
+    assert line.startswith(f"{root}/rl-000006/{SHARD} has changed since") and line.endswith("; rl-000004 is used instead")
+    for each in (path, root / "rl-000006"):
+        os.truncate(each / SHARD, BYTES - 1)
+    for read in (ended_stages, lambda root: newest_version(root, told.append)):
+        with pytest.raises(UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: it is not whole, nor is the 1 before"):
+            read(root)
 
 
 @pytest.mark.parametrize("applied", [0.0, 0.25, 0.75])
@@ -345,13 +357,8 @@ def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
     kept = {"stage": stage, "step": 4, "version": 3, "cursor": {"epoch": 1}, "ended": ended}
     (tmp_path / "end" / "run.json").write_text(json.dumps(kept))
 
-    class Found(Trainer):
-        async def call(self, method: str, *args: Any) -> Any:
-            assert method == "latest_checkpoint"
-            return str(tmp_path / "end")
-
     state = RunState(tmp_path, TrainConfig.model_validate({"sft": sft, "rl": rl}))
-    asyncio.run(state.load(cast(TrainerGroup, Found())))
+    state.load(resumed_from(tmp_path / "end", state.train))
     assert state.ended == (ended[:-1] if goes_on else ended)
     state.begin(stage)
     assert (state.step, state.cursor) == (4, {"epoch": 1})
@@ -360,5 +367,5 @@ def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
 @pytest.mark.parametrize("text", ["{}", '{"version": null}', "[]", "{"])
 def test_a_folder_with_somebody_elses_state_is_no_checkpoint(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(UserError, match=r"--from: .* is not a whole checkpoint"):
-        version_named(str(tmp_path))
+    with pytest.raises(UserError, match=r"^--from: .*(metadata|run)\.json is (missing|truncated or overwritten); name another"):
+        version_named(str(tmp_path), tell=print)

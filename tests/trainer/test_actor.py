@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.checkpoint.pointer import newest
+from mtpctl.checkpoint.finding import newest
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
@@ -22,6 +22,7 @@ from mtpctl.trainer.policy_objective import PolicyObjective
 from mtpctl.trainer.scores import TokenScores
 from mtpctl.trainer.sending import WeightSource
 from mtpctl.trainer.share import deal
+from tests.checkpoint.folders import write_checkpoint
 from tests.full_disk import full_disk
 
 
@@ -81,14 +82,25 @@ def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path
         began(1.0, tmp_path / "reference", resumed=True)
 
 
-def test_a_checkpoint_that_a_full_disk_keeps_from_being_the_newest_fails_as_one_that_is_not_written(tmp_path: Path) -> None:
+def test_pointer_that_a_full_disk_does_not_take_is_no_loss(tmp_path: Path) -> None:
+    rank, root = TrainerRank(Recipe().model_dump_json(by_alias=True), 0, 1), tmp_path / "checkpoints"
+    rank.publish_checkpoint(str(write_checkpoint(tmp_path, "rl-000002")), 2)
+    second = write_checkpoint(tmp_path, "rl-000004")
+    with full_disk():
+        rank.publish_checkpoint(str(second), 1)
+    assert (root / "latest").read_text() == "rl-000002"
+    assert newest(root) == second and not (root / "rl-000002").exists()
+
+
+def test_old_checkpoints_that_cannot_be_deleted_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
     rank = TrainerRank(Recipe().model_dump_json(by_alias=True), 0, 1)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    rank.publish_checkpoint(str(tmp_path / "a"), 2)
-    with full_disk(), pytest.raises(SaveFailed, match=r"b was written, but could not be made the newest: File too large"):
-        rank.publish_checkpoint(str(tmp_path / "b"), 2)
-    assert newest(tmp_path) == tmp_path / "a"
+    write_checkpoint(tmp_path, "rl-000002")
+    monkeypatch.setattr("mtpctl.checkpoint.finding.shutil.rmtree", fail)
+    with pytest.raises(SaveFailed, match="rl-000004 was written, but the ones before could not be deleted: Device or resource busy"):
+        rank.publish_checkpoint(str(write_checkpoint(tmp_path, "rl-000004")), 1)
 
 
 @pytest.mark.parametrize("train_mtp", [True, False])

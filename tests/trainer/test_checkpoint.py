@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -13,14 +15,17 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint import FileSystemReader
 
-from mtpctl.checkpoint.sharded import latest_checkpoint, publish_checkpoint
+from mtpctl.checkpoint.finding import newest, publish_checkpoint, saved_in, settle
+from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_listing
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.optimizer_state import group_of
+from tests.checkpoint.folders import flip
 from tests.full_disk import full_disk
 from tests.trainer.tiny import engine, mimo, sequences
 
@@ -244,45 +249,139 @@ def test_kill_while_the_one_before_is_taken_away_leaves_a_whole_one(tmp_path, mo
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "latest", "model"]
 
 
-class TestLatest:
-    """`latest` names the newest whole checkpoint."""
+class TestNewest:
+    """The newest whole checkpoint is found by what is saved, and publishing one deletes older ones alone."""
+
+    @staticmethod
+    def save(made, root, name, keep=None):
+        made.save(root / name)
+        state = {"stage": "rl", "step": int(name.partition("-")[2]), "ended": []}
+        (root / name / "run.json").write_text(json.dumps(state))
+        if keep is not None:
+            publish_checkpoint(root / name, keep=keep)
+
+    def test_publishing_keeps_the_newest_and_what_is_set_aside(self, tmp_path):
+        root = tmp_path / "checkpoints"
+        assert newest(root) is None
+        with engine(mimo(tmp_path / "model")) as made:
+            for name in ("sft-1", "sft-2", "rl-1", "rl-2"):
+                self.save(made, root, name, keep=2)
+                (root / "rl-0.partial").mkdir(exist_ok=True)
+                assert newest(root) == root / name
+            flip(root / "rl-2" / "__0_0.distcp")
+            assert settle(root).path == root / "rl-1"
+            self.save(made, root, "rl-2", keep=1)
+        assert sorted(p.name for p in root.iterdir()) == ["latest", "rl-0.partial", "rl-2", "rl-2.damaged"]
+
+    def test_publishing_an_older_one_deletes_nothing_newer(self, tmp_path):
+        root = tmp_path / "checkpoints"
+        with engine(mimo(tmp_path / "model")) as made:
+            for name in ("rl-1", "rl-2", "rl-3"):
+                self.save(made, root, name)
+        publish_checkpoint(root / "rl-2", keep=1)
+        assert [path.name for path in saved_in(root)] == ["rl-3", "rl-2"]
+
+    def test_one_that_was_not_published_is_taken_too(self, tmp_path):
+        """A run that is killed between the two has lost nothing."""
+        root = tmp_path / "checkpoints"
+        with engine(mimo(tmp_path / "model")) as made:
+            self.save(made, root, "rl-1", keep=2)
+            self.save(made, root, "rl-2")
+        assert newest(root) == root / "rl-2"
+
+
+class TestListing:
+    """Each file of a checkpoint is listed with its size and checksum, which the writing thread computes."""
+
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_checksums_are_those_of_the_files(self, tmp_path, beside):
+        with engine(mimo(tmp_path / "model")) as made:
+            made.set_optimizer(ADAM)
+            saving = made.begin_save(tmp_path / "a", {"step": 1}, beside=beside)
+            (saving.folder / "run.json").write_text("{}")
+            saving.finish({"run.json": entry_of_text("{}")})
+            made.save(tmp_path / "b")
+        for number, path in enumerate((tmp_path / "a", tmp_path / "b"), 1):
+            files = {file.relative_to(path).as_posix(): entry_of(file) for file in files_in(path)}
+            assert read_listing(path).files == files and {"__0_0.distcp", ".metadata", "metadata.json", "engine.json"} <= set(files)
+            assert read_listing(path).number == json.loads((path / "engine.json").read_text())["number"] == number
+
+    def test_shards_are_not_read_back(self, tmp_path, monkeypatch):
+        read = []
+        monkeypatch.setattr("mtpctl.checkpoint.listing.entry_of", lambda file, like=None: read.append(file.name) or entry_of(file, like))
+        with engine(mimo(tmp_path / "model")) as made:
+            made.save(tmp_path / "a")
+        assert sorted(read) == [".metadata", "engine.json", "metadata.json"]
+
+    def test_save_after_one_that_failed_has_its_own_checksums(self, tmp_path):
+        with engine(mimo(tmp_path / "model")) as made:
+            made.set_optimizer(ADAM)
+            with full_disk(100_000), pytest.raises(SaveFailed):
+                made.save(tmp_path / "a")
+            steps(made, 1)
+            made.save(tmp_path / "a")
+        path = tmp_path / "a"
+        assert read_listing(path).files == {file.name: entry_of(file) for file in files_in(path)}
+
+
+class TestUnreadable:
+    """What cannot be read is told in one line, and nothing of a checkpoint is run."""
 
     @pytest.fixture
-    def whole(self, tmp_path):
+    def saved(self, tmp_path):
         with engine(mimo(tmp_path / "model")) as made:
-            made.save(tmp_path / "whole")
-        return tmp_path / "whole"
+            made.save(tmp_path / "saved")
+            yield made, tmp_path / "saved"
 
-    def test_none_before_the_first(self, tmp_path):
-        assert latest_checkpoint(tmp_path / "checkpoints") is None
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda path: os.truncate(path / "__0_0.distcp", 5000),
+            lambda path: (path / "__0_0.distcp").unlink(),
+            lambda path: os.truncate(path / ".metadata", 300),
+            lambda path: (path / ".metadata").unlink(),
+            lambda path: (path / "engine.json").write_text("{"),
+            lambda path: (path / "engine.json").unlink(),
+            lambda path: (path / "metadata.json").write_text(""),
+        ],
+    )
+    def test_damage_is_one_line(self, saved, damage):
+        made, path = saved
+        damage(path)
+        with pytest.raises(UserError, match=r"^/.*saved.*cannot be read \(.*\); if it is damaged, name another checkpoint$") as told:
+            made.restore(path)
+        assert "\n" not in str(told.value) and "dict_keys" not in str(told.value)
 
-    def test_moves_when_published_and_keeps_the_newest(self, tmp_path, whole):
-        root = tmp_path / "checkpoints"
-        for name in ("sft-1", "sft-2", "rl-1"):
-            shutil.copytree(whole, root / name, copy_function=shutil.copy)
-            if name == "sft-2":
-                (root / "rl-0.partial").mkdir()
-            publish_checkpoint(root / name, keep=2)
-            assert latest_checkpoint(root) == root / name
-        assert sorted(p.name for p in root.iterdir()) == ["latest", "rl-0.partial", "rl-1", "sft-2"]
+    def test_metadata_that_would_run_code_is_refused(self, saved, tmp_path):
+        made, path = saved
 
-    def test_unpublished_one_is_not_taken(self, tmp_path, whole):
-        root = tmp_path / "checkpoints"
-        shutil.copytree(whole, root / "a")
-        publish_checkpoint(root / "a", keep=2)
-        shutil.copytree(whole, root / "b")
-        assert latest_checkpoint(root) == root / "a"
+        class Attack:
+            def __reduce__(self):
+                return os.system, (f"touch {tmp_path}/executed",)
 
-    def test_lost_folder_is_told(self, tmp_path, whole):
-        root = tmp_path / "checkpoints"
-        shutil.copytree(whole, root / "a")
-        publish_checkpoint(root / "a", keep=2)
-        (root / "a" / "metadata.json").unlink()
-        with pytest.raises(UserError, match="a is not a whole checkpoint"):
-            latest_checkpoint(root)
-        shutil.rmtree(root / "a")
-        with pytest.raises(UserError, match="a is not a whole checkpoint"):
-            latest_checkpoint(root)
+        (path / ".metadata").write_bytes(pickle.dumps(Attack()))
+        with pytest.raises(UserError, match=r"\.metadata: names posix\.system, which no checkpoint needs"):
+            made.restore(path)
+        assert not (tmp_path / "executed").exists()
+
+    def test_objects_in_shards_that_would_run_code_are_refused(self, saved, tmp_path):
+        made, path = saved
+
+        class Attack:
+            def __reduce__(self):
+                return os.system, (f"touch {tmp_path}/executed",)
+
+        buffer = io.BytesIO()
+        torch.save([Attack()], buffer)
+        metadata = FileSystemReader(path).read_metadata()
+        for index, stored in metadata.storage_data.items():
+            if index.fqn.startswith("common_state"):
+                (path / "other.distcp").write_bytes(buffer.getvalue())
+                stored.relative_path, stored.offset, stored.length = "other.distcp", 0, len(buffer.getvalue())
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(UserError, match="cannot be read"):
+            made.restore(path)
+        assert not (tmp_path / "executed").exists()
 
 
 class TestWrittenBeside:
@@ -338,7 +437,7 @@ class TestWrittenBeside:
         child.join(120)
         assert child.exitcode == -signal.SIGKILL
         assert any((root / "second.partial").iterdir())
-        assert latest_checkpoint(root) == root / "first"
+        assert newest(root) == root / "first"
         with engine(folder) as made:
             assert made.restore(root / "first") == {"step": 1}
             made.save(root / "second", {"step": 2})

@@ -58,17 +58,18 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks in their order, and the seconds until all were done."""
+    """All checks in their order, and the seconds until all were done. `failure`: the verdict if one has failed."""
 
     checks: list[Check]
     seconds: float
+    failure: str = "not fit to run"
 
     @property
     def verdict(self) -> str:
         """The outcome of all checks, in a few words."""
         states = {check.finding.state for check in self.checks}
         if "failed" in states:
-            return "not fit to run"
+            return self.failure
         return "the machine is too loaded to tell" if "loaded" in states else "all well"
 
     @property

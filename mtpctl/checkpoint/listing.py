@@ -1,0 +1,201 @@
+"""The listing of a folder: the size and checksum of each of its files, by which damage is detected.
+
+`files.json` is written last. A checkpoint has one on the disk, and every folder of a copy has one in object storage. Checksums are XXH3 of
+64 bits, which is faster than a disk; older copies have CRC-32. They detect damage. They do not detect forgery: whoever can change a file
+can change the listing too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import zlib
+from collections.abc import Buffer, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from mtpctl.checkpoint.pointer import flush
+
+LISTING = "files.json"
+_FORMAT = 2
+_XXH3, _CRC = "xxh3", "crc32"
+_CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
+_CHUNK = 4 << 20
+_THREADS = 8
+"""The most files that are read at a time: enough for an array of disks."""
+
+
+class Damaged(Exception):
+    """A folder is not as it was written. `file` is relative to the folder; `what` says what is wrong with it."""
+
+    def __init__(self, file: str, what: str) -> None:
+        super().__init__(f"{file} {what}")
+        self.file, self.what = file, what
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file: its size in bytes, and its checksum as `ALGORITHM:HEX`."""
+
+    size: int
+    checksum: str
+
+
+class Checksum:
+    """The entry of a file, computed as its bytes are written or read."""
+
+    def __init__(self, algorithm: str = _XXH3) -> None:
+        import xxhash  # Here, since most commands read no checksums.
+
+        self._algorithm, self._size, self._crc = algorithm, 0, 0
+        self._xxh3 = xxhash.xxh3_64()
+
+    def update(self, data: Buffer) -> None:
+        self._size += memoryview(data).nbytes
+        if self._algorithm == _XXH3:
+            self._xxh3.update(data)
+        else:
+            self._crc = zlib.crc32(data, self._crc)
+
+    @property
+    def entry(self) -> Entry:
+        digest = self._xxh3.hexdigest() if self._algorithm == _XXH3 else f"{self._crc:08x}"
+        return Entry(self._size, f"{self._algorithm}:{digest}")
+
+
+def entry_of(file: Path, like: Entry | None = None) -> Entry:
+    """The entry of a file, with the algorithm of `like`."""
+    checksum = Checksum(_XXH3 if like is None else like.checksum.partition(":")[0])
+    buffer = memoryview(bytearray(_CHUNK))
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(buffer):
+            checksum.update(buffer[:count])
+    return checksum.entry
+
+
+def entry_of_text(text: str) -> Entry:
+    """The entry of a file with this text."""
+    checksum = Checksum()
+    checksum.update(text.encode())
+    return checksum.entry
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a folder by their relative names. `number` counts the checkpoints of a run or a copy; it is 0 for other folders."""
+
+    number: int
+    files: dict[str, Entry]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.size for entry in self.files.values())
+
+    def to_json(self) -> bytes:
+        return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
+
+    @classmethod
+    def of(cls, contents: bytes) -> Listing:
+        """Raises Damaged for anything but a listing."""
+        try:
+            record = json.loads(contents)
+            files = {_inside(name): _entry(entry) for name, entry in record["files"].items()}
+            return cls(int(record["number"]), files)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(LISTING, "is truncated or overwritten") from error
+
+
+def _inside(name: str) -> str:
+    """The relative name of a file. Raises ValueError if it leads out of the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError("not a file of the folder")
+    return name
+
+
+def _entry(record: dict[str, object]) -> Entry:
+    """An entry as it is stored. Format 1 has `crc`, a number. Raises ValueError, TypeError or KeyError for anything else."""
+    size = record["size"]
+    checksum = f"{_CRC}:{record['crc']:08x}" if "crc" in record else record["checksum"]
+    if not isinstance(size, int) or not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+        raise ValueError("not an entry")
+    return Entry(size, checksum)
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """The files of a folder that its listing has: all but the listing."""
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / LISTING)
+
+
+def read_listing(folder: Path) -> Listing | None:
+    """The listing of a folder, None if it has none. Raises Damaged if it cannot be read."""
+    try:
+        return Listing.of((folder / LISTING).read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Damaged(LISTING, f"cannot be read ({error.strerror})") from error
+
+
+def write_listing(folder: Path, number: int, known: Mapping[str, Entry], *, without: Collection[str] = ()) -> Listing:
+    """Write the listing of a folder, `without` these files. Files whose entries are not `known` are read."""
+    files = {file.relative_to(folder).as_posix(): file for file in files_in(folder) if file.name not in without}
+    listing = Listing(number, {name: known.get(name) or entry_of(file) for name, file in files.items()})
+    save_listing(folder, listing)
+    return listing
+
+
+def save_listing(folder: Path, listing: Listing) -> None:
+    """Write a listing into its folder, whole or not at all, and bring it to the disk."""
+    aside = folder / f"{LISTING}.partial"
+    aside.write_bytes(listing.to_json())
+    flush(aside)
+    aside.replace(folder / LISTING)
+
+
+def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
+    """Compare the files of a folder with its listing: their sizes, and with `contents` their checksums, at the speed of the disk.
+
+    Raises Damaged for the first file that differs.
+    """
+    for name, entry in listing.files.items():
+        if (damage := _size_damage(folder, name, entry)) is not None:
+            raise damage
+    if not contents:
+        return
+    stop = threading.Event()
+
+    def check(name: str) -> Damaged | None:
+        damage = None if stop.is_set() else _contents_damage(folder / name, name, listing.files[name])
+        if damage is not None:
+            stop.set()
+        return damage
+
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        by_size = sorted(listing.files, key=lambda name: listing.files[name].size, reverse=True)
+        for damage in pool.map(check, by_size):
+            if damage is not None:
+                raise damage
+
+
+def _size_damage(folder: Path, name: str, entry: Entry) -> Damaged | None:
+    try:
+        size = (folder / name).stat().st_size
+    except FileNotFoundError:
+        return Damaged(name, "is missing")
+    except OSError as error:
+        return Damaged(name, f"cannot be read ({error.strerror})")
+    return None if size == entry.size else Damaged(name, f"has {size:,} bytes, and {entry.size:,} were saved")
+
+
+def _contents_damage(file: Path, name: str, entry: Entry) -> Damaged | None:
+    try:
+        now = entry_of(file, entry)
+    except OSError as error:
+        return Damaged(name, f"cannot be read ({error.strerror})")
+    return (
+        None if now == entry else Damaged(name, f"has changed since it was saved (checksum {now.checksum}, and {entry.checksum} was saved)")
+    )

@@ -1,0 +1,102 @@
+"""The `.metadata` of a checkpoint, a pickle, read without running what it may hold.
+
+A pickle may call any function that it names. `.metadata` needs a few data classes of torch; a name that is not among them is refused, since
+it can only be there to run code. Shards hold tensors and small objects, which torch reads by an allow-list of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from mtpctl.checkpoint.listing import Damaged
+from mtpctl.errors import UserError
+
+METADATA = ".metadata"
+_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+_NAMES = {
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER, "BytesIOWriteData"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+_TYPES = {
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+}
+"""Dtypes, which a pickle names as attributes of `torch`."""
+
+Resolve = Callable[[str, str], object]
+"""From module and name to the object that is used in its place."""
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Reads a `.metadata` file. `resolve` returns the object of an allowed name.
+
+    `load` raises UserError for any other name.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path, resolve: Resolve) -> None:
+        super().__init__(file)
+        self._path, self._resolve = path, resolve
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _NAMES or (module == "torch" and name in _TYPES):
+            return self._resolve(module, name)
+        raise UserError(
+            f"{self._path}: names {module}.{name}, which no checkpoint needs and which may run code; do not use this checkpoint, "
+            "unless you can get it again from whoever made it"
+        )
+
+
+class _Record:
+    """Stands for an object of torch: what it was made from, and its state."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+        self.state: dict[str, object] = {}
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state if isinstance(state, dict) else {}
+
+
+def shard_sizes(checkpoint: Path) -> dict[str, int]:
+    """The least size of each file that holds shards, by its name. Imports no torch.
+
+    Raises Damaged if the metadata cannot be read, UserError if it names what may run code.
+    """
+    path = checkpoint / METADATA
+    sizes: dict[str, int] = {}
+    try:
+        with path.open("rb") as file:
+            metadata = RestrictedUnpickler(file, path, lambda module, name: _Record).load()
+        for stored in metadata.state["storage_data"].values():
+            name, end = str(stored.state["relative_path"]), int(stored.state["offset"]) + int(stored.state["length"])
+            if PurePosixPath(name).name != name:
+                raise ValueError("not a file of the folder")
+            sizes[name] = max(end, sizes.get(name, 0))
+    except FileNotFoundError as error:
+        raise Damaged(METADATA, "is missing") from error
+    except OSError as error:
+        raise Damaged(METADATA, f"cannot be read ({error.strerror})") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
+        raise Damaged(METADATA, "is truncated or overwritten") from error
+    return sizes

@@ -1,0 +1,57 @@
+"""Read checkpoints without running pickles (torch 2.13.0).
+
+torch reads `.metadata` with `pickle.load`, and objects that are saved next to tensors with `torch.load(weights_only=False)`. Both run what
+the file says, and a checkpoint may come from others. Here `.metadata` is read with an allow-list, and objects with torch's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from mtpctl.checkpoint.stored_metadata import RestrictedUnpickler
+
+PINNED = "2.13.0"
+
+
+def install(unpickler: type[RestrictedUnpickler]) -> None:
+    """Have torch read `.metadata` with this unpickler. May be called again. Raises RuntimeError for another release of torch."""
+    if (installed := version("torch").partition("+")[0]) != PINNED:
+        raise RuntimeError(f"{__name__} was written for torch {PINNED}, found {installed}: check how it reads checkpoints")
+
+    def read_metadata(self: FileSystemReader, *args: object, **kwargs: object) -> Metadata:
+        path = Path(self._get_metadata_path(kwargs.get("rank")))  # type: ignore[arg-type]
+        with path.open("rb") as file:
+            metadata = unpickler(file, path, _of_torch).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"{path} holds no metadata")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]
+
+
+def _of_torch(module: str, name: str) -> object:
+    return getattr(importlib.import_module(module), name)
+
+
+def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+    else:
+        self.state_dict[name] = loaded

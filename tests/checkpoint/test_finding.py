@@ -1,0 +1,218 @@
+"""Which checkpoint a run resumes from, whatever became of its files, of `latest` and of the clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, newest, next_number, saved_in, settle
+from mtpctl.checkpoint.listing import LISTING, Damaged
+from mtpctl.checkpoint.pointer import point_to
+from mtpctl.errors import UserError
+from tests.checkpoint.folders import SHARD, flip, write_checkpoint
+
+LINE = '{"number": 1}\n'
+
+
+def names(root: Path) -> list[str]:
+    return [path.name for path in saved_in(root)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two checkpoints, of which the newer one is `rl-000004`."""
+    for name in ("rl-000002", "rl-000004"):
+        point_to(write_checkpoint(tmp_path / "run", name, buffer=LINE * 3))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("pointer", [None, "", "\x00\xff garbage", "rl-000009", "rl-000002", "../../etc"])
+def test_pointer_that_is_lost_or_wrong_does_not_change_what_is_the_newest(run: Path, pointer: str | None) -> None:
+    latest = run / "checkpoints" / "latest"
+    latest.unlink()
+    if pointer is not None:
+        latest.write_text(pointer)
+    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000004"
+    assert settle(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
+    assert latest.read_text() == "rl-000004"
+
+
+def test_pointer_that_is_a_folder_is_left_alone(run: Path) -> None:
+    (run / "checkpoints" / "latest").unlink()
+    (run / "checkpoints" / "latest").mkdir()
+    assert settle(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
+
+
+def test_order_does_not_depend_on_the_clock(run: Path) -> None:
+    """Here it was set back between the two."""
+    root = run / "checkpoints"
+    for file in (root / "rl-000004").iterdir():
+        os.utime(file, (0, 0))
+    os.utime(root / "rl-000004", (0, 0))
+    assert names(root) == ["rl-000004", "rl-000002"]
+
+
+def test_order_is_that_of_saving_where_a_run_went_back(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "rl-000004")
+    write_checkpoint(run, "rl-000008")
+    shutil.rmtree(run / "checkpoints" / "rl-000002")
+    write_checkpoint(run, "rl-000003")
+    assert names(run / "checkpoints") == ["rl-000003", "rl-000008"]
+    assert next_number(run / "checkpoints") == 4
+
+
+def test_without_numbers_the_order_is_that_of_progress(tmp_path: Path) -> None:
+    progress = ["sft-000002", "sft-000020", "sft-000020-end", "rl-000001", "rl-000003", "rl-000003-end", "rl-000010"]
+    for name in reversed(progress):
+        write_checkpoint(tmp_path, name, number=0, **({"ended": ["sft"]} if name == "rl-000010" else {}))
+    assert names(tmp_path / "checkpoints") == progress[::-1]
+    write_checkpoint(tmp_path, "rl-000011")
+    assert names(tmp_path / "checkpoints")[0] == "rl-000011", "one with a number is newer"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: flip(path / SHARD), rf"{SHARD} has changed since it was saved \(checksum xxh3:"),
+        (lambda path: flip(path / "buffer.jsonl", 3), "buffer.jsonl has changed since it was saved"),
+        (lambda path: flip(path / "run.json", 3), "run.json has changed since it was saved"),
+        (lambda path: flip(path / "engine.json", 3), "engine.json has changed since it was saved"),
+        (lambda path: flip(path / ".metadata", 9), ".metadata has changed since it was saved"),
+        (lambda path: flip(path / "metadata.json", 9), "metadata.json has changed since it was saved"),
+        (lambda path: os.truncate(path / SHARD, 2000), f"{SHARD} has 2,000 bytes, and 4,096 were saved"),
+        (lambda path: os.truncate(path / "buffer.jsonl", 20), "buffer.jsonl has 20 bytes, and 42 were saved"),
+        (lambda path: (path / SHARD).unlink(), f"{SHARD} is missing"),
+        (lambda path: (path / "run.json").unlink(), "run.json is missing"),
+        (lambda path: (path / LISTING).unlink(), "files.json is missing"),
+        (lambda path: os.truncate(path / LISTING, 40), "files.json is truncated or overwritten"),
+        (lambda path: (path / LISTING).write_text("[]"), "files.json is truncated or overwritten"),
+        (lambda path: [file.unlink() for file in path.iterdir() if file.name != "run.json"], "metadata.json is missing"),
+    ],
+)
+def test_damaged_newest_checkpoint_is_told_kept_and_the_one_before_is_taken(run: Path, damage: Callable[[Path], object], said: str) -> None:
+    root = run / "checkpoints"
+    damage(root / "rl-000004")
+    before = {file.name: file.read_bytes() for file in (root / "rl-000004").iterdir()}
+    choice = settle(root)
+    assert choice.path == root / "rl-000002"
+    (line,) = choice.lines
+    assert line.startswith(f"{root}/rl-000004/") and line.endswith("; rl-000002 is used instead") and "\n" not in line
+    with pytest.raises(Damaged, match=said):
+        raise choice.damaged[0][1]
+    kept = root / "rl-000004.damaged"
+    assert damaged_in(root) == [kept] and {file.name: file.read_bytes() for file in kept.iterdir()} == before
+    assert names(root) == ["rl-000002"] and (root / "latest").read_text() == "rl-000002"
+    assert settle(root) == Choice(root / "rl-000002"), "it is told once"
+
+
+def test_second_damaged_checkpoint_of_a_name_takes_no_place(run: Path) -> None:
+    root = run / "checkpoints"
+    for _ in range(3):
+        flip(root / "rl-000004" / SHARD)
+        settle(root)
+        write_checkpoint(run, "rl-000004")
+    assert [path.name for path in damaged_in(root)] == ["rl-000004.damaged", "rl-000004.damaged-2", "rl-000004.damaged-3"]
+    assert names(root) == ["rl-000004", "rl-000002"]
+
+
+def test_without_contents_sizes_are_compared(run: Path) -> None:
+    flip(run / "checkpoints" / "rl-000004" / SHARD)
+    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000004"
+    os.truncate(run / "checkpoints" / "rl-000004" / SHARD, 10)
+    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
+
+
+def test_if_all_are_damaged_nothing_is_moved_and_the_hint_loses_nothing(run: Path) -> None:
+    root = run / "checkpoints"
+    for path in saved_in(root):
+        os.truncate(path / SHARD, 10)
+    with pytest.raises(
+        UserError, match=r"rl-000004/__0_0\.distcp has 10 bytes, .* nor is the 1 before it; restore the file, or .* --start-over`"
+    ) as told:
+        settle(root)
+    assert "remove" not in str(told.value) and "\n" not in str(told.value)
+    assert names(root) == ["rl-000004", "rl-000002"]
+
+
+def test_checkpoint_without_a_listing_is_accepted_and_told_to_be_unverified(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "rl-000002", number=0, buffer="")
+    choice = choose(tmp_path / "checkpoints", contents=True)
+    assert choice.path == path
+    assert choice.lines == [f"{path} was saved without checksums, by an earlier release: its contents are not verified"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: os.truncate(path / SHARD, 2000), f"{SHARD} has 2,000 bytes, and 4,096 were saved"),
+        (lambda path: (path / SHARD).unlink(), f"{SHARD} is missing"),
+        (lambda path: os.truncate(path / ".metadata", 60), ".metadata is truncated or overwritten"),
+        (lambda path: (path / ".metadata").write_bytes(b""), ".metadata is truncated or overwritten"),
+        (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+        (lambda path: os.truncate(path / "run.json", 20), "run.json is truncated or overwritten"),
+        (lambda path: (path / "engine.json").write_text(""), "engine.json is truncated or overwritten"),
+        (lambda path: (path / "buffer.jsonl").write_text(LINE + LINE[:5]), "buffer.jsonl is truncated or overwritten at line 2"),
+    ],
+)
+def test_damage_that_can_be_seen_without_a_listing_is_told(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    write_checkpoint(tmp_path, "rl-000002", number=0)
+    path = write_checkpoint(tmp_path, "rl-000004", number=0)
+    (path / "buffer.jsonl").write_text(LINE)
+    damage(path)
+    choice = choose(tmp_path / "checkpoints", contents=True)
+    assert choice.path == tmp_path / "checkpoints" / "rl-000002"
+    assert choice.lines[0] == f"{path}/{said}; rl-000002 is used instead"
+
+
+def test_folders_that_are_no_checkpoint_are_not_looked_at(run: Path) -> None:
+    root = run / "checkpoints"
+    (root / "notes").mkdir()
+    (root / "rl-000006.partial").mkdir()
+    (root / "rl-000006.partial" / "run.json").write_text("{}")
+    assert names(root) == ["rl-000004", "rl-000002"] and newest(root / "notes") is None and newest(root / "none") is None
+
+
+def test_checkpoint_whose_replacement_was_broken_off_has_its_name_back(run: Path) -> None:
+    """Killed between the two renames of a save at the same step."""
+    root = run / "checkpoints"
+    (root / "rl-000004").rename(root / "rl-000004.replaced")
+    assert newest(root) == root / "rl-000004.replaced"
+    assert settle(root).path == root / "rl-000004"
+    shutil.copytree(root / "rl-000004", root / "rl-000004.replaced")
+    assert names(root) == ["rl-000004", "rl-000002"], "unless the new one has it"
+
+
+def test_lost_listing_does_not_make_a_checkpoint_an_old_one(run: Path) -> None:
+    """Else its contents would be taken unverified."""
+    path = run / "checkpoints" / "rl-000004"
+    (path / LISTING).unlink()
+    with pytest.raises(Damaged, match=r"files\.json is missing"):
+        check(path, contents=True)
+
+
+def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(Damaged, match=r"cannot be read \(Input/output error\)"):
+        check(run / "checkpoints" / "rl-000004", contents=True)
+
+
+def test_files_that_a_user_adds_are_no_damage(run: Path) -> None:
+    (run / "checkpoints" / "rl-000004" / "notes.txt").write_text("the good one")
+    assert choose(run / "checkpoints", contents=True) == Choice(run / "checkpoints" / "rl-000004")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
+def test_listing_that_names_files_outside_its_folder_is_refused(run: Path, name: str) -> None:
+    path = run / "checkpoints" / "rl-000004" / LISTING
+    listing = json.loads(path.read_text())
+    listing["files"][name] = {"size": 1, "checksum": "xxh3:00"}
+    path.write_text(json.dumps(listing))
+    assert settle(run / "checkpoints").path == run / "checkpoints" / "rl-000002"

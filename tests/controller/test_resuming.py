@@ -1,0 +1,171 @@
+"""What a start of a run does with its checkpoints: resume, fall back, start over, and say so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.bench.doctor.checkpoints import examine_run
+from mtpctl.checkpoint.finding import damaged_in, saved_in
+from mtpctl.checkpoint.listing import write_listing
+from mtpctl.controller import state as module
+from mtpctl.controller.resuming import describe_start, find_start, start_over
+from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState
+from mtpctl.errors import RuntimeFailure, SaveFailed, ThresholdMissed, UserError
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.train import TrainConfig
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.trackers import identity
+from tests.checkpoint.folders import SHARD, flip, write_checkpoint
+from tests.cli.test_commands import mtpctl as mtpctl
+from tests.cli.test_rollout_job import recipe as recipe_in
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """Of a run with two checkpoints within RL."""
+    made = recipe_in(tmp_path / "run", "train.rl.steps=9", "train.rl.kl_coef=0.1")
+    RunDirectory.create(made.run_path, dump_resolved(made)).close()
+    for name in ("rl-000002", "rl-000004"):
+        write_checkpoint(made.run_path, name)
+    reference = write_checkpoint(tmp_path / "other", "rl-000001")
+    reference.rename(made.run_path / "reference")
+    return made
+
+
+def start(recipe: Recipe) -> Any:
+    told: list[str] = []
+    return find_start(recipe, RunDirectory(recipe.run_path), told.append)
+
+
+def test_run_resumes_from_the_newest_whole_checkpoint_and_keeps_the_damaged_one(recipe: Recipe) -> None:
+    root = recipe.run_path / "checkpoints"
+    assert (start(recipe).checkpoint, start(recipe).lines) == (root / "rl-000004", [])
+    flip(root / "rl-000004" / SHARD)
+    planned = describe_start(recipe)
+    assert planned[0] == "rl-000002, rl after step 2; whole by its checksums" and "rl-000004/__0_0.distcp has changed" in planned[1]
+    assert [path.name for path in saved_in(root)] == ["rl-000004", "rl-000002"], "a plan changes nothing"
+    found = start(recipe)
+    assert (found.checkpoint, found.state["step"]) == (root / "rl-000002", 2)
+    (line,) = found.lines
+    assert line.endswith("; rl-000002 is used instead; rl-000004 is kept as it is, under another name") and "\n" not in line
+    assert [path.name for path in damaged_in(root)] == ["rl-000004.damaged"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "truncated"])
+def test_damaged_policy_that_rl_began_with_is_told_before_actors_start(recipe: Recipe, damage: str) -> None:
+    shard = recipe.run_path / "reference" / SHARD
+    {"flipped": lambda: flip(shard), "missing": shard.unlink, "truncated": lambda: os.truncate(shard, 10)}[damage]()
+    for look in (start, describe_start):
+        with pytest.raises(UserError, match=r"^train\.rl\.kl_coef: .*reference/__0_0\.distcp .*: restore it, set train\.rl\."):
+            look(recipe)
+
+
+def test_stage_of_the_checkpoint_before_must_be_in_the_recipe(recipe: Recipe) -> None:
+    sft = recipe.model_copy(update={"train": recipe.train.model_copy(update={"stages": ["sft"]})})
+    with pytest.raises(UserError, match=r"^train\.stages: .*rl-000004 is within rl"):
+        start(sft)
+
+
+def test_starting_over_keeps_all_that_was_there(recipe: Recipe) -> None:
+    run = recipe.run_path
+    (run / "start").mkdir()
+    (run / "start" / "model.safetensors").write_bytes(b"weights")
+    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    aside = start_over(recipe, ["start"])
+    assert aside == run.with_name("run.1")
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == before
+    assert [path.relative_to(run).as_posix() for path in sorted(run.rglob("*")) if path.is_file()] == [".begun", "start/model.safetensors"]
+    assert identity(run) != identity(aside), "trackers have a run of its own for it"
+    assert start_over(recipe) is None, "there is no run now"
+
+
+def test_starting_over_waits_for_no_run_that_goes_on(recipe: Recipe) -> None:
+    with RunDirectory.create(recipe.run_path, ""), pytest.raises(UserError, match="another run is writing"):
+        start_over(recipe)
+    assert saved_in(recipe.run_path / "checkpoints")
+
+
+def test_starting_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) -> None:
+    from mtpctl.checkpoint.copying import CopyWriter
+    from mtpctl.checkpoint.object_store import ObjectStore
+
+    url = f"file://{tmp_path}/copy"
+    CopyWriter(ObjectStore(url), recipe.run_path, 2).copy(recipe.run_path / "checkpoints" / "rl-000004")
+    copied = recipe.model_copy(update={"train": recipe.train.model_copy(update={"checkpoint_copy": url})})
+    with pytest.raises(
+        UserError, match=r"^--start-over: train\.checkpoint_copy: .*/copy has rl-000004 of this run, and must not be replaced"
+    ):
+        start_over(copied)
+    assert saved_in(recipe.run_path / "checkpoints")
+
+
+def test_doctor_verifies_the_checkpoints_of_a_run(recipe: Recipe, mtpctl: Any) -> None:
+    run = recipe.run_path
+    write_checkpoint(run, "rl-000001", number=0)
+    told = mtpctl("doctor", str(run))
+    assert told.code == 0 and "rl-000004" in told.out and "reference" in told.out and "not verified" in told.out
+    os.truncate(run / "checkpoints" / "rl-000002" / SHARD, 10)
+    diagnosis = examine_run(run)
+    assert [(check.name, check.finding.state) for check in diagnosis.checks] == [
+        ("rl-000004", "ok"),
+        ("rl-000002", "failed"),
+        ("rl-000001", "absent"),
+        ("reference", "ok"),
+    ]
+    assert isinstance(diagnosis.error, ThresholdMissed) and diagnosis.verdict == "damaged"
+    told = mtpctl("doctor", str(run), "--json")
+    assert told.code == 6 and json.loads(told.out)["checks"]["rl-000002"]["data"]["file"] == SHARD
+    with pytest.raises(UserError, match="is no run directory"):
+        examine_run(run / "checkpoints")
+
+
+class Disk:
+    """Takes what is saved from the time `free` on; a clock that runs only while somebody sleeps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, free: float) -> None:
+        self.now, self.free, self.tries = 0.0, free, 0
+        patch.setattr(module.time, "monotonic", lambda: self.now)
+        patch.setattr(module.asyncio, "sleep", self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    async def save(self) -> str:
+        self.tries += 1
+        if self.now < self.free:
+            raise SaveFailed("checkpoint rl-000009-end was not written: No space left on device")
+        return "saved"
+
+
+def test_save_that_a_run_needs_is_tried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    state, disk = RunState(tmp_path, TrainConfig(), tell=told.append), Disk(monkeypatch, 25)
+    assert asyncio.run(state.until_saved(disk.save)) == "saved"
+    assert disk.tries == 4 and disk.now == 3 * AGAIN_S
+    assert told == [
+        "checkpoint rl-000009-end was not written: No space left on device; free space: it is tried again every 10 seconds, for 5 minutes"
+    ]
+
+
+def test_save_that_a_run_needs_is_given_up_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, disk = RunState(tmp_path, TrainConfig()), Disk(monkeypatch, 1e9)
+    with pytest.raises(RuntimeFailure, match="31 tries within 5 minutes failed; free space and start the same command again"):
+        asyncio.run(state.until_saved(disk.save))
+    assert disk.now == GIVE_UP_S
+
+
+def test_checkpoint_of_an_edited_file_can_be_listed_again(recipe: Recipe) -> None:
+    """For whoever changed it on purpose."""
+    path = recipe.run_path / "checkpoints" / "rl-000004"
+    state = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(state | {"version": 9}))
+    assert describe_start(recipe)[0].startswith("rl-000002")
+    write_listing(path, 2, {})
+    assert describe_start(recipe) == ["rl-000004, rl after step 4; whole by its checksums"]

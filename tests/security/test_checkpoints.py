@@ -1,0 +1,105 @@
+"""Checkpoints and run directories from others: reading them runs nothing and leaves nothing outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.checkpoint.finding import choose
+from mtpctl.checkpoint.listing import LISTING, write_listing
+from mtpctl.checkpoint.stored_metadata import shard_sizes
+from mtpctl.errors import UserError
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.telemetry.run_directory import RunDirectory
+from tests.checkpoint.folders import SHARD, stored_metadata, write_checkpoint
+from tests.cli.test_commands import mtpctl as mtpctl
+from tests.cli.test_rollout_job import recipe
+
+
+class Call:
+    """Pickles as a call, which whoever unpickles it makes."""
+
+    def __init__(self, function: Callable[..., Any], *args: object) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def attacks(mark: Path) -> dict[str, bytes]:
+    """Pickles that make the file `mark` if they are loaded without care."""
+    code = f"open({str(mark)!r}, 'w')"
+    return {
+        "system": pickle.dumps(Call(os.system, f"touch {mark}")),
+        "eval": pickle.dumps(Call(eval, code)),
+        "exec": pickle.dumps(Call(exec, code)),
+        "process": pickle.dumps(Call(subprocess.Popen, ["touch", str(mark)])),
+        "open": pickle.dumps(Call(open, str(mark), "w")),
+        "attribute": b"cbuiltins\ngetattr\n(cbuiltins\n__dict__\nS'eval'\ntR.",
+        "instance": f"(S{str(['touch', str(mark)])!r}\nisubprocess\nPopen\n.".encode(),
+        "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c" + bytes([len(f"touch {mark}")]) + f"touch {mark}".encode() + b"\x85R.",
+        "torch": b"ctorch\nload\n(S'/etc/passwd'\ntR.",
+        "before the rest": pickle.dumps(Call(os.system, f"touch {mark}"))[:-1] + b"0" + stored_metadata({SHARD: 1})[2:],
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = recipe(tmp_path / "run")
+    RunDirectory.create(made.run_path, dump_resolved(made)).close()
+    return made.run_path
+
+
+@pytest.mark.parametrize("attack", list(attacks(Path())))
+def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: Path, attack: str) -> None:
+    """That of this package, which needs no torch, and torch's own."""
+    from mtpctl.checkpoint.reading import tensors_in
+
+    mark = tmp_path / "mark"
+    path = write_checkpoint(run, "rl-000002", number=0)
+    (path / ".metadata").write_bytes(attacks(mark)[attack])
+    for read in (shard_sizes, tensors_in, lambda path: choose(path.parent, contents=True)):
+        with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as told:
+            read(path)
+        assert "\n" not in str(told.value)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("command", [["convert-hf", "RUN", "DST"], ["convert-hf", "RUN", "--inspect"], ["convert-hf", "CKPT", "DST"]])
+@pytest.mark.parametrize("listed", [False, True])
+def test_commands_on_the_run_of_another_run_nothing_of_it(mtpctl: Any, run: Path, tmp_path: Path, command: list[str], listed: bool) -> None:
+    """With a listing that fits, which whoever changes a checkpoint can write."""
+    mark = tmp_path / "mark"
+    path = write_checkpoint(run, "rl-000002", number=int(listed))
+    (path / ".metadata").write_bytes(attacks(mark)["system"])
+    if listed:
+        write_listing(path, 1, {})
+    places = {"RUN": str(run), "CKPT": str(path), "DST": str(tmp_path / "out")}
+    told = mtpctl(*(places.get(word, word) for word in command))
+    assert told.code == 2 and not mark.exists() and not (tmp_path / "out").exists()
+    assert told.err.splitlines()[-1].startswith(f"error: {path}/.metadata: names posix.system, which no checkpoint needs")
+
+
+@pytest.mark.parametrize("pointer", ["../../outside/checkpoints/rl-000009", "/etc", "rl-000002/../../..", "x" * 100_000, "\x00"])
+def test_pointer_leads_nowhere_else(run: Path, tmp_path: Path, pointer: str) -> None:
+    write_checkpoint(tmp_path / "outside", "rl-000009")
+    path = write_checkpoint(run, "rl-000002")
+    (run / "checkpoints" / "latest").write_text(pointer)
+    assert choose(run / "checkpoints", contents=True).path == path
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
+def test_listing_leads_nowhere_else(run: Path, name: str) -> None:
+    path = write_checkpoint(run, "rl-000002")
+    listing = json.loads((path / LISTING).read_text())
+    listing["files"] = {name: {"size": 1, "checksum": "xxh3:00"}}
+    (path / LISTING).write_text(json.dumps(listing))
+    with pytest.raises(UserError, match=r"files\.json is truncated or overwritten"):
+        choose(run / "checkpoints", contents=True)
