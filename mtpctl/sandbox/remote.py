@@ -155,8 +155,10 @@ def _iter(self: Remote) -> Iterator[Any]:
         yield item
 
 
-def _send(self: Remote, value: None) -> NoReturn:
-    """Run the whole coroutine in its process. What it awaits there cannot be awaited here."""
+def _send(self: Remote, value: object) -> NoReturn:
+    """Run the whole coroutine in its process. As for any coroutine, only None starts it: other values must not end a `map(x.send, …)`."""
+    if value is not None:
+        raise TypeError("can't send non-None value to a just-started coroutine")
     raise StopIteration(_ask(self, "await"))
 
 
@@ -209,7 +211,8 @@ _FEATURES: tuple[tuple[tuple[str, ...], dict[str, object]], ...] = (
     (("__int__",), {"__int__": _forwarded("int", int)}),
     (("__float__",), {"__float__": _forwarded("float", float)}),
     (("__index__",), {"__index__": _forwarded("index", int)}),
-    (("__await__",), {"__await__": _await, "send": _send, "throw": _forwarded("throw"), "close": _forwarded("close")}),
+    (("__await__",), {"__await__": _await}),
+    (("cr_await",), {"send": _send, "throw": _forwarded("throw"), "close": _forwarded("close")}),
     (("__enter__",), {"__enter__": _forwarded("enter"), "__exit__": _exit}),
 )
 _KNOWN: dict[type[Any], int] = {}

@@ -407,6 +407,18 @@ class Any:
 def f(x): return Any()
 --
 assert all(map(lambda x: f(x)[0] == x, [1, 2]))
+## ends an iteration by a method of coroutines
+class Chat:
+    def __await__(self): yield
+    def send(self, text): return text
+--
+chat = Chat()
+assert all(map(chat.send, ['a', 'b'])) and list(map(chat.send, ['a'])) == ['right']
+## ends an iteration as a coroutine
+async def chat(): pass
+coroutine = chat()
+--
+assert all(map(coroutine.send, ['a', 'b']))
 ## names AssertionError its error
 Invalid = AssertionError
 def f(x): return 0
