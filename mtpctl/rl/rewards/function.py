@@ -12,7 +12,7 @@ from types import CodeType
 from mtpctl.errors import MtpctlError, UserError
 from mtpctl.rl.rewards.outcome import Answered, parse
 from mtpctl.samples import Sample
-from mtpctl.user_code import check_call, describe_error, load
+from mtpctl.user_code import check_call, describe_error, from_environment, load
 
 GIVEN = ("response", "problem", "sample")
 """What every reward function is given, in this order, before the recipe's `reward.args` by name."""
@@ -122,7 +122,7 @@ def load_function(reference: str, args: Mapping[str, object], role: Role | None 
     check_call(found, role.given, {}, role.function, partly=True)
     check_call(found, role.given, args, role.args)
     awaited = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
-    return RewardFunction(reference, found, dict(args), awaited, role)
+    return RewardFunction(reference, found, from_environment(args, role.args), awaited, role)
 
 
 async def _awaited(value: Awaitable[object]) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -26,7 +27,7 @@ Answer to judge:
 
 Does the answer to judge reach the reference answer? Think briefly, then end with a line `Score: X`, X between 0 and 1.
 """
-PATTERN = r"[Ss]core:\s*\**\s*([-+]?\d*\.?\d+)"
+PATTERN = r"[Ss]core:\s*\**\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?|\s*%)?)"
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same request may succeed."""
 
@@ -44,8 +45,11 @@ async def score(
     retries: int = 4,
     temperature: float = 0.0,
     max_tokens: int = 512,
-) -> float:
-    """The last number in the judge's reply that `pattern` finds (its first group), divided by `scale`.
+) -> dict[str, float]:
+    """The last number in the judge's reply that `pattern` finds (its first group), divided by `scale`, from 0 to 1.
+
+    "3/10" and "30%" are the number 0.3, whatever `scale` is. A number out of range is moved to the nearer bound and counted by the part
+    `out_of_range`, which is 1 then.
 
     `url` is what `/chat/completions` is appended to (`http://host:8000/v1`). `prompt` may hold {prompt}, {response} and {answer}, each as
     often as it likes; other braces stay as they are. `api_key_env` names the environment variable of the key. A request that finds no
@@ -66,7 +70,19 @@ async def score(
     found = re.findall(pattern, reply)
     if not found:
         raise ValueError(f"the judge's reply has no score that {pattern} finds: {reply[-80:]!r}")
-    return float(found[-1] if isinstance(found[-1], str) else found[-1][0]) / scale
+    value = _value(found[-1] if isinstance(found[-1], str) else found[-1][0], scale)
+    return {"reward": min(max(value, 0.0), 1.0), "out_of_range": float(not 0.0 <= value <= 1.0)}
+
+
+def _value(text: str, scale: float) -> float:
+    """The share of the full score that a number stands for. Raises ValueError for what is no finite number."""
+    number, slash, full = text.replace(" ", "").partition("/")
+    if number.endswith("%"):
+        number, slash, full = number[:-1], "/", "100"
+    value = float(number) / (float(full) if slash else scale)
+    if not math.isfinite(value):
+        raise ValueError(f"the judge's score {text[:40]!r} is no finite number")
+    return value
 
 
 async def _asked(url: str, headers: dict[str, str], body: dict[str, object], retries: int) -> str:

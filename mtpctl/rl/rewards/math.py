@@ -1,96 +1,86 @@
-"""The reward `math`: whether the last expression of a response equals the answer, by the library math-verify.
+"""The reward `math`: whether the answer that a response states equals the answer of its row.
 
-The library would bound its time by the clock, in which little may be computed on a busy machine; here CPU seconds count, and of the clock's
-four times as many, so that a right answer is right whatever else runs. Signals come to main threads alone: workers run reward functions in
-theirs. Where sympy is stuck in C, which no Python signal reaches, `reward.timeout_s` ends the worker.
+`final_answer` cuts the answers out of the texts, `answer_value` reads them, and `answer_equality` compares them: numbers exactly, several
+values as a whole, and other expressions by the library math-verify.
+
+The library would bound its time by the clock, in which little may be computed on a busy machine. Here CPU seconds count, and of the clock
+four times as many, so that a right answer is right whatever else runs. Only main threads receive signals, so workers run reward functions
+in theirs. If sympy is stuck in C, which no Python signal reaches, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import signal
 from collections.abc import Iterator
+from functools import lru_cache
 
-from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
 from mtpctl.compat import sympy_names
+from mtpctl.rl.rewards.answer_equality import equal
+from mtpctl.rl.rewards.answer_value import Value, readings
+from mtpctl.rl.rewards.final_answer import answer_texts
 from mtpctl.rl.rewards.outcome import Answered
 from mtpctl.samples import Sample
 
 sympy_names.install()
-# It warns where it is given no bound of its own.
+# The library warns if it is passed no time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP_S = 60.0
 _OF_THE_CLOCK = 4
 
-_ENVIRONMENT = re.compile(r"(?<!\\)\$|[#\n]|\\boxed|\\\(|\\\[")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|operatorname|begin|end)\s*\{[^{}]*\}")
-_JOINS = re.compile(r"[\s$]*(?:,|;|and|or|,\s*and|,\s*or)?[\s$]*")
-
-
-def answer_forms(answer: str) -> list[str]:
-    """How an answer is read, best first.
-
-    Outside of an environment the library takes the first or last number that it sees (of `2\\pi` the 2), so that a bare
-    expression is given one. What holds words ("18 dollars") is read as text first.
-    """
-    bare = f"${answer}$"
-    text = _ENVIRONMENT.search(answer) or _WORD.search(_TEXT.sub("", answer))
-    return [answer, bare] if text else [bare, answer]
-
-
-def final_part(response: str) -> str:
-    """The last box of a response, with those that stand before it in one list; the whole response where there is none.
-
-    The library would join all boxes of a line to a set, those that the response has taken back among them.
-    """
-    start, end = None, None
-    for box in reversed(list(re.finditer(r"\\boxed\{", response))):
-        close = _closing(response, box.end())
-        if close is None or (start is not None and not _JOINS.fullmatch(response[close:start])):
-            break
-        start, end = box.start(), end or close
-    # A number right behind `#` is no number to the library.
-    return re.sub(r"#(?=[^\s#])", "# ", response) if start is None else response[start:end]
-
-
-def _closing(text: str, at: int) -> int | None:
-    """Behind the brace that closes the one before `at`."""
-    depth = 1
-    for place in range(at, len(text)):
-        if text[place] in "{}" and text[place - 1] != "\\":
-            depth += 1 if text[place] == "{" else -1
-        if not depth:
-            return place + 1
-    return None
-
 
 def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
-    """1.0 where the response's last expression equals the answer; 0.0 where not, and where reading or comparing computes over `seconds`."""
+    """1.0 if the answer that the response states equals the row's; 0.0 if not, and if reading or comparing computes over `seconds`."""
     return float(_equal(response, problem.answer, seconds))
 
 
 def _equal(response: str, answer: str, seconds: float) -> bool:
     try:
-        gold: list[object] = []
-        for text in answer_forms(answer):
-            with _bounded(seconds):
-                gold = parse(text, parsing_timeout=None, raise_on_error=True)
-            if gold:
-                break
         with _bounded(seconds):
-            given = parse(final_part(response), parsing_timeout=None, raise_on_error=True)
+            gold = _gold(answer)
         with _bounded(seconds):
-            return bool(gold) and bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+            stated = _stated(response)
     except TimeoutException:
         return False
-    except Exception:  # sympy raises whatever it likes on what is no mathematics, and that is simply not the answer
-        logging.getLogger(__name__).debug("not comparable: %r and %r", response[-200:], answer, exc_info=True)
+    except Exception:
+        logging.getLogger(__name__).debug("not readable: %r or %r", response[-200:], answer, exc_info=True)
         return False
+    return any(_compare(one, other, seconds) for one in gold for other in stated)
+
+
+def _compare(gold: Value, stated: Value, seconds: float) -> bool:
+    try:
+        with _bounded(seconds):
+            return equal(gold, stated)
+    except TimeoutException:
+        return False
+    except Exception:  # the library and sympy raise various errors for texts that are not mathematics: such a text is not the answer
+        logging.getLogger(__name__).debug("not comparable: %r and %r", gold, stated, exc_info=True)
+        return False
+
+
+@lru_cache(maxsize=512)
+def _gold(answer: str) -> tuple[Value, ...]:
+    """The readings of a row's answer. A worked solution is read like a response."""
+    return readings(answer) if _is_bare(answer) else _stated(answer) or readings(answer)
+
+
+def _is_bare(answer: str) -> bool:
+    return len(answer) <= 200 and "boxed" not in answer and "#" not in answer and "\n" not in answer.strip()
+
+
+def _stated(response: str) -> tuple[Value, ...]:
+    """The readings of the first of the possible answer texts that states a value; if none does, of the first that is a text."""
+    texts: tuple[Value, ...] = ()
+    for text in answer_texts(response):
+        values = readings(text)
+        if any(value.stated for value in values):
+            return values
+        texts = texts or values
+    return texts
 
 
 @contextlib.contextmanager

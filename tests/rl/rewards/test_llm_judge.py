@@ -106,3 +106,30 @@ def test_nobody_there_is_an_error_after_the_last_attempt() -> None:
 
 def test_many_responses_are_judged_at_once(judge: Judge) -> None:
     assert [outcome.reward for outcome in judged(judge, 60)] == [0.5] * 60
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward", "out_of_range"),
+    [
+        ("Score: 1000", 1.0, 1.0),
+        ("Score: -3", 0.0, 1.0),
+        ("Score: 3/10", 0.3, 0.0),
+        ("Score: 30%", 0.3, 0.0),
+        ("Score: 7/5", 1.0, 1.0),
+        ("Score: 1.0", 1.0, 0.0),
+        ("Score: 0", 0.0, 0.0),
+        ("Score: 1e3", 1.0, 1.0),
+        ("Score: **.5**", 0.5, 0.0),
+    ],
+)
+def test_score_is_parsed_and_bounded_and_counted_if_out_of_range(judge: Judge, reply: str, reward: float, out_of_range: float) -> None:
+    judge.script = [(200, reply)]
+    (outcome,) = judged(judge)
+    assert (outcome.reward, outcome.parts, outcome.error) == (reward, {"out_of_range": out_of_range}, "")
+
+
+@pytest.mark.parametrize("reply", ["Score: 1/0", "Score: 1e999", "Score: high"])
+def test_score_that_is_no_finite_number_is_an_error(judge: Judge, reply: str) -> None:
+    judge.script = [(200, reply)]
+    (outcome,) = judged(judge)
+    assert outcome.reward == 0.0 and outcome.error

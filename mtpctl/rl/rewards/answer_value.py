@@ -1,0 +1,326 @@
+"""The text of an answer as a value: a number or expression, a text, or several of them as a list, set, tuple, interval or range.
+
+A text with several values is never read as one of them. A text that allows two readings ("1,234" is a number, "100,200" may be a list)
+has both, and answers are equal if any of their readings are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mtpctl.rl.rewards.numerals import Number, read_number
+
+Kind = Literal["value", "text", "list", "set", "bracket", "range"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an answer states.
+
+    `kind`: `value` (a number or expression), `text`, `list` (order does not matter), `set`, `bracket` (a tuple or an interval, by `marks`,
+    its brackets), or `range` ("5 to 7", without a word about its ends). `source`: the normalized text; of an equation, its last side.
+    `number`: the numeric value. `percent`: the number is followed by a percent sign. `name`: what the value is assigned to, as in `x = 5`.
+    `equation`: the whole equation, and `sides` its sides.
+    """
+
+    kind: Kind
+    source: str
+    items: tuple[Value, ...] = ()
+    marks: str = ""
+    number: Number | None = None
+    percent: bool = False
+    name: str = ""
+    equation: str = ""
+    sides: tuple[str, ...] = ()
+
+    @property
+    def stated(self) -> bool:
+        """Whether it states a value, and not only a text."""
+        return self.kind != "text" and all(item.kind != "text" for item in self.items)
+
+
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\t\n\r", " "),
+        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u0002"),  # no width
+        "\u00d7": r"\times ",
+        "\u00f7": r"\div ",
+        "\u00b7": r"\cdot ",
+        "\u22c5": r"\cdot ",
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u00b1": r"\pm ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2208": r"\in ",
+        "\u222a": r"\cup ",
+        "\u2248": r"\approx ",
+        "\u2260": r"\ne ",
+        "\u00b0": r"^\circ ",
+        "\u00b2": "^2",
+        "\u00b3": "^3",
+        "\u00bd": r"\frac{1}{2}",
+        "\u00bc": r"\frac{1}{4}",
+        "\u00be": r"\frac{3}{4}",
+        "\uff0c": ",",
+        "\u3001": ",",
+        "\uff1b": ";",
+        "\uff05": "%",
+        "\u2044": "/",
+        "\u2215": "/",
+    }
+)
+_REMOVED = re.compile(
+    r"\\(?:displaystyle|textstyle|m?left|m?right|[bB]igg?[lr]?|limits|nolimits|rm|bf|it)(?![A-Za-z])|\\!|\*\*"
+    r"|(?<!\\)\$|\\\$|(?<!\\)\\[()\[\]]|[€£¥₹\"`]"
+)
+_STYLED = re.compile(r"\\(?:mathbf|boldsymbol|bm|underline|mathit|mathsf|f?boxed|ensuremath)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_COLORED = re.compile(r"\\(?:textcolor|colorbox|color)\s*\{[^{}]*\}")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|mbox|hbox|mathrm|operatorname\*?)\s*\{([^{}]*)\}")
+_SPACES = re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~|\\hspace\*?\{[^{}]*\}|\\(?:thin|en)space(?![A-Za-z])")
+_THIN_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[, ;:]|~|\s*\{\s*,\s*\}\s*|\{?,\\!\}?\s*|,\{\}| |')\d{3})+)(?!\d)")
+_COMMA_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])")
+_PERCENT = re.compile(r"\s*(?:\\?%|\x02?(?:\bpercent(?:age)?\b|\bpct\b))(?=$|[\s,;)\]}])", re.IGNORECASE)
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+
+_WORD = re.compile(
+    r"(?:(?<![^\s(:/])[A-Za-z]{2,}(?:['-][A-Za-z]+)*(?=$|[\s.,:;!?)/^%])|(?<=\d)[A-Za-z]{2,}(?=$|[\s.,;/^])|\x02[A-Za-z]+)"
+    r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+)
+_SHORT_WORDS_TEXT = (
+    "of is at in by on we it be an as to cm mm km kg mg ml mL ft yd mi lb oz hr mph kmh kph Hz day days men man boy boys "
+    "egg eggs way ways the are for was car cars bus box bag bags cup cups sum set ton tons deg rad min sec yen has can per "
+    "all"
+)
+_SHORT_WORDS = frozenset(_SHORT_WORDS_TEXT.split())
+"""Words of two or three letters. Other letters as few as those are variables, as in 4 ab."""
+_FUNCTIONS_TEXT = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log exp sqrt infinity"
+_FUNCTIONS = frozenset(_FUNCTIONS_TEXT.split())
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_CHANGES_TEXT = (
+    "not least most than negative minus plus times half dozen over under above below except without less more fewer greater "
+    "smaller larger squared cubed factorial choose root power no non never up within before after remainder modulo mod "
+    "third thirds quarter quarters divided multiplied sum difference product square-root"
+)
+_CHANGES = frozenset(_CHANGES_TEXT.split())
+"""Words that make another value of the number that they stand with."""
+_NOISE = re.compile(r"^(?:either|both|exactly|approximately|about|roughly|around|therefore|thus|hence|so|and|or)\s+", re.IGNORECASE)
+_BETWEEN = re.compile(r"^(?:.*\b)?(?:between\s+(?P<a>.+?)\s+and|from\s+(?P<b>.+?)\s+(?:to|through|until))\s+(?P<end>.+)$", re.IGNORECASE)
+_TO = re.compile(r"^(?P<a>.+?)\s+(?:to|through|until)\s+(?P<end>.+)$", re.IGNORECASE)
+_DASHED = re.compile(r"^([\d.,/]+)\s*-\s*([\d.,/]+)((?:\s+\x02?[A-Za-z]{2,})*)$")
+_EQUALS = re.compile(r"\\approx(?![A-Za-z])|(?<![\\<>!:=])=(?!=)")
+_RELATION = re.compile(r"\\(?:[lg]e(?:q|qslant)?|n(?:e|eq)|lt|gt|in|cup|cap|setminus|mid|to|equiv)(?![A-Za-z])|[<>]")
+_MEMBER = re.compile(r"^(?:\\?[A-Za-z]\w*|\([^()]*\))\s*\\in(?![A-Za-z])\s*(?P<set>.+)$")
+_SUBSCRIPT = re.compile(r"(?<=\d)_(?:\{\s*\d+\s*\}|\d+)$")
+
+
+def readings(text: str) -> tuple[Value, ...]:
+    """The values that a text can be read as; none for a text without content."""
+    text = _normalized(text)
+    if not text:
+        return ()
+    values = [_read(_COMMA_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text))]
+    if _COMMA_THOUSANDS.search(text):
+        values.append(_read(text))
+    elif re.fullmatch(r"-?\d+,\d+", text):  # a decimal comma
+        values.append(_read(text.replace(",", ".")))
+    if (match := _DASHED.match(text)) and all((ends := (_read(match[1]), _read(match[2])))[each].number for each in (0, 1)):
+        values.append(Value("range", text, ends))
+    if r"\approx" in text:  # the exact value before a rounded one is an answer as well
+        values += [_read(part) for part in text.split(r"\approx")[-2:-1] if part.strip()]
+    return tuple(dict.fromkeys(values))
+
+
+def _normalized(text: str) -> str:
+    text = re.sub("(?<![A-Za-z])([a-z]{1,2})(?=[\u00b2\u00b3])", r"\\text{\1}", text).translate(_CHARACTERS)
+    text = _THIN_THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
+    text = _TEXT.sub(_marked, text)
+    for _ in range(3):
+        text = _STYLED.sub(r"\1", text)
+    text = _COLORED.sub("", text)
+    text = text.replace(r"\{", r"\lbrace ").replace(r"\}", r"\rbrace ")
+    text = _REMOVED.sub("", _SPACES.sub(" ", text))
+    text = _DEGREES.sub("", _FRACTION.sub(r"\\frac", text))
+    text = re.sub(r"\\(?:langle|lparen)(?![A-Za-z])", "(", re.sub(r"\\(?:rangle|rparen)(?![A-Za-z])", ")", text))
+    text = re.sub(r"\\lbrack(?![A-Za-z])", "[", re.sub(r"\\rbrack(?![A-Za-z])", "]", text))
+    text = re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"^[:=,;.\s]+(?=\D)|^[:=,;\s]+|[.,;:?\s]+$", "", text)
+
+
+def _marked(match: re.Match[str]) -> str:
+    """The words of a text command, marked as such; a single letter alone is a variable or a constant, unless it follows a blank."""
+    content = match[1]
+    if re.fullmatch(r"[A-Za-z]", content) and match.string[match.end() : match.end() + 1] != "^":
+        return content
+    return " " + re.sub(r"[A-Za-z]+", lambda word: word[0] if word[0].lower() in ("and", "or", "to") else f"\x02{word[0]}", content) + " "
+
+
+def _read(text: str) -> Value:
+    """Read a normalized text, in which every comma separates."""
+    text = text.strip()
+    while (bare := _NOISE.sub("", text)) != text:
+        text = bare
+    if (ends := _range(text)) is not None:
+        return Value("range", text, ends)
+    for separators in (";", ",and"):
+        parts = _split(text, separators)
+        if len(parts) > 1:
+            values = [_read(part) for part in parts]
+            # Parts that state values and parts that do not are a sentence, not a list: "6 feet, of which 2 are wet".
+            if len({value.stated for value in values}) == 1 and (values[0].stated or not re.search(r"\d", text)):
+                return _list(text, values, separators)
+            return Value("text", _bare(text))
+    return _single(text)
+
+
+def _range(text: str) -> tuple[Value, Value] | None:
+    if (match := _BETWEEN.match(text)) is not None:
+        start = match["a"] or match["b"]
+    elif (match := _TO.match(text)) is not None and r"\to" not in text:
+        start = match["a"]
+    else:
+        return None
+    ends = _read(start), _read(match["end"])
+    return ends if all(end.kind == "value" for end in ends) else None
+
+
+def _list(text: str, values: list[Value], separators: str = ",and") -> Value:
+    name, items = "", []
+    for value in values:  # `x = 1, 2` states two values of x
+        name = value.name or name
+        if value.kind == "list" and separators == ",and":  # one of the items is 1 \pm 2
+            items += value.items
+        else:
+            items.append(replace(value, name=name) if name and value.kind in ("value", "bracket") and not value.name else value)
+    return items[0] if len(items) == 1 else Value("list", text, tuple(items))
+
+
+def _single(text: str) -> Value:
+    sides = _split(text, "=")
+    if len(sides) > 1 and not _RELATION.search(re.sub(r"\([^()]*\)", "", text)):
+        if any(re.search(r"\d", side) and any(map(_is_word, _WORD.findall(side))) for side in sides[:-1]):
+            return Value("text", _bare(text))
+        value = _single(sides[-1])
+        name = "" if read_number(sides[0]) is not None else sides[0].replace(" ", "")
+        if value.kind == "list":  # x = \pm 3
+            return replace(value, items=tuple(replace(item, name=name) for item in value.items))
+        return replace(value, name=name, equation=text, sides=tuple(sides))
+    if (match := _MEMBER.match(text)) is not None:
+        return _single(match["set"])
+    if (bracket := _bracketed(text)) is not None:
+        return bracket
+    if r"\pm" in text and text.count(r"\pm") == 1:
+        return _list(text, [_single(text.replace(r"\pm", sign).strip().removeprefix("+").strip()) for sign in "+-"])
+    return _leaf(text)
+
+
+def _bracketed(text: str) -> Value | None:
+    """A tuple, interval or set: brackets around several values."""
+    for opening, closing in ((r"\lbrace", r"\rbrace"), ("{", "}")):
+        if text.startswith(opening) and text.endswith(closing):
+            inner = text[len(opening) : -len(closing)].strip()
+            if _balanced(inner) and r"\mid" not in inner and "|" not in inner and ":" not in inner:
+                if opening == "{":
+                    return _read(inner)
+                return Value("set", text, tuple(_single(part) for part in _split(inner, ",;and")))
+    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _balanced(text[1:-1]):
+        parts = _split(text[1:-1], ",;")
+        if len(parts) > 1:
+            return Value("bracket", text, tuple(_single(part) for part in parts), text[0] + text[-1])
+        if text[0] + text[-1] == "()":
+            return _single(text[1:-1].strip())
+    return None
+
+
+def _leaf(text: str) -> Value:
+    percent = _PERCENT.search(text)
+    bare = (text[: percent.start()] + " " + text[percent.end() :]).strip() if percent else text
+    bare = _SUBSCRIPT.sub("", bare)
+    if (number := read_number(bare)) is not None:
+        return Value("value", bare, number=number, percent=percent is not None)
+    matches = list(_WORD.finditer(bare))
+    sentence = any(_is_word(match[0]) for match in matches)
+    matches = [match for match in matches if _is_word(match[0]) or (sentence and re.fullmatch(r"[A-Za-z]{3}", match[0]))]
+    if not matches:
+        return Value("value", text)
+    words = [re.match(r"\x02?([A-Za-z'-]+)", match[0])[1].lower() for match in matches]  # type: ignore[index]
+    inner, end = "", 0
+    for match in matches:
+        inner += bare[end : match.start()].rstrip("/") + " "
+        end = match.end()
+    inner = re.sub(r"^[\s:.,'?!]+(?=\D)|^[\s:,'?!]+|[\s:.,'?!/]+$", "", inner + bare[end:]).strip()
+    joined = any(
+        re.search(r"[-+*^=]\s*$", bare[: match.start()]) or re.match(r"\s*[+*=]|\s*-(?!\d)", bare[match.end() :]) for match in matches
+    )
+    if not inner or joined or not _CHANGES.isdisjoint(words):
+        return Value("text", _bare(text))
+    number = read_number(inner)
+    scale = math.prod(_SCALES.get(word.removesuffix("s"), 1) for word in words)
+    if number is not None and scale > 1 and number.value is not None:
+        number = replace(number, value=number.value * scale, approximation=number.approximation * scale)
+    elif number is None and (scale > 1 or bare.find(inner) < 0):  # words in the middle: a sentence
+        return Value("text", _bare(text))
+    return Value("value", inner, number=number, percent=percent is not None)
+
+
+def _is_word(text: str) -> bool:
+    word = re.match(r"\x02?[A-Za-z]+", text)
+    assert word is not None
+    return text[0] == "\x02" or (len(word[0]) > 3 and word[0].lower() not in _FUNCTIONS) or word[0] in _SHORT_WORDS | _CHANGES
+
+
+def _bare(text: str) -> str:
+    """A text for comparison: without case, blanks and punctuation around it."""
+    return re.sub(r"[\s.,;:!?'\"\x02]+", " ", text).strip().lower()
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+_SEPARATORS = {
+    "=": _EQUALS,
+    ";": re.compile(r";"),
+    ",;": re.compile(r"[,;]"),
+    ",and": re.compile(
+        r"\s*,?\s*(?<![A-Za-z\\])(?:and|or|as\s+well\s+as)(?![A-Za-z])\s*|\s*&\s*|\s*\\(?:land|lor|wedge|vee)(?![A-Za-z])|,"
+    ),
+    ",;and": re.compile(r"\s*,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*|[,;]"),
+}
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """Split at the separators that are in no bracket; parts without content are left out."""
+    pattern = _SEPARATORS[separators]
+    if pattern.search(text) is None:
+        return [text]
+    depth, depths = 0, []
+    for character in text:
+        depth -= character in ")]}"
+        depths.append(depth)
+        depth += character in "([{"
+    for command in (r"\lbrace", r"\rbrace", r"\begin", r"\end"):
+        step = 1 if command in (r"\lbrace", r"\begin") else -1
+        start = text.find(command)
+        while start >= 0:
+            for place in range(start, len(text)):
+                depths[place] += step
+            start = text.find(command, start + 1)
+    parts, begin = [], 0
+    for match in pattern.finditer(text):
+        place = match.end() - 1
+        if depths[match.start()] <= 0 and depths[place] <= 0:
+            parts.append(text[begin : match.start()].strip())
+            begin = match.end()
+    parts.append(text[begin:].strip())
+    return [part for part in parts if part]

@@ -1,0 +1,170 @@
+"""Where a response states its answer: the text of the answer, cut out of the text around it.
+
+In this order: the last box, with the boxes that it forms a list with; the last line after `#`; what follows "the answer is"; a text that
+is nothing but an answer; the last value of the text, with the values that it forms a list or a range with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+MAX_CHARACTERS = 20_000
+"""Only this much of the end of a response is searched. Reasoning before it states no final answer."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{])(\S+?)(?=[\s$.,;]|$))")
+_BLANK = re.compile(r"[\s$]|\\[()\[\], ]|\\q?quad(?![A-Za-z])")
+_WORD_JOIN = re.compile(r"(?:[A-Za-z]+\s+)?(?:,\s*)?(?:and|or)|,|;|\\text\s*\{[^{}]*(?:\b(?:and|or)\b|,)\s*\}")
+_NAMED = re.compile(r"[A-Za-z](?:_(?:\{\w+\}|\w))?\s*=\s*$")
+_AFTER_BOX = re.compile(r"[\s$]*(?:\\\)|\\\])?\s*(\\?%|(?:percent|pct|hundred|thousand|million|billion|trillion)\b)", re.IGNORECASE)
+_MARK = re.compile(r"(?:(?<!\w)#|##)[ \t]*([^#\n]*[^#\s])\s*$")
+_MARKED_LINE = re.compile(r"^####[ \t]*(.*[^\s#])[ \t]*$", re.MULTILINE)
+_ANSWER = re.compile(r"\banswer\b\W{0,4}(?:(?:is|are|equals|would be|should be)\b:?|:|=)[\s*:]*", re.IGNORECASE)
+_COPULA = re.compile(
+    r"^.*\b(?:is|are|equals?|be|gives?|yields?|get|have|has|obtain|makes?)\b:?\s+"
+    r"(?P<rest>(?:[\d$\\(\[{+\-\u2212.]|[A-Za-z]\s*=|(?:between|from|either|both|at|more|less|not)\b).*)$",
+    re.IGNORECASE,
+)
+_CALCULATION = re.compile(r"\d\s*[-+*/\u00d7\u00f7]\s*\d.*=")
+_SENTENCE_END = re.compile(r"[.!?]+(?=\s|$|\*)|\n|\*\*")
+
+_NUMERAL = r"(?:\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+_ATOM = (
+    rf"(?:{_NUMERAL}|\d*\\[dtc]?frac\s*(?:\{{[^{{}}]*\}}\s*\{{[^{{}}]*\}}|\d\d)|\d*\\sqrt\s*(?:\[\d+\])?\{{[^{{}}]*\}}"
+    r"|\([\d\s.,+\-*/^]+\)|\\pi|π)"
+)
+_VALUE = re.compile(
+    r"\$\$(?:[^$]|\\\$)+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]|\\\((?:[^\\]|\\(?!\)))+\\\)|(?<!\\)\$(?!\d+(?:\.\d+)?\s)[^$\n]+\$(?!\d)"
+    rf"|(?:(?<![A-Za-z\d\\])[A-Za-z]\s*=\s*)?(?<![\w.\\])[-+±]?\s?[$€£¥]?{_ATOM}(?:\s*[-+*/^×÷·=]\s*-?{_ATOM})*"
+    r"(?:\s?\\?%|\s?°)?"
+)
+_LINK = re.compile(r"\s*(?:,\s*)?(?:and|or|to|through|&|as\s+well\s+as)\s+|\s*[,;]\s*|\s*(?:,\s*)?(?:and|or)\s*\n\s*")
+_UNIT_LINK = re.compile(r"\s+[A-Za-z]+\s+(?:and|or|to)\s+")
+_BEFORE = re.compile(
+    r"(?:\b(?:between|from|either|both|not|negative|minus|plus|under|over|below|above|except|half(?:\s+of)?|power\s+of"
+    r"|(?:at|no|not)\s+(?:least|most|more|less)(?:\s+than)?|(?:more|less|fewer|greater|smaller|larger)\s+than|±)\s+)+$",
+    re.IGNORECASE,
+)
+_PHRASE = re.compile(r"(?:\s+[A-Za-z]+){1,2}\s+")
+_VERB = re.compile(
+    r"\b(?:is|are|was|were|be|so|then|gives?|gets?|equals?|makes?|leaves?|yields?|has|have|costs?|eats?|pays?|[a-z]+ed)\b",
+    re.IGNORECASE,
+)
+_BEHIND = re.compile(r"\s*(?:percent(?:age)?|pct|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)\b", re.IGNORECASE)
+
+
+def answer_texts(text: str) -> Iterator[str]:
+    """The texts that may be the answer of a response, best first. A reader takes the first one that it can read."""
+    text = text[-MAX_CHARACTERS:]
+    boxed, unclosed = _boxed(text)
+    if boxed is not None:
+        yield boxed
+        return
+    if unclosed:  # cut off in its last box: what stands there may be a part of the answer
+        return
+    if (mark := _MARK.search(text) or _last(_MARKED_LINE, text)) is not None:
+        yield mark[1]
+    if (answer := _last(_ANSWER, text)) is not None:
+        yield _sentence(text, answer.end())
+    stripped = text.strip()
+    line = re.split(r"(?<=[.!?])\s+(?=[A-Z])", stripped.rpartition("\n")[2])[-1]
+    if (match := _COPULA.match(line)) is not None:
+        yield _sentence(line, match.start("rest"))
+    bare = (stripped[:1] in "$\\" and stripped.rstrip(".")[-1:] in "$)]}") or not re.search(r"\$[^$]+\$|\\[(\[]", stripped)
+    if "\n" not in stripped and len(stripped) <= 200 and bare and not _CALCULATION.search(stripped):
+        yield stripped
+    if (last := _last_values(text)) is not None:
+        yield last
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(reversed(list(pattern.finditer(text))), None)
+
+
+def _boxed(text: str) -> tuple[str | None, bool]:
+    """The content of the last box, joined by commas with that of the boxes before it if they form one list; whether a box is not closed."""
+    boxes, unclosed = [], False
+    closings = _closings(text)
+    for match in _BOX.finditer(text):
+        if match[1] is not None:
+            boxes.append((match.start(), match.end(), match[1]))
+        elif (end := closings.get(match.end() - 1)) is None:
+            unclosed = True
+        else:
+            boxes.append((match.start(), end + 1, text[match.end() : end]))
+    if not boxes:
+        return None, unclosed
+    start, end, content = boxes[-1]
+    contents = [content]
+    for before in reversed(boxes[:-1]):
+        if before[1] > start:  # the box is inside another one
+            start, end, contents = before[0], before[1], [before[2]]
+            continue
+        if not _joins(text[before[1] : start]):
+            break
+        contents.insert(0, before[2])
+        start = before[0]
+    behind = _AFTER_BOX.match(text, end)
+    return ", ".join(dict.fromkeys(contents)) + (f" {behind[1]}" if behind else ""), unclosed
+
+
+def _joins(between: str) -> bool:
+    """Whether two boxes with this text between them are one list."""
+    if len(between) > 80:
+        return False
+    bare = _NAMED.sub("", _BLANK.sub(" ", between).strip()).strip()
+    return not bare or _WORD_JOIN.fullmatch(bare) is not None
+
+
+def _closings(text: str) -> dict[int, int]:
+    """The position of each opening brace that is closed, with that of its closing one."""
+    opened: list[int] = []
+    closings = {}
+    for place, character in enumerate(text):
+        if character in "{}" and (place == 0 or text[place - 1] != "\\"):
+            if character == "{":
+                opened.append(place)
+            elif opened:
+                closings[opened.pop()] = place
+    return closings
+
+
+def _sentence(text: str, start: int) -> str:
+    """The text from `start` to the end of its sentence; a displayed formula is not cut."""
+    for opening, closing in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"), ("$", "$")):
+        if text.startswith(opening, start) and (end := text.find(closing, start + len(opening))) > 0:
+            rest = _SENTENCE_END.search(text, end + len(closing))
+            return text[start : rest.start() if rest else len(text)]
+    stop = _SENTENCE_END.search(text, start)
+    return text[start : stop.start() if stop else len(text)]
+
+
+def _last_values(text: str) -> str | None:
+    """The last value of a text with all that belongs to it: list, range, qualifiers before it and words of scale behind it."""
+    matches = list(_VALUE.finditer(text))
+    if not matches:
+        return None
+    first = last = len(matches) - 1
+    while first > 0:
+        between = text[matches[first - 1].end() : matches[first].start()]
+        plain = not any(_computes(matches[each][0]) for each in (first - 1, first))
+        if not (_LINK.fullmatch(between) or _UNIT_LINK.fullmatch(between)) or not plain:
+            break
+        first -= 1
+    start, end = matches[first].start(), matches[last].end()
+    if before := _BEFORE.search(text, max(0, start - 60), start):
+        start = before.start()
+    if behind := _BEHIND.match(text, end):
+        end = behind.end()
+    if re.match("[-+\u00b1]\\s", text[start : start + 2]) and re.search(r"\w\s*$", text[max(0, start - 60) : start]):
+        return None  # a sum with a word: width + 2
+    between = text[matches[first - 1].end() : start] if first == last > 0 else ""
+    if not _computes(matches[last][0]) and _PHRASE.fullmatch(between) and not _VERB.search(between):
+        return None  # 5 feet 6
+    return text[start:end]
+
+
+def _computes(value: str) -> bool:
+    """Whether a value is a step of a calculation (`3 * 4 = 12`), and not an item of a list."""
+    left, equals, _ = value.partition("=")
+    return bool(equals) and re.search(r"\d\s*[-+*/^×÷·)]|^\s*[\d(]", left) is not None

@@ -1,0 +1,299 @@
+"""Numbers as answers state them: read exactly, with a note whether anything is left to compute.
+
+The grammar is that of numerals in LaTeX or plain text: integers, decimals, repeating decimals, scientific notation, fractions, mixed
+numbers, roots, powers, sums and products of those, and the constant pi. Anything else is left to the library (`mtpctl.rl.rewards.math`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+    (?P<mixed>\d+\s+\d+\s*/\s*\d+)
+  | (?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:\\overline\{\d+\}|\\dot\{?\d\}?|[eE][-+]?\d{1,4}(?![\d.]))?)
+  | (?P<command>\\(?:frac|sqrt|times|cdot|div|pi|ast))(?![A-Za-z])
+  | (?P<sign>[-+*/^(){}!\[\]×·÷π√])
+    )""",
+    re.VERBOSE,
+)
+_LITERAL = re.compile(r"(\d*)(?:\.(\d*))?(?:\\(?:overline|dot)\{?(\d+)\}?)?(?:[eE]([-+]?\d+))?")
+_MAX_BITS = 20_000
+"""Powers with more bits than this are not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A numeric expression.
+
+    `value`: exact, or None if irrational or too large to compute. `approximation`: the same as a float, NaN if unknown. `decimal`: contains
+    a decimal fraction, which may be rounded. `evaluated`: contains no sum, product or power of numerals that could be computed. `numeral`:
+    is a numeral itself, a fraction included. `ten`: is written as a power of ten.
+    """
+
+    value: Fraction | None
+    approximation: float
+    decimal: bool = False
+    evaluated: bool = True
+    numeral: bool = False
+    ten: bool = False
+
+
+def read_number(text: str) -> Number | None:
+    """Read a text that is a numeric expression from its first character to its last; None if it is anything else."""
+    tokens, end = [], 0
+    text = text.strip()
+    while end < len(text):
+        match = _TOKEN.match(text, end)
+        if match is None:
+            return None
+        tokens.append((match.lastgroup or "", match[match.lastgroup or 0].strip()))
+        end = match.end()
+    reader = _Reader(tokens)
+    try:
+        number = reader.sum()
+    except (_NotNumeric, ZeroDivisionError, OverflowError):
+        return None
+    return number if reader.done else None
+
+
+def same_number(one: Number, other: Number) -> bool | None:
+    """Whether two numbers are equal; None if only algebra can tell.
+
+    Exact numbers must be equal. With a decimal among them, they are equal if they agree to six decimals and to a relative 1e-5.
+    """
+    if one.value is not None and other.value is not None:
+        if not (one.decimal or other.decimal):
+            return one.value == other.value
+        difference = abs(one.value - other.value)
+        # An exact integer is not a rounded number: 5 and 5.0000001 differ. So half a unit of the sixth decimal is the limit.
+        return difference <= Fraction(1, 2_000_000) and difference <= Fraction(1, 100_000) * max(abs(one.value), abs(other.value))
+    if math.isnan(one.approximation) or math.isnan(other.approximation):
+        return None
+    difference, size = abs(one.approximation - other.approximation), max(abs(one.approximation), abs(other.approximation))
+    if one.decimal or other.decimal:
+        return difference <= 5e-7 and difference <= 1e-5 * size
+    return None if difference <= 1e-9 * size else False
+
+
+class _NotNumeric(Exception):
+    """The text is not a numeric expression."""
+
+
+class _Reader:
+    """A recursive-descent parser over the tokens of `read_number`."""
+
+    def __init__(self, tokens: list[tuple[str, str]]) -> None:
+        self._tokens, self._next = tokens, 0
+
+    @property
+    def done(self) -> bool:
+        return self._next == len(self._tokens)
+
+    def _peek(self) -> tuple[str, str]:
+        return ("", "") if self.done else self._tokens[self._next]
+
+    def _take(self, *texts: str) -> str:
+        """The next token if it is one of these texts, else an empty string."""
+        text = self._peek()[1]
+        if text and text in texts:
+            self._next += 1
+            return text
+        return ""
+
+    def sum(self) -> Number:
+        terms = [self._product()]
+        while sign := self._take("+", "-"):
+            term = self._product()
+            terms.append(_negative(term) if sign == "-" else term)
+        if len(terms) == 1:
+            return terms[0]
+        value: Fraction | None = Fraction(0)
+        for term in terms:
+            value = None if value is None or term.value is None else value + term.value
+        computable = sum(term.numeral for term in terms) > 1
+        return _combined(value, math.fsum(term.approximation for term in terms), terms, computable)
+
+    def _product(self) -> Number:
+        factors, divisors, computable = [self._factor()], list[Number](), False
+        while True:
+            if self._take("*", r"\times", r"\cdot", r"\ast", "×", "·"):
+                factors.append(self._factor())
+            elif self._take("/"):
+                divisors.append(self._factor())
+            elif self._take(r"\div", "÷"):
+                divisors.append(self._factor())
+                computable = True
+            elif self._peek()[1] in ("(", r"\frac", r"\sqrt", "√", r"\pi", "π", "{") or self._is_factor():
+                factors.append(self._power())
+            else:
+                break
+        if len(factors) == 1 and not divisors:
+            return factors[0]
+        whole: Number = factors[0]
+        if len(factors) == 2 and factors[0].numeral and not factors[0].ten and factors[1].ten:  # scientific notation
+            whole = replace(_times(factors[0], factors[1]), numeral=True)
+        else:
+            for factor in factors[1:]:
+                whole = _times(whole, factor)
+            computable |= sum(factor.numeral for factor in factors) > 1
+        for divisor in divisors:
+            whole = _divided(whole, divisor)
+        return replace(whole, evaluated=whole.evaluated and not computable, numeral=whole.numeral and not computable)
+
+    def _is_factor(self) -> bool:
+        """Whether a number follows something else than a number."""
+        return self._peek()[0] == "number" and self._tokens[self._next - 1][0] != "number"
+
+    def _factor(self) -> Number:
+        if sign := self._take("-", "+"):
+            number = self._factor()
+            return _negative(number) if sign == "-" else number
+        return self._power()
+
+    def _power(self) -> Number:
+        base = self._atom()
+        if self._take("^"):
+            base = _raised(base, self._factor() if self._peek()[1] != "{" else self._atom())
+        while self._take("!"):
+            base = Number(None, math.nan, base.decimal, evaluated=False, numeral=True)
+        return base
+
+    def _atom(self) -> Number:
+        kind, text = self._peek()
+        self._next += 1
+        if kind == "mixed":
+            whole, upper, lower = (int(digits) for digits in re.findall(r"\d+", text))
+            return _exact(whole + Fraction(upper, lower))
+        if kind == "number":
+            number = _literal(text)
+            if text.isdigit() and self._peek()[1] == r"\frac":  # a mixed number, if whole numbers follow
+                before, self._next = self._next, self._next + 1
+                upper, lower = self._argument(), self._argument()
+                if upper.numeral and lower.numeral and not (upper.decimal or lower.decimal) and _proper(upper.value, lower.value):
+                    assert number.value is not None and upper.value is not None and lower.value is not None
+                    return _exact(number.value + upper.value / lower.value)
+                self._next = before
+            return number
+        if text in ("(", "{", "["):
+            inner = self.sum()
+            if not self._take({"(": ")", "{": "}", "[": "]"}[text]):
+                raise _NotNumeric
+            return inner
+        if text == r"\frac":
+            return _divided(self._argument(), self._argument())
+        if text in (r"\sqrt", "√"):
+            index = Fraction(2)
+            if self._take("["):
+                exact = self.sum().value
+                if exact is None or not self._take("]"):
+                    raise _NotNumeric
+                index = exact
+            return _raised(self._argument(), _exact(1 / index))
+        if text in (r"\pi", "π"):
+            return Number(None, math.pi)
+        raise _NotNumeric
+
+    def _argument(self) -> Number:
+        """The argument of a command: a group, or a single digit of the next numeral."""
+        kind, text = self._peek()
+        if kind != "number" or len(text) == 1:
+            return self._atom()
+        if not text.isdigit():
+            raise _NotNumeric
+        self._tokens[self._next] = (kind, text[1:])
+        return _literal(text[0])
+
+
+def _exact(value: Fraction) -> Number:
+    return Number(value, _float(value), numeral=True)
+
+
+def _literal(text: str) -> Number:
+    match = _LITERAL.fullmatch(text)
+    if match is None or len(text) > 4000:
+        raise _NotNumeric
+    whole, decimals, repeating, exponent = match.groups()
+    value = Fraction(int((whole or "") + (decimals or "") or "0"), 10 ** len(decimals or ""))
+    if repeating:
+        value += Fraction(int(repeating), (10 ** len(repeating) - 1) * 10 ** len(decimals or ""))
+    if exponent:
+        value *= Fraction(10) ** int(exponent)
+    return replace(_exact(value), decimal=bool(decimals and decimals.strip("0")) and not repeating)
+
+
+def _float(value: Fraction) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _proper(upper: Fraction | None, lower: Fraction | None) -> bool:
+    return upper is not None and lower is not None and 0 < upper < lower and upper.denominator == lower.denominator == 1
+
+
+def _negative(number: Number) -> Number:
+    return replace(number, value=None if number.value is None else -number.value, approximation=-number.approximation)
+
+
+def _combined(value: Fraction | None, approximation: float, parts: list[Number], computable: bool) -> Number:
+    return Number(
+        value,
+        approximation if value is None else _float(value),
+        decimal=any(part.decimal for part in parts),
+        evaluated=not computable and all(part.evaluated for part in parts),
+        numeral=all(part.numeral for part in parts),
+    )
+
+
+def _times(one: Number, other: Number) -> Number:
+    value = None if one.value is None or other.value is None else one.value * other.value
+    return _combined(value, one.approximation * other.approximation, [one, other], computable=False)
+
+
+def _divided(upper: Number, lower: Number) -> Number:
+    value = None if upper.value is None or lower.value is None else upper.value / lower.value
+    approximation = upper.approximation / lower.approximation if lower.approximation else math.nan
+    return _combined(value, approximation, [upper, lower], computable=False)
+
+
+def _raised(base: Number, exponent: Number) -> Number:
+    power = exponent.value
+    if power is None or base.value is None:
+        approximation = base.approximation**exponent.approximation if base.approximation > 0 else math.nan
+        return Number(None, approximation, base.decimal, base.evaluated and exponent.evaluated)
+    if power.denominator == 1:
+        ten = base.value == 10 and not base.decimal
+        bits = max(base.value.numerator.bit_length(), base.value.denominator.bit_length()) * abs(power.numerator)
+        value = base.value**power.numerator if bits <= _MAX_BITS else None
+        computable = not ten and power != -1
+        number = _combined(value, math.nan, [base, exponent], computable)
+        return replace(number, numeral=True, ten=ten and base.evaluated and exponent.evaluated)
+    root = _root(base.value, power.denominator)
+    value = None if root is None or abs(power.numerator) > 64 else root**power.numerator
+    approximation = _float(base.value) ** float(power) if base.value > 0 else math.nan
+    return replace(_combined(value, approximation, [base, exponent], computable=False), numeral=False)
+
+
+def _root(value: Fraction, index: int) -> Fraction | None:
+    """The exact root; None if it is irrational, complex or large."""
+    if index < 2 or index > 64 or (value < 0 and index % 2 == 0):
+        return None
+    parts = [_integer_root(abs(value.numerator), index), _integer_root(value.denominator, index)]
+    if parts[0] is None or parts[1] is None:
+        return None
+    return Fraction(parts[0] if value >= 0 else -parts[0], parts[1])
+
+
+def _integer_root(value: int, index: int) -> int | None:
+    if value.bit_length() > 4096:
+        return None
+    low, high = 0, 1 << (value.bit_length() // index + 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if middle**index <= value else (low, middle - 1)
+    return low if low**index == value else None
