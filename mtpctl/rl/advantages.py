@@ -15,6 +15,7 @@ A group of one has no baseline, and gets 0, but for reinforce_pp.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -26,7 +27,7 @@ _EPS = 1e-6
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, kind: Advantage, lengths: Tensor) -> Tensor:
-    """Advantage [N] of each response of a whole batch, over all micro-batches and ranks.
+    """Advantage [N], in float64, of each response of a whole batch, over all micro-batches and ranks.
 
     `rewards` [N]; `groups` [N] integers, equal within a group (sizes may differ); `lengths` [N] trained tokens of each response.
     """
@@ -40,13 +41,21 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: Advantage, lengths: 
     elif kind == "rloo":
         out = centred * (count / (count - 1).clamp(min=1))[group]
     else:
-        variance = torch.zeros_like(count).index_add_(0, group, centred**2) / (count - 1).clamp(min=1)
-        out = centred / (variance.sqrt() + _EPS)[group]
-    return out.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+        unit = _unit(centred)
+        variance = torch.zeros_like(count).index_add_(0, group, (centred / unit) ** 2) / (count - 1).clamp(min=1)
+        out = centred / (unit * variance.sqrt() + _EPS)[group]
+    return out
 
 
 def _over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
     """The values [N] with mean 0 and deviation 1 over all tokens, of which each response has `tokens` [N]."""
     share = tokens / tokens.sum().clamp(min=1)
     centred = value - (share * value).sum()
-    return centred / ((share * centred**2).sum().sqrt() + _EPS)
+    unit = _unit(centred)
+    return centred / (unit * (share * (centred / unit) ** 2).sum().sqrt() + _EPS)
+
+
+def _unit(values: Tensor) -> float:
+    """What to divide by so that squares do not overflow: 1 for values of usual size, so that their results do not change."""
+    largest = values.abs().max().item() if values.numel() else 0.0
+    return largest if 1e100 < largest < math.inf else 1.0

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.kernels.candidates import CandidateTerm
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
@@ -108,8 +109,13 @@ def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context:
     np.minimum.at(worst, of, shaped)
     groups[of] = table.groups
     np.add.at(lengths, of, table.sampled)
-    found = group_advantages(torch.from_numpy(worst).float(), torch.from_numpy(groups), config.advantage, torch.from_numpy(lengths))
-    return found[torch.from_numpy(of.astype(np.int64))].tolist()
+    values = group_advantages(torch.from_numpy(worst), torch.from_numpy(groups), config.advantage, torch.from_numpy(lengths))
+    if count and not bool((values.abs() <= torch.finfo(torch.float32).max).all()):
+        raise RuntimeFailure(
+            f"train.rl.advantage: {config.advantage} makes an advantage beyond the range of float32 of rewards from {worst.min():g} to "
+            f"{worst.max():g}; scale the rewards of reward.function"
+        )
+    return values[torch.from_numpy(of.astype(np.int64))].tolist()
 
 
 def _taught(sample: Sample, teacher: TeacherConfig, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

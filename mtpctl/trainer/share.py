@@ -7,6 +7,7 @@ ranks of one data-parallel rank read the same memory. Where the trainer computes
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class BatchTable:
         for sample in samples:
             assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
             _check_logprobs(sample)
+            if not math.isfinite(sample.reward):
+                raise RuntimeFailure(f"{sample.prompt_id}: reward.function gave the reward {sample.reward}; return finite numbers")
             rewards.append(sample.reward)
         numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
         trajectories = {each: number for number, each in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}

@@ -88,6 +88,23 @@ def test_a_batch_of_equal_rewards_teaches_nothing() -> None:
         assert found.abs().max() < 1e-6, kind
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rewards_keep_float64_until_the_advantage(kind: str) -> None:
+    small = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    groups, lengths = torch.tensor([0, 0, 1, 1]), torch.ones(4)
+    expected = group_advantages(small, groups, kind, lengths)  # type: ignore[arg-type]
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(group_advantages(small + 1e8, groups, kind, lengths), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1e39, 1e200, 1e307])
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_advantages_that_are_divided_by_the_deviation_do_not_depend_on_the_size_of_the_rewards(kind: str, size: float) -> None:
+    rewards, groups, lengths = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0, 0]), torch.tensor([2, 3])
+    expected = group_advantages(rewards, groups, kind, lengths)  # type: ignore[arg-type]
+    torch.testing.assert_close(group_advantages(rewards * size, groups, kind, lengths), expected, atol=1e-5, rtol=0)  # type: ignore[arg-type]
+
+
 def test_signal() -> None:
     assert has_signal([0.0, 1.0, 0.0])
     assert not has_signal([1.0, 1.0, 1.0])

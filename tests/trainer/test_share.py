@@ -167,3 +167,11 @@ def test_a_log_prob_of_a_trained_token_that_is_not_finite_is_refused_with_the_sa
         deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
     samples[1].loss_mask = mask_of([1, 1, 0])
     deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
+def test_reward_that_is_not_finite_is_refused_with_its_function(reward: float) -> None:
+    samples = drawn(4)
+    samples[2].reward = reward
+    with pytest.raises(RuntimeFailure, match=r"p0: reward\.function gave the reward -?(nan|inf); return finite numbers"):
+        deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
