@@ -6,6 +6,7 @@ and `false` are booleans, numbers are what they look like, and everything else i
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from mtpctl.errors import UserError
 
 Path = tuple[str | int, ...]
+
+_MOST_VALUES = 100_000
+"""Values of one document, each use of an anchor counted: a few lines of nested aliases stand for billions."""
 
 _PREFIX = "tag:yaml.org,2002:"
 _SCALARS: tuple[tuple[str, str, str], ...] = (
@@ -66,7 +70,7 @@ def parse(text: str, source: str) -> Document:
     """Parse one YAML document. `source` names it in messages.
 
     Raises UserError with `source:line` for broken YAML, a key given twice, a key that is not text, a tag, an anchor inside
-    itself, and more than one document.
+    itself, more than one document, nesting too deep to read, and too many values.
     """
     try:
         loader = _Loader(text)
@@ -80,15 +84,20 @@ def parse(text: str, source: str) -> Document:
         raise UserError(f"{source}:{mark.line + 1 if mark else 1}: not valid YAML: {what}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise UserError(f"{source}: lists and mappings are nested too deeply; write it flatter") from None
     document = Document(None)
     if node is not None:
-        document.value = _build(node, (), document.lines, source, set())
+        try:
+            document.value = _build(node, (), document.lines, source, set(), itertools.count())
+        except RecursionError:
+            raise UserError(f"{source}: lists and mappings are nested too deeply; write it flatter") from None
     return document
 
 
 def parse_value(text: str) -> object:
     """The value of `--set key=value` that the YAML after `=` stands for. Raises UserError where it is not YAML."""
-    return parse(text, f"--set value {text!r}").value
+    return parse(text, f"--set value {text[:40]!r}").value
 
 
 def dump(value: object) -> str:
@@ -96,8 +105,10 @@ def dump(value: object) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int]) -> object:
+def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int], count: Iterator[int]) -> object:
     here = f"{source}:{node.start_mark.line + 1}"
+    if next(count) >= _MOST_VALUES:
+        raise UserError(f"{here}: the document has more than {_MOST_VALUES:,} values, with each use of an anchor counted; remove aliases")
     if id(node) in open_nodes:
         raise UserError(f"{here}: an anchor stands inside itself")
     if isinstance(node, ScalarNode):
@@ -105,9 +116,9 @@ def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nod
     open_nodes.add(id(node))
     try:
         if isinstance(node, SequenceNode) and node.tag == _PREFIX + "seq":
-            return [_build(item, at, lines, source, open_nodes) for at, item in _items(node, path, lines)]
+            return [_build(item, at, lines, source, open_nodes, count) for at, item in _items(node, path, lines)]
         if isinstance(node, MappingNode) and node.tag == _PREFIX + "map":
-            return {key: _build(item, (*path, key), lines, source, open_nodes) for key, item in _pairs(node, path, lines, source)}
+            return {key: _build(item, (*path, key), lines, source, open_nodes, count) for key, item in _pairs(node, path, lines, source)}
     finally:
         open_nodes.discard(id(node))
     raise UserError(f"{here}: the tag {node.tag.removeprefix(_PREFIX)!r} is not for recipes; write plain YAML")
@@ -147,5 +158,5 @@ def _scalar(node: ScalarNode, here: str) -> object:
         if kind == "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError as error:
-        raise UserError(f"{here}: {text!r} is not a number") from error
+        raise UserError(f"{here}: {text[:40]!r} is not a number") from error
     raise UserError(f"{here}: the tag {kind!r} is not for recipes; write plain YAML")

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, get_args
+from typing import Literal, NotRequired, TypedDict, TypeGuard, get_args
 
 from mtpctl.errors import UserError
 from mtpctl.samples import Sample
@@ -248,13 +248,51 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line) if line else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and SampleRow.__required_keys__ <= row.keys() and row["kind"] in get_args(Kind):
-                rows.append(row)  # type: ignore[arg-type]
+            if is_row(row):
+                rows.append(row)
             elif line and number < len(lines):
                 raise UserError(f"{path}:{number}: not a sample; remove the line")
     return sorted(_without_repeats(rows), key=lambda row: (row["step"], row["kind"] == "eval"))
+
+
+def is_row(row: object) -> TypeGuard[SampleRow]:
+    """Whether a value read from a file has the keys and types of a sample, with finite numbers and texts that can be written."""
+    if not isinstance(row, dict) or not SampleRow.__required_keys__ <= row.keys() or row["kind"] not in get_args(Kind):
+        return False
+    drafts, versions, parts = row["drafts"], row["versions"], row["parts"]
+    return (
+        all(map(_is_count, [row["step"], row["tokens"], row.get("session", 0), row.get("batch", 0)]))
+        and isinstance(row["index"], int)
+        and all(map(_is_text, [row["set"], row["prompt_id"], row["group"], row["prompt"], row["answer"], row["note"]]))
+        and (row["finish_reason"] is None or _is_text(row["finish_reason"]))
+        and all(value is None or _is_number(value) for value in (row["reward"], row["environment_reward"], row.get("time")))
+        and isinstance(row["reward_parts"], dict)
+        and all(_is_text(name) and _is_number(value) for name, value in row["reward_parts"].items())
+        and isinstance(parts, list)
+        and all(isinstance(part, dict) and Part.__required_keys__ <= part.keys() for part in parts)
+        and all(part["by"] in ("model", "environment") and _is_text(part["text"]) and _is_count(part["tokens"]) for part in parts)
+        and isinstance(versions, list)
+        and all(isinstance(span, list) and len(span) == 3 and all(map(_is_number, span)) for span in versions)
+        and isinstance(drafts, dict)
+        and all(_is_count(drafts.get(name)) for name in ("drafted", "accepted", "steps"))
+        and isinstance(accepted := drafts.get("accepted_by_position"), list)
+        and all(map(_is_count, accepted))
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= sys.maxsize
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is text without halves of surrogate pairs, which no file takes."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -161,5 +162,42 @@ def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) 
     log.close()
     assert [each["step"] for each in read_samples(tmp_path)] == [1, 2]
     file.write_text("{}\n" + whole)
+    with pytest.raises(UserError, match=r"000000\.jsonl:1: not a sample; remove the line$"):
+        read_samples(tmp_path)
+
+
+TAMPERED = {
+    "step": ["1", None, -1, 10**400, [1]],
+    "kind": ["train", [], None],
+    "prompt": [None, 5, "\ud800"],
+    "answer": [{}, 7],
+    "parts": [None, [5], [{"by": "nobody", "text": "a", "tokens": 1}], [{"by": "model", "text": None, "tokens": 1}], [{"by": "model"}]],
+    "tokens": ["many", 10**400],
+    "reward": ["1", float("nan"), float("inf"), 10**400, []],
+    "reward_parts": [None, {"a": "b"}, {"a": None}],
+    "environment_reward": ["x", float("nan")],
+    "finish_reason": [5],
+    "versions": [None, [[0, 1]], [["a", 1, 2]], [5]],
+    "drafts": [None, {}, {"drafted": "1", "accepted": 0, "steps": 0, "accepted_by_position": []}],
+    "note": [None],
+    "session": ["a"],
+    "batch": [None],
+    "time": ["today"],
+}
+
+
+@pytest.mark.parametrize("key", TAMPERED)
+def test_tampered_row_is_named_and_not_shown(key: str, tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    for value in TAMPERED[key]:
+        whole = {"session": 1, "batch": 1, "time": 1.0, **row(1)}
+        (tmp_path / "samples" / "000000.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps({**whole, key: value})}\n\n")
+        with pytest.raises(UserError, match=r"000000\.jsonl:2: not a sample; remove the line$"):
+            read_samples(tmp_path)
+
+
+def test_deeply_nested_line_is_no_sample(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "000000.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(UserError, match=r"000000\.jsonl:1: not a sample; remove the line$"):
         read_samples(tmp_path)
