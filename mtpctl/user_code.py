@@ -69,6 +69,24 @@ def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
     return path.with_name(beside[near[0]].name) if near else None
 
 
+def from_environment(args: Mapping[str, object], field: str) -> dict[str, object]:
+    """The arguments with each text `env:NAME`, at any depth, replaced by that environment variable. Raises UserError if it is not set."""
+
+    def read(value: object, at: str) -> object:
+        if isinstance(value, str) and value.startswith("env:"):
+            name = value.removeprefix("env:")
+            if name not in os.environ:
+                raise UserError(f"{at}: {name} is not set in the environment; export it")
+            return os.environ[name]
+        if isinstance(value, Mapping):
+            return {key: read(item, f"{at}.{key}") for key, item in value.items()}
+        if isinstance(value, list):
+            return [read(item, f"{at}.{number}") for number, item in enumerate(value)]
+        return value
+
+    return {key: read(value, f"{field}.{key}") for key, value in args.items()}
+
+
 def check_call(
     function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str, *, partly: bool = False
 ) -> None:

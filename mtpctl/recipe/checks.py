@@ -34,13 +34,12 @@ from mtpctl.recipe.rollout import (
     vllm_fits,
 )
 from mtpctl.recipe.schema import Recipe, copy_fits, run_dir_fits
+from mtpctl.recipe.secrets import secrets_in
 from mtpctl.recipe.section import Complaints
 from mtpctl.recipe.sync import TRANSPORTS, sections_fit
 from mtpctl.recipe.train import EXPERT_TARGETS, lora_fits, moe_fits, stages_fit
 
-SECRET = re.compile(r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_)token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE)
 PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
-URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 
 
 def validate(recipe: Recipe) -> None:
@@ -54,7 +53,7 @@ def validate(recipe: Recipe) -> None:
 
 def complaints_of(recipe: Recipe) -> Complaints:
     """Everything that does not fit, one line each. Raises UserError where the model cannot be read at all."""
-    yield from _secrets(recipe)
+    yield from (text for _, text in secrets_in(recipe.model_dump(mode="json", by_alias=True)))
     config = hf_config(recipe.model, fetch=False)
     shape = shape_of(config) if config is not None else None
     yield from _sections(recipe, shape)
@@ -124,27 +123,6 @@ def _teacher(recipe: Recipe) -> Complaints:
         yield "train.rl.teacher.topk: candidates are compared where a response is whole; set train.parallel.cp: 1, or topk: 0"
     if teacher.hint is not None and recipe.rollout.agents_play:
         yield "train.rl.teacher.hint: prompts are what the agent makes of a problem, and no hint gets into them; leave it out"
-
-
-def _secrets(recipe: Recipe) -> Complaints:
-    rollout = recipe.rollout
-    for field, free in (
-        ("rollout.engine_args", rollout.engine_args),
-        ("rollout.environment_args", rollout.environment_args),
-        ("rollout.environment_eval_args", rollout.environment_eval_args),
-        ("model.config", recipe.model.config or {}),
-    ):
-        for key, value in free.items():
-            if SECRET.search(key) and isinstance(value, str):
-                yield f"{field}.{key}: secrets do not belong in a recipe, which is written into the run directory; use the environment"
-    for field, text in (
-        ("model.path", recipe.model.path),
-        ("cluster.address", recipe.cluster.address),
-        ("data.path", recipe.data.path),
-        ("train.checkpoint_copy", recipe.train.checkpoint_copy),
-    ):
-        if text and URL_PASSWORD.search(text):
-            yield f"{field}: carries a password; secrets do not belong in a recipe, use the environment"
 
 
 def _bytes_tokenizer(recipe: Recipe, shape: ModelShape | None) -> Complaints:

@@ -18,6 +18,7 @@ from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
 from mtpctl.recipe.presets import PRESETS
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
+from mtpctl.recipe.secrets import masked, secrets_in
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
@@ -65,6 +66,9 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     for text in sets:
         _apply_set(tree, text, origins)
     _find_files(tree, origins)
+    for path, text in secrets_in(tree):
+        origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
+        raise UserError(f"{origin}: {text}" if origin else text)
     try:
         checked = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -176,14 +180,14 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     append = name.endswith("+")
     path = tuple(name.removesuffix("+").strip().split("."))
     if not equals or not all(path):
-        raise UserError(f"--set {text!r}: write KEY=VALUE, or KEY+=VALUE to append to a list")
+        raise UserError(f"--set {masked(text)!r}: write KEY=VALUE, or KEY+=VALUE to append to a list")
     key = find(path)
     if key is None:
         known = next(depth for depth in range(len(path), -1, -1) if depth == 0 or find(path[:depth]))
         above = find(path[:known])
         siblings = tuple(name for model in (above.models if above else (Recipe,)) for name in children(model))
         hint = suggest(path, siblings if known == len(path) - 1 else ()) or suggest(path[: known + 1], siblings)
-        raise UserError(f"--set {text}: {'.'.join(path)} is not a key{hint}")
+        raise UserError(f"--set {masked(text)}: {'.'.join(path)} is not a key{hint}")
     value = yaml12.parse_value(raw)
     if append:
         value = _appended(tree, path, key, value, text)
@@ -209,7 +213,7 @@ def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> lis
     if current is None and key.path == path:
         current = key.default
     if not isinstance(current, list) and current is not None:
-        raise UserError(f"--set {text}: {'.'.join(path)} is not a list; write {'.'.join(path)}=VALUE")
+        raise UserError(f"--set {masked(text)}: {'.'.join(path)} is not a list; write {'.'.join(path)}=VALUE")
     return [*(current or []), *(value if isinstance(value, list) else [value])]
 
 
@@ -277,7 +281,7 @@ def _explained(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlEr
             path = path[:-1]
         origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
         said = f"{origin}: " if origin else ""
-        mistakes.setdefault(path, UserError(f"{said}{'.'.join(path)} {_sentence(item, path, tree)}"))
+        mistakes.setdefault(path, UserError(masked(f"{said}{'.'.join(path)} {_sentence(item, path, tree)}")))
     return first_of(list(mistakes.values()))
 
 

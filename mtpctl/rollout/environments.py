@@ -18,7 +18,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import ENVIRONMENTS, RolloutBase
 from mtpctl.rollout.user_calls import MethodRaised, UserLoop, UserLoops, UserThread
 from mtpctl.samples import Sample
-from mtpctl.user_code import check_call, describe_error, load
+from mtpctl.user_code import check_call, describe_error, from_environment, load
 
 FIELD = "rollout.environment"
 LONGEST_REPLY = 1_000_000
@@ -89,7 +89,7 @@ def environment_of(rollout: RolloutBase) -> EnvironmentClass | None:
         raise UserError(f"{FIELD}: {made.__name__} has no method `reply(self, turn)`; add one")
     static = isinstance(inspect.getattr_static(made, "reply"), staticmethod | classmethod)
     check_call(reply, ("turn",) if static else ("self", "turn"), {}, FIELD)
-    return EnvironmentClass(reference, made, rollout.environment_args)
+    return EnvironmentClass(reference, made, from_environment(rollout.environment_args, "rollout.environment_args"))
 
 
 class Instance:
