@@ -190,7 +190,7 @@ def _range(text: str) -> tuple[Value, Value] | None:
 
 
 def _list(text: str, values: list[Value], separators: str = ",and") -> Value:
-    name, items = "", []
+    name, items = "", list[Value]()
     for value in values:  # `x = 1, 2` states two values of x
         name = value.name or name
         if value.kind == "list" and separators == ",and":  # one of the items is 1 \pm 2

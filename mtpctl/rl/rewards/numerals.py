@@ -73,10 +73,10 @@ def same_number(one: Number, other: Number) -> bool | None:
         return difference <= Fraction(1, 2_000_000) and difference <= Fraction(1, 100_000) * max(abs(one.value), abs(other.value))
     if math.isnan(one.approximation) or math.isnan(other.approximation):
         return None
-    difference, size = abs(one.approximation - other.approximation), max(abs(one.approximation), abs(other.approximation))
+    gap, size = abs(one.approximation - other.approximation), max(abs(one.approximation), abs(other.approximation))
     if one.decimal or other.decimal:
-        return difference <= 5e-7 and difference <= 1e-5 * size
-    return None if difference <= 1e-9 * size else False
+        return gap <= 5e-7 and gap <= 1e-5 * size
+    return None if gap <= 1e-9 * size else False
 
 
 class _NotNumeric(Exception):
@@ -166,8 +166,8 @@ class _Reader:
         kind, text = self._peek()
         self._next += 1
         if kind == "mixed":
-            whole, upper, lower = (int(digits) for digits in re.findall(r"\d+", text))
-            return _exact(whole + Fraction(upper, lower))
+            whole, over, under = (int(digits) for digits in re.findall(r"\d+", text))
+            return _exact(whole + Fraction(over, under))
         if kind == "number":
             number = _literal(text)
             if text.isdigit() and self._peek()[1] == r"\frac":  # a mixed number, if whole numbers follow
