@@ -85,7 +85,7 @@ def engine_settings(
     if k:
         method = rollout.speculation.draft_method
         speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
-        args |= {"speculative_config": speculative, "per_request_spec_decode_metrics": "summary"}
+        args["speculative_config"] = speculative
     if k and rollout.speculation.auto:
         speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
         ahead = bool(rollout.engine_args.get("async_scheduling", not cpu))
@@ -114,6 +114,9 @@ def engine_settings(
         # An engine is on one host. vLLM would take Ray for its workers where its process sits in a placement group.
         args["distributed_executor_backend"] = "mp"
     args |= rollout.engine_args
+    if args.get("speculative_config"):
+        # Also for a speculator of the user's, such as n-gram: its drafts are counted like those of an MTP head.
+        args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads)
     return VllmSettings(args, in_loop, threads=rollout.threads, environment=environment, release_kv=release_kv, routes=routes)
