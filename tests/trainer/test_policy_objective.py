@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.rl import OverlongConfig, RlConfig, TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
 from mtpctl.trainer.policy_objective import advantages, training_sequence
@@ -20,6 +21,18 @@ def sample(group: str, index: int, reward: float, tokens: int = 4) -> Sample:
 
 def gains(samples: list[Sample], **options: object) -> list[float]:
     return advantages(BatchTable.of(samples, 1), RlConfig.model_validate(options), max_tokens=16, context=64)
+
+
+def test_large_rewards_keep_their_difference() -> None:
+    assert gains([sample("g", 0, 1e8), sample("g", 1, 1e8 + 1)], advantage="grpo_no_std") == [-0.5, 0.5]
+    assert gains([sample("g", 0, 1e39), sample("g", 1, 0.0)], advantage="grpo") == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_advantage_beyond_float32_is_refused() -> None:
+    with pytest.raises(
+        RuntimeFailure, match=r"train\.rl\.advantage: rloo makes an advantage beyond the range of float32.*reward\.function"
+    ):
+        gains([sample("g", 0, 1e39), sample("g", 1, 0.0)], advantage="rloo")
 
 
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
