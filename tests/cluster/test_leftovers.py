@@ -251,8 +251,9 @@ from pathlib import Path
 from mtpctl.cluster.local import cluster
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.sync.store import default_root
-with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0):
+with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0) as daemons:
     print(default_root(sys.argv[1], 1, Path("nowhere")), flush=True)
+    daemons._watchdog._process.kill()  # as a container that is stopped does; it would remove everything
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

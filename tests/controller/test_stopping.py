@@ -1,0 +1,125 @@
+"""The first signal stops a run, the second gives it up, and the loss of its cluster is the error that is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtpctl.controller import stopping
+from mtpctl.controller.state import RunState
+from mtpctl.controller.stopping import Stops
+from mtpctl.errors import RuntimeFailure
+from mtpctl.recipe.train import TrainConfig
+from mtpctl.signals import STOP_SIGNALS, StopRequested
+from tests.environment import with_tree
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The ends of this process that were armed, instead of arming them."""
+    armed: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(stopping, "_end_after", lambda *end: armed.append(end))
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    yield armed  # type: ignore[misc]
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def stops(tmp_path: Path, told: list[str], ended: str | None = None) -> Stops:
+    daemons: Any = SimpleNamespace(ended=lambda: ended)
+    return Stops(RunState(tmp_path, TrainConfig()), told.append, daemons)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_first_signal_stops_and_second_gives_up(tmp_path: Path, deadlines: list[Any], number: signal.Signals) -> None:
+    told: list[str] = []
+    cleaned = []
+
+    async def scenario() -> None:
+        stop = stops(tmp_path, told)
+        with stop.handled():
+            signal.raise_signal(number)
+            await asyncio.wait_for(stop.state.stopping.wait(), 20)
+            assert (stop.number, deadlines) == (number, [])
+            signal.raise_signal(number)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(StopRequested) as caught:
+        asyncio.run(scenario())
+    assert caught.value.number == number and cleaned
+    assert told == ["stopping after this step; another signal gives up at once"]
+    assert deadlines == [(stopping.GIVE_UP_S, 128 + number, "interrupted")]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeFailure("rollout replica 0: ActorDiedError")])
+def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: list[Any], error: RuntimeFailure | None) -> None:
+    told: list[str] = []
+    line = "Ray on this machine: gcs_server has ended with signal 9; start the same command again to continue"
+
+    async def scenario() -> None:
+        stop = stops(tmp_path, told, "gcs_server has ended with signal 9")
+        with stop.handled():
+            await asyncio.wait_for(stop.state.stopping.wait(), 20)
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+
+    with pytest.raises(RuntimeFailure) as caught:
+        asyncio.run(scenario())
+    assert (str(caught.value), caught.value.exit_code, caught.value.__cause__) == (line, 5, error)
+    assert told == [f"{line}; stopping after this step"]
+    assert deadlines == [(stopping.LOST_S, 5, f"error: {line}")]
+
+
+def test_errors_of_a_run_whose_cluster_lives_are_left_alone(tmp_path: Path, deadlines: list[Any]) -> None:
+    async def scenario() -> None:
+        with stops(tmp_path, []).handled():
+            raise RuntimeFailure("rollout replica 0: ActorDiedError")
+
+    with pytest.raises(RuntimeFailure, match=r"^rollout replica 0"):
+        asyncio.run(scenario())
+
+
+HANGING = """
+import asyncio, signal, time
+from pathlib import Path
+from mtpctl.controller import stopping
+from mtpctl.controller.state import RunState
+from mtpctl.recipe.train import TrainConfig
+
+stopping.GIVE_UP_S = 0.1
+
+async def scenario():
+    with stopping.Stops(RunState(Path("."), TrainConfig()), print).handled():
+        try:
+            print("ready", flush=True)
+            await asyncio.sleep(600)
+        finally:
+            time.sleep(600)
+
+asyncio.run(scenario())
+"""
+
+
+def test_second_signal_ends_a_process_whose_cleanup_hangs() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-uc", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=with_tree()
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline().startswith("stopping after this step")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.read() == "interrupted\n"
+    assert process.returncode == 143
