@@ -48,6 +48,14 @@ def test_a_trajectory_is_kept_and_a_single_request_is_not(run: Path, tmp_path: P
                 return web.post(url, json=body).raise_for_status().json()
 
             assert len(post(f"{address}/v1/chat/completions", ASK)["choices"]) == 1
+            greedy = [post(f"{address}/v1/chat/completions", ASK | {"temperature": 0})["choices"][0]["message"] for _ in range(2)]
+            assert greedy[0] == greedy[1]
+            colors = ASK | {"structured_outputs": {"choice": ["blue", "green"]}, "max_tokens": 20}
+            assert post(f"{address}/v1/chat/completions", colors)["choices"][0]["message"]["content"] in ("blue", "green")
+            for field in ({"logit_bias": {"65": 1}}, {"min_tokens": 1000}, {"temprature": 0}):  # the first two are the engine's word
+                answer = web.post(f"{address}/v1/chat/completions", json=ASK | field)
+                assert answer.status_code == 400 and next(iter(field)) in answer.json()["error"]["message"]
+            assert httpx.post(f"{address}/v1/trajectories").status_code == 401
             base = post(f"{address}/v1/trajectories")["base_url"]
             first = post(f"{base}/chat/completions", ASK)["choices"][0]
             more = [*ASK["messages"], first["message"], {"role": "user", "content": "2+2="}]  # type: ignore[misc]
