@@ -9,8 +9,9 @@ from functools import cached_property, partial
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.room import Host
 from mtpctl.controller.copies import check_copies
+from mtpctl.controller.inputs import check_rows, check_weights
 from mtpctl.controller.rehearsal import rehearse
-from mtpctl.data.look import look
+from mtpctl.data.look import leaks_in, look
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.serving import check_importable
@@ -122,6 +123,9 @@ def dry_run(recipe: Recipe) -> Plan:
     trials(partial(check_packages, recipe.telemetry))
     trials(partial(check_copies, recipe))
     looked = trials(partial(look, recipe.data, recipe.evaluation, recipe.train.stages))
+    leaks = leaks_in(looked or [], recipe.train.stages)
+    for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
+        trials(check)
     # The user's own code is tried on rows of the data.
     warnings = trials(partial(rehearse, recipe)) if looked is not None else None
     resumes = trials(partial(_resumes, recipe))
@@ -135,7 +139,7 @@ def dry_run(recipe: Recipe) -> Plan:
         engines,
         unfit,
         data=list(map(str, looked or [])),
-        cautions=[*cautions_of(recipe), *(warnings or [])],
+        cautions=[*cautions_of(recipe), *(warnings or []), *filter(None, [leaks])],
         errors=[*(misfit.error for misfit in unfit), *trials.errors],
         resumes=resumes or [],
     )
@@ -280,7 +284,7 @@ def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> 
 def _card_line(gib: float | None, source: str, needed_gib: float) -> str:
     needed = f"the fullest rank needs one of {needed_gib:.1f} GiB"
     if gib is None:
-        return f"card       of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib"
+        return f"card       of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu to run without"
     return f"card       {gib:.4g} GiB ({source}); {needed}"
 
 

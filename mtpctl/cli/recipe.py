@@ -104,20 +104,24 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     Starts nothing, and uses the network only as far as your code does.
     """
     from mtpctl.controller.rehearsal import rehearse
-    from mtpctl.data.look import look
+    from mtpctl.data.look import leaks_in, look
     from mtpctl.recipe.cautions import cautions_of
     from mtpctl.recipe.checks import validate as check
 
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
-    looked = list(map(str, look(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)))
-    sources, cautions = [str(path) for path in loaded.sources], [*cautions_of(loaded.recipe), *rehearse(loaded.recipe)]
+    reports = look(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)
+    looked, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.train.stages)
+    sources = [str(path) for path in loaded.sources]
+    cautions = [*cautions_of(loaded.recipe), *rehearse(loaded.recipe), *filter(None, [leaks])]
     if as_json:
         answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": looked, "cautions": cautions}))
         return
     answer(f"{' + '.join(sources)}: ok")
     for line in looked:
         answer(f"data: {line}")
+    for note in loaded.notes:
+        answer(f"default: {note}")
     for caution in cautions:
         answer(f"caution: {caution}")
 

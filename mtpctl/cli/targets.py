@@ -66,9 +66,11 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
 
     folder, run = Path(target).expanduser(), run_of(target)
     if run is None:
+        if (folder / WEIGHTS).is_file():
+            raise UserError(f"{target} is a folder of weights, not a recipe; name a recipe, and this folder by --set model.path={target}")
         if folder.is_dir():
             kinds = f"a run ({_recipe_of(folder).name}), nor a checkpoint ({CHECKPOINT}), nor a folder of weights ({WEIGHTS})"
-            raise UserError(f"{target} is neither {kinds}; name one of these, or a recipe")
+            raise UserError(f"{target} is neither {kinds}; name one of these, or a recipe file")
         return Target(load_recipe(target, overlays=overlays, sets=sets))
     source = _recipe_of(run)
     had = load_recipe(source)

@@ -50,6 +50,8 @@ def train(
     validate(loaded.recipe)
     if found.run is not None and not over:
         say(found.told)
+    for note in loaded.notes:
+        say(note)
     if dry_run:
         from mtpctl.cli import dry_run as planning
         from mtpctl.errors import first_of

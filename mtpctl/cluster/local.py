@@ -50,6 +50,10 @@ def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
         import torch
 
         cards = torch.cuda.device_count()
+        if not cards:
+            raise ClusterResources(
+                "cluster.device: this machine has no GPU; set cluster.device: cpu to run on its CPUs, or cluster.address to join a cluster"
+            )
     for name, need, have, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, cards, "num_gpus")):
         if have is not None and need > have:
             raise _too_few(name, need, have, field)

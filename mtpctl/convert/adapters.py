@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.folder_weights import FolderWeights
-from mtpctl.convert.tensor_files import CODES
 from mtpctl.convert.upstream import ConversionTask, ParamMapping, packs_experts
 from mtpctl.errors import UserError
 from mtpctl.model.lora import ROW, WHOLE, Adapter
@@ -122,5 +121,5 @@ def fingerprint(folder: Path) -> str:
         shape, tensor = list(entry.shape), weights.tensor(name)
         rows = sorted({i * (shape[0] - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)}) if shape else []
         values = [tensor[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes() for row in rows]
-        lines.append(f"{name} {CODES[entry.dtype]} {shape} {hashlib.sha256(b''.join(values)).hexdigest()}")
+        lines.append(f"{name} {entry.code} {shape} {hashlib.sha256(b''.join(values)).hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Which type each tensor is written in."""
+"""Types of elements: their names in safetensors files, and which type each tensor is written in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from collections.abc import Mapping
 from functools import reduce
 
 import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of element types."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What `--dtype` takes."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtpctl.convert.tensor_files import Entry, TensorFiles, entries
 from mtpctl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 

@@ -9,10 +9,7 @@ import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.errors import UserError
@@ -20,6 +17,9 @@ from mtpctl.families.reading import MTP_COUNTS, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
+
+if TYPE_CHECKING:
+    import torch
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 """Prefixes that wrappers put before the names of a language model's decoder."""
@@ -106,6 +106,8 @@ _same_heads: dict[object, bool] = {}
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two matrices are equal in the narrower of their types. Most that differ do so in their first rows."""
+    import torch
+
     if one.shape != other.shape:
         return False
     dtype = min(one.dtype, other.dtype, key=lambda each: each.itemsize)
@@ -121,11 +123,15 @@ def _warn_of_head(path: Path, head: str) -> None:
     )
 
 
-def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: torch.dtype = torch.float32) -> HfFolder:
+def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: torch.dtype | None = None) -> HfFolder:
     """Make a folder of this config with random weights: norms are the identity, biases 0, the rest normal(0, initializer_range).
 
-    The same config and seed give the same bytes. The folder appears whole or not at all.
+    `dtype`: of the weights, by default fp32. The same config and seed give the same bytes. The folder appears whole or not at all.
     """
+    import torch
+    from safetensors.torch import save_file
+
+    dtype = dtype or torch.float32
     shape = shape_of(config)
     if "vision_config" in config:
         raise UserError(
@@ -158,6 +164,8 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
 
 
 def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
     if len(size) > 1:
         return torch.randn(size, generator=generator) * std
     # The norms of families with linear attention count from 1, but for the one inside that attention.

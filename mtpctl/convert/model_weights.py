@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
 from mtpctl.convert.layout import Stored
-from mtpctl.convert.tensor_files import CODES
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 SCALE = "_scale_inv"
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = ("F8_E4M3", "F8_E5M2")
+"""safetensors' names of the types that need scales."""
+
 _EXPERT = re.compile(r"(?P<at>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
@@ -39,7 +42,7 @@ class Location:
     rows: slice = slice(None)
 
 
-class ModelWeights(Mapping[str, Tensor]):
+class ModelWeights(Mapping[str, "Tensor"]):
     """The tensors of the model, each a view of its file (a copy where it was FP8), without those that alias another.
 
     `folder` has the config completed from the weights. With `mtp=False` only the trunk's tensors are there, and the folder's MTP layers
@@ -68,7 +71,7 @@ class ModelWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]
         tensor = self.raw.tensor(place.name)
-        if tensor.dtype in FP8:
+        if self.raw.entries[place.name].code in FP8:
             tensor = self._dequantized(place, tensor)
         elif place.expert is not None:
             tensor = tensor[place.expert]
@@ -86,21 +89,25 @@ class ModelWeights(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of the tensor that `__getitem__` returns."""
-        dtype = self.raw.entries[self._places[name].name].dtype
-        return self.plain_dtype if dtype in FP8 else dtype
+        entry = self.raw.entries[self._places[name].name]
+        return self.plain_dtype if entry.code in FP8 else entry.dtype
 
     @cached_property
     def plain_dtype(self) -> torch.dtype:
         """The config's dtype, to which FP8 weights are dequantised."""
+        import torch
+
         said = str(self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "bfloat16")
         dtype = getattr(torch, said, None)
-        return dtype if isinstance(dtype, torch.dtype) and dtype not in FP8 else torch.bfloat16
+        return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize > 1 else torch.bfloat16
 
     # ----------------------------------------------------------------------------------------------------- what else is there
 
     @cached_property
     def layout(self) -> list[Stored]:
         """Every tensor of the folder in its order, FP8 weights in the dtype that they are dequantised to."""
+        from mtpctl.convert.dtypes import CODES
+
         pieces: dict[str, list[str]] = {}
         for name in self._sizes:
             pieces.setdefault(self._places[name].name, []).append(name)
@@ -111,8 +118,8 @@ class ModelWeights(Mapping[str, Tensor]):
         for name, entry in self.raw.entries.items():
             if name in self._scales:
                 continue
-            dtype = self.plain_dtype if entry.dtype in FP8 and name in pieces else entry.dtype
-            found.append(Stored(name, CODES[dtype], entry.shape, tuple(pieces.get(name, ()))))
+            code = CODES[self.plain_dtype] if entry.code in FP8 and name in pieces else entry.code
+            found.append(Stored(name, code, entry.shape, tuple(pieces.get(name, ()))))
         return found
 
     @property
@@ -123,11 +130,13 @@ class ModelWeights(Mapping[str, Tensor]):
     def check_extras(self) -> None:
         """Raise UserError for FP8 tensors outside the language model: they would be copied without their scales."""
         for name in self.extras:
-            if self.raw.entries[name].dtype in FP8:
+            if self.raw.entries[name].code in FP8:
                 raise UserError(f"{self.folder.path}: {name} is FP8 and no part of the language model; store it in the dtype of the config")
 
     def check_aliases(self) -> None:
         """Raise UserError where a tensor that should repeat another one does not. Reads both."""
+        import torch
+
         for alias, original in self._aliases.items():
             name = self._name_of(alias)
             if name in self.raw and not torch.equal(self.raw.tensor(name).view(torch.uint8), self[original].contiguous().view(torch.uint8)):
@@ -193,7 +202,7 @@ class ModelWeights(Mapping[str, Tensor]):
             held, wanted = self.raw.entries[place.name].shape, self._expected(name)
             if held != wanted:
                 raise UserError(f"{self.folder.path}: config.json makes {place.name} {list(wanted)}, the weights hold {list(held)}")
-            if self.raw.entries[place.name].dtype in FP8:
+            if self.raw.entries[place.name].code in FP8:
                 self._check_scales(place)
 
     def _check_scales(self, place: Location) -> None:
@@ -211,8 +220,10 @@ class ModelWeights(Mapping[str, Tensor]):
     def _check_rest(self) -> None:
         """Raise UserError for tensors of the decoder that the config has no place for; others are carried along."""
         decoder = f"{self._prefix}layers."
-        for name in self.extras:
-            if name.startswith(decoder) and name not in self._unread and not name.endswith("rotary_emb.inv_freq"):
+        known = {place.name for place in self._places.values()} | self._unread | self._scales
+        known |= {self._name_of(alias) for alias in self._aliases}
+        for name in self.raw.entries:
+            if name not in known and name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
                 layer = name.removeprefix(decoder).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:
                     said = f"config.json says num_hidden_layers {self.shape.layers}"
@@ -221,6 +232,8 @@ class ModelWeights(Mapping[str, Tensor]):
 
     def _dequantized(self, place: Location, weight: Tensor) -> Tensor:
         """FP8 times the scale of each block (DeepSeek-V3 report, arXiv 2412.19437, section 3.3), in the config's dtype."""
+        import torch
+
         scale = self.raw.tensor(place.name + SCALE)
         if place.expert is not None:
             weight, scale = weight[place.expert], scale[place.expert]

@@ -13,63 +13,72 @@ import warnings
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtpctl.errors import UserError
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""safetensors' names of element types."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+SIZES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+"""Bytes of an element, by safetensors' name of its type."""
 
 PICKLED = (".bin", ".pt", ".pth")
 
 _LENGTH_BYTES = 8
+_POINTER = b"version https://git-lfs"
 _LARGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a weight file. `start` is the byte in the file where its data begins; None in pickled files."""
+    """One tensor of a weight file.
+
+    `code`: safetensors' name of its type. `start`: the byte in the file where its data begins; None in pickled files.
+    """
 
     file: Path
     name: str
-    dtype: torch.dtype
+    code: str
     shape: tuple[int, ...]
     start: int | None
 
     @property
+    def dtype(self) -> torch.dtype:
+        from mtpctl.convert.dtypes import DTYPES
+
+        return DTYPES[self.code]
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * SIZES[self.code]
 
 
 def entries(file: Path) -> dict[str, Entry]:
     """What a weight file holds. Raises UserError with file, tensor and byte where it is damaged."""
     if file.suffix not in PICKLED:
         return _safetensors_entries(file)
-    return {name: Entry(file, name, value.dtype, tuple(value.shape), None) for name, value in _unpickled(file).items()}
+    from mtpctl.convert.dtypes import CODES
+
+    return {name: Entry(file, name, CODES[value.dtype], tuple(value.shape), None) for name, value in _unpickled(file).items()}
+
+
+def check_fetched(file: Path) -> None:
+    """Raise UserError for a pointer of Git LFS, which a clone without LFS leaves in place of a large file."""
+    with file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise UserError(f"{file}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`, or download the model again")
 
 
 def _safetensors_entries(file: Path) -> dict[str, Entry]:
     size = file.stat().st_size
+    check_fetched(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
@@ -100,11 +109,12 @@ def _entry(file: Path, name: str, header: object, first: int) -> Entry:
     try:
         if not isinstance(header, dict):
             raise TypeError("not an object")
-        dtype, shape = DTYPES[header["dtype"]], tuple(int(n) for n in header["shape"])
+        code, shape = header["dtype"], tuple(int(n) for n in header["shape"])
+        SIZES[code]
         begin, end = (int(n) for n in header["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: {name}: its header entry {json.dumps(header)[:120]} cannot be read") from error
-    entry = Entry(file, name, dtype, shape, first + begin)
+    entry = Entry(file, name, code, shape, first + begin)
     if end - begin != entry.nbytes or begin < 0 or min(shape, default=0) < 0:
         raise UserError(
             f"{file}: {name}: byte {first + begin}: {end - begin} bytes for {header['dtype']} {list(shape)}, which takes {entry.nbytes}"
@@ -114,13 +124,15 @@ def _entry(file: Path, name: str, header: object, first: int) -> Entry:
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """The tensors of a pickled file; no code in it is run."""
+    import torch
+
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         why = " ".join(str(error).split())[:160]
         raise UserError(f"{file}: not readable as pickled tensors alone ({why}); convert it to safetensors where it came from") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{file}: holds other things than named tensors; convert it to safetensors where it came from")
     return state
 
@@ -134,6 +146,8 @@ class TensorFiles:
 
     def tensor(self, entry: Entry) -> Tensor:
         """A view of the file; it must not be written to."""
+        import torch
+
         if entry.start is None:
             if entry.file not in self._states:
                 self._states[entry.file] = _unpickled(entry.file)

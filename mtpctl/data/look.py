@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mtpctl.errors import EnvironmentMissing
@@ -20,13 +20,17 @@ SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SetReport:
-    """What was read of one set. `role`: as `rows_of` names it; `rows`: how many; `whole`: whether those are all; `unread`: why none."""
+    """What was read of one set. `role`: as `rows_of` names it; `rows`: how many; `whole`: whether those are all; `unread`: why none.
+
+    `prompts`: hashes of their prompts, by which rows of several sets are compared.
+    """
 
     role: str
     name: str
     rows: int
     whole: bool
     unread: str = ""
+    prompts: tuple[int, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         if self.unread:
@@ -49,21 +53,39 @@ def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], 
     for left, (role, rows) in zip(range(len(sets), 0, -1), sets.items(), strict=True):
         now = time.monotonic()
         try:
-            count, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / left)
+            prompts, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / left)
         except EnvironmentMissing:
             found.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run fetches it from the hub"))
             continue
-        if not count:
+        if not prompts:
             raise rows.empty()
-        found.append(SetReport(role, rows.name, count, whole))
+        found.append(SetReport(role, rows.name, len(prompts), whole, prompts=tuple(prompts)))
     return found
 
 
-def _read(problems: Iterator[Problem], until: float) -> tuple[int, bool]:
-    """How many problems could be read until then, and whether those were all. At least one is read."""
-    count = 0
-    for _ in problems:
-        count += 1
+def _read(problems: Iterator[Problem], until: float) -> tuple[list[int], bool]:
+    """Hashes of the prompts that could be read until then, and whether those were all. At least one is read."""
+    prompts = []
+    for problem in problems:
+        prompts.append(hash(problem.prompt.strip()))
         if time.monotonic() > until:
-            return count, False
-    return count, True
+            return prompts, False
+    return prompts, True
+
+
+def leaks_in(reports: Sequence[SetReport], stages: Sequence[str]) -> str:
+    """A warning of held-out rows, among those that were read, that a stage trains on; empty without such rows."""
+    own = "sft" in stages and any(report.role == "sft" for report in reports)
+    roles = {"train"} if "rl" in stages or not own else set()
+    roles |= {"sft"} if own else set()
+    trained = {prompt for report in reports if report.role in roles for prompt in report.prompts}
+    held_out = [prompt for report in reports if report.role not in ("train", "sft") for prompt in report.prompts]
+    return leak_warning(sum(prompt in trained for prompt in held_out), len(held_out))
+
+
+def leak_warning(leaked: int, count: int) -> str:
+    """The warning that `leaked` of `count` held-out problems are trained on; empty if none is."""
+    if not leaked:
+        return ""
+    what = f"{leaked} of {count} held-out problems are trained on too: accuracy on them is what is remembered"
+    return f"{what}; remove them from data.path or data.sft_path"

@@ -165,6 +165,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return HfTokenizer(inner, str(path))
 
 
+def load_plain_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder, for a look at it: by the plain class if it has a `tokenizer.json`, which takes a tenth of the time.
+
+    Raises UserError for a folder without a tokenizer that loads.
+    """
+    if not has_tokenizer(folder):
+        raise UserError(f"model.tokenizer: {folder} holds no tokenizer (tokenizer.json); name a folder or hub id that has one")
+    if not (folder / "tokenizer.json").is_file():
+        return load_tokenizer(folder)
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:  # as in `load_tokenizer`
+        raise UserError(f"model.tokenizer: {folder} holds no tokenizer that loads ({_line(error)}); name another folder") from error
+    return HfTokenizer(inner, str(folder))
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))

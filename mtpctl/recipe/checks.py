@@ -17,7 +17,7 @@ from mtpctl.recipe.cluster import address_fits
 from mtpctl.recipe.data import data_fits
 from mtpctl.recipe.evaluation import evaluation_fits
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE, ModelConfig
-from mtpctl.recipe.model_source import hf_config, model_fits, model_folder, tensor_names
+from mtpctl.recipe.model_source import has_mtp_head, hf_config, model_fits, model_folder, tensor_names
 from mtpctl.recipe.parallel import parallel_fits
 from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reward_fits
 from mtpctl.recipe.rl import POLICY, clips_fit, correction_fits, loss_fits, teacher_fits
@@ -133,10 +133,13 @@ def _bytes_tokenizer(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 
 def _mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
-    if shape is not None and recipe.mtp.mode != "off" and shape.mtp_layers == 0:
-        yield f"mtp.mode: {recipe.mtp.mode}, but the model has no MTP layers; set mtp.mode: off and rollout.speculation.num_tokens: 0"
-    elif recipe.mtp.mode == "off" and recipe.rollout.speculation.num_tokens:
-        k = recipe.rollout.speculation.num_tokens
+    headless = shape is not None and not has_mtp_head(recipe.model, shape)
+    k = recipe.rollout.speculation.num_tokens
+    if headless and recipe.mtp.mode != "off":
+        yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
+    if headless and k:
+        yield f"rollout.speculation.num_tokens: {k} needs an MTP head, but the model has none; leave it out, or set it to 0"
+    elif recipe.mtp.mode == "off" and k:
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
     if shape is not None and recipe.mtp.repeat > 1 and shape.mtp_layers > 1:
         yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, and the model has {shape.mtp_layers} of its own; set it to 1"
@@ -206,7 +209,7 @@ def _sync(recipe: Recipe) -> Complaints:
     """Transports that the devices do not have, and engines that cannot free their KV cache."""
     device, transport, rollout = recipe.cluster.device, recipe.sync.transport, recipe.rollout
     if device == "cpu" and TRANSPORTS[transport].cuda:
-        yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu"
+        yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu, or leave it out"
     if TRANSPORTS[transport].one_process_a_card and "rl" in recipe.train.stages:
         scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
         shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}

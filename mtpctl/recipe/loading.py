@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from mtpctl.errors import MtpctlError, UserError, first_of
 from mtpctl.recipe import yaml12
+from mtpctl.recipe.defaults import filled
 from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
 from mtpctl.recipe.presets import PRESETS
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
@@ -29,6 +30,8 @@ FILES = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path
 REFERENCES = ("reward.function", "evaluation.sets.*.reward.function", "rollout.environment", "rollout.agent", "train.rl.loss")
 """Keys that may name something in a file, as FILE.py:NAME."""
 
+MODEL_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+
 Origins = dict[Keys, str]
 """`FILE:LINE` or `--set`, by the path of a key."""
 Tree = dict[str, object]
@@ -37,11 +40,15 @@ Tree = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A recipe, the origin of every value by dotted key (`default`, `preset NAME`, `FILE:LINE` or `--set`), and the files read."""
+    """A recipe, the origin of every value by dotted key (`default`, `preset NAME`, `FILE:LINE` or `--set`), and the files read.
+
+    `notes`: defaults that the model or this machine changed, a line each.
+    """
 
     recipe: Recipe
     origins: dict[str, str]
     sources: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
 
 def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = ()) -> Loaded:
@@ -65,7 +72,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
         _merge(tree, value, (), lines, origins)
     for text in sets:
         _apply_set(tree, text, origins)
-    _find_files(tree, origins)
+    _find_files(tree, origins, [source.absolute().parent for source in sources])
     for path, text in secrets_in(tree):
         origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
         raise UserError(f"{origin}: {text}" if origin else text)
@@ -73,7 +80,9 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
         checked = Recipe.model_validate(tree)
     except ValidationError as error:
         raise _explained(error, origins, tree) from error
-    return Loaded(checked, _all_origins(checked, origins), tuple(sources))
+    found = _all_origins(checked, origins)
+    checked, notes = filled(checked, lambda key: found[key] != "default")
+    return Loaded(checked, found, tuple(sources), tuple(notes))
 
 
 def dump_resolved(recipe: Recipe) -> str:
@@ -108,6 +117,8 @@ def available(folder: Path = RECIPES) -> list[Path]:
 
 def _locate(name: str | Path, folder: Path, what: str) -> Path:
     given = Path(name).expanduser()
+    if given.suffix in MODEL_FILES:
+        raise UserError(f"{name} is a model's file, not a {what}; name a {what}, and the model's folder by --set model.path=FOLDER")
     if given.is_file():
         return given
     known = folder / f"{name}.yaml"
@@ -220,11 +231,12 @@ def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> lis
 # ----------------------------------------------------------------------------------------------------------- files
 
 
-def _find_files(tree: Tree, origins: Origins) -> None:
+def _find_files(tree: Tree, origins: Origins, beside: Sequence[Path]) -> None:
     """Make paths absolute, so that a run can be resumed from another working directory.
 
-    A relative path is looked for in the working directory, and after that in the folder of the recipe file that names it. What is found
-    in neither is left as it is: the recipe's checks tell of it, or it is a module or an id of the hub.
+    A relative path is looked for in the working directory, and after that in the folder of the recipe file that names it, or for `--set` in
+    the folders `beside`, those of the recipe and its overlays. What is found in none is left as it is: the recipe's checks tell of it, or
+    it is a module or an id of the hub.
     """
     for keys, value in flatten(tree).items():
         if not isinstance(value, str):
@@ -236,7 +248,7 @@ def _find_files(tree: Tree, origins: Origins) -> None:
         else:
             continue
         origin = origins.get(keys, "--set")
-        folders = [Path.cwd(), *([] if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
+        folders = [Path.cwd(), *(beside if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
         given = Path(source).expanduser()
         if (found := next((folder / given for folder in folders if (folder / given).exists()), None)) is not None:
             at = tree

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.hub import HUB_CONFIGS, hub_config
+from mtpctl.families.registry import FAMILIES
+from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.section import Complaints
 
@@ -41,9 +43,34 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
     folder = Path(model.path)
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        raise UserError(f"{field}: {_file_hint(folder)}")
+    if folder.suffix == ".gguf":
+        raise UserError(f"{field}: there is no file {folder}, and a GGUF file is no Hugging Face folder; give a folder or a hub id")
     if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():
         return None
     raise UserError(f"{field}: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
+
+
+def _file_hint(file: Path) -> str:
+    """The problem with a file in place of a folder, and the fix."""
+    if file.suffix != ".gguf":
+        return f"{file} is a file; give the folder that holds it with its config.json"
+    return (
+        f"{file} is a GGUF file, and a Hugging Face folder is needed; make one with transformers: "
+        f'AutoModelForCausalLM.from_pretrained("{file.parent}", gguf_file="{file.name}").save_pretrained(FOLDER), and its tokenizer alike'
+    )
+
+
+def has_mtp_head(model: ModelConfig, shape: ModelShape) -> bool:
+    """Whether the model has MTP layers, named by its config or, in a folder, by its weights alone."""
+    if shape.mtp_layers or model.drawn or model.path is None or not (folder := Path(model.path)).is_dir():
+        return bool(shape.mtp_layers)
+    family = next(family for family in FAMILIES if family.name == shape.family)
+    if family.mtp is None:
+        return False
+    layer = family.mtp.name(family.mtp.layer, 0, shape.layers)
+    return any(name.startswith(layer) for name in tensor_names(folder))
 
 
 def path_in_full(path: str | None) -> str | None:

@@ -58,6 +58,12 @@ class Recipe(Section):
         if not isinstance(data, dict):
             return data
         filled = dict(data)
+        cluster = data.get("cluster")
+        if isinstance(cluster, dict) and cluster.get("device") == "cpu":
+            # The default transport follows the device.
+            filled.setdefault("sync", {})
+            if isinstance(filled["sync"], dict):
+                filled["sync"] = {"transport": "shm", **filled["sync"]}
         for section, (key, default) in DEFAULT_VARIANTS.items():
             if isinstance(filled.get(section), dict):
                 filled[section] = {key: default, **filled[section]}

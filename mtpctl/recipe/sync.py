@@ -39,7 +39,7 @@ class IpcConfig(SyncBase):
 
 
 class NcclConfig(SyncBase):
-    transport: Literal["nccl"] = Field("nccl", description="CUDA, any hosts.")
+    transport: Literal["nccl"] = Field("nccl", description="CUDA, any hosts. The default, unless cluster.device is cpu: then it is shm.")
 
 
 SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="transport")]

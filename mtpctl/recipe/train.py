@@ -65,7 +65,9 @@ class TrainConfig(Section):
     rl: RlConfig = Field(default_factory=RlConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="Precision of parameters and activations; the optimizer's master weights are fp32."
+        "bf16",
+        description="Precision of parameters and activations; the optimizer's master weights are fp32. Default: bf16, and fp32 on a CPU "
+        "without AMX, except for linear attention.",
     )
     tokens_per_microbatch: PositiveInt = Field(8192, description="Packed tokens of a micro-batch, at most.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Which activations the backward pass recomputes.")

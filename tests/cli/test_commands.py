@@ -14,6 +14,7 @@ import pytest
 from mtpctl.cli.app import main
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import load_recipe
+from tests.controller.test_inputs import sparse_folder
 from tests.families.toys import TOYS
 
 
@@ -209,9 +210,8 @@ def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.M
 
 def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mtpctl.families.serving.find_spec", lambda name: None)
-    (tmp_path / "config.json").write_text(json.dumps(TOYS["qwen3.5"]))
-    (tmp_path / "model.safetensors").touch()
-    model = "model={config: null, path: " + json.dumps(str(tmp_path)) + ", tokenizer: bytes}"
+    folder = sparse_folder(tmp_path / "hf", TOYS["qwen3.5"])
+    model = "model={config: null, path: " + json.dumps(str(folder)) + ", tokenizer: bytes}"
     told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.precision=bf16")
     assert told.code == 3 and told.err.startswith("error: torchvision: is not installed, and vLLM needs it to serve qwen3.5; install")
     assert told.err.count("\n") == 1

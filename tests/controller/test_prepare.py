@@ -83,7 +83,7 @@ WRONG = {"prompt": "1+1=", "answer": "2", "solution": "1+1=3 #3"}
 
 
 def test_rows_as_gsm8k_has_them_are_trained_on(tmp_path: Path) -> None:
-    assert prepare(from_rows(tmp_path, [GSM8K]), tmp_path / "run").unrewarded == ""
+    assert prepare(from_rows(tmp_path, [GSM8K]), tmp_path / "run").warnings == []
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_problems_of_which_no_solution_is_right_are_refused(row: dict[str, str],
 
 def test_single_ones_are_told(tmp_path: Path) -> None:
     made = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
-    assert made.unrewarded.startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
-    assert made.unrewarded.endswith("as for 1 of 2 training problems looked at")
+    assert made.warnings[0].startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
+    assert made.warnings[0].endswith("as for 1 of 2 training problems looked at")
 
 
 def test_what_no_checker_looks_at_is_not_checked(tmp_path: Path) -> None:
-    assert prepare(from_rows(tmp_path, [WRONG], "train.stages=[sft]"), tmp_path / "run").unrewarded == ""
+    assert prepare(from_rows(tmp_path, [WRONG], "train.stages=[sft]"), tmp_path / "run").warnings == []
 
 
 def test_a_cache_that_holds_less_than_one_sample_is_rejected_before_anything_starts(tmp_path: Path) -> None:

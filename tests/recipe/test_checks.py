@@ -86,7 +86,11 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.checkpoint_every=5", "train.keep_checkpoints=0"], "train.checkpoint_every: 5, but train.keep_checkpoints is 0"),
         (["model.tokenizer="], "model.tokenizer: a model made from model.config has none"),
         (["model.config.vocab_size=256"], "model.config.vocab_size: 256 is too small for the byte tokenizer's 259 ids"),
-        (["model.config.num_nextn_predict_layers=0"], "mtp.mode: isolated, but the model has no MTP layers; set mtp.mode: off"),
+        (["model.config.num_nextn_predict_layers=0"], "mtp.mode: isolated needs an MTP head, but the model has none; leave mtp.mode out"),
+        (
+            ["model.config.num_nextn_predict_layers=0", "mtp.mode=off"],
+            "rollout.speculation.num_tokens: 1 needs an MTP head, but the model has none; leave it out, or set it to 0",
+        ),
         (
             ["mtp.repeat=2", "model.config.num_nextn_predict_layers=2"],
             "mtp.repeat: 2 depths share one MTP layer, and the model has 2 of its own",

@@ -69,13 +69,13 @@ def test_files_are_found_in_the_folder_of_the_recipe_that_names_them_and_become_
     assert (recipe.data.path, recipe.reward.function) == (str(task / "rows.jsonl"), f"{task / 'judge.py'}:score")
 
 
-def test_those_in_the_working_directory_come_first_and_a_set_looks_nowhere_else(
+def test_files_in_the_working_directory_come_first_and_a_set_is_looked_up_beside_the_recipe_too(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").touch()
     recipe = load_recipe("mytask/recipe.yaml", sets=["data.path=rows.jsonl"]).recipe
-    assert (recipe.data.path, recipe.reward.function) == ("rows.jsonl", f"{tmp_path / 'judge.py'}:score")
+    assert (recipe.data.path, recipe.reward.function) == (str(tmp_path / "mytask" / "rows.jsonl"), f"{tmp_path / 'judge.py'}:score")
 
 
 def test_names_that_are_no_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
