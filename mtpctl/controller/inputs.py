@@ -63,8 +63,8 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     """The recipe's tokenizer; None if it is one of the hub, which is not asked."""
     named = recipe.model.tokenizer
     if named == "bytes":
-        with tempfile.TemporaryDirectory() as folder:
-            make_byte_tokenizer(Path(folder))
-            return load_byte_tokenizer(Path(folder))
+        with tempfile.TemporaryDirectory() as made:
+            make_byte_tokenizer(Path(made))
+            return load_byte_tokenizer(Path(made))
     folder = Path(named or recipe.model.path or "")
     return load_plain_tokenizer(folder) if folder.is_dir() else None
