@@ -7,8 +7,8 @@ named    c_j − S p_j
 others   (c_r − S p_r) p_v / p_r
 
 For a policy close to its teacher these are small differences of large terms. So they are computed for each logit, in fp32 at least, before
-anything is rounded for the matrix products. p_r is a sum over the other entries, and not 1 less the named ones, so that it has all of its
-digits however small it is.
+anything is rounded for the matrix products. The named entries' part of the states' gradient, whose terms may cancel again, is added up in
+fp32 as well. p_r is a sum over the other entries, and not 1 less the named ones, so that it has all of its digits however small it is.
 
 Shape legend: N tokens, n of them with a weight, k named entries, H hidden size, V this rank's vocabulary entries.
 """
@@ -110,19 +110,24 @@ class _CandidateLoss(torch.autograd.Function):
         trained = term.weight.nonzero().squeeze(1)
         # Ranks join statistics once a slice, so all need the same slices: those that fit the first rank, which has the most columns.
         columns = min(shard.columns, shard.total)
-        for part in slices(len(trained), max(1, arguments.workspace // (TEMPORARIES * wide.itemsize * max(1, columns)))):
+        row = TEMPORARIES * wide.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
+        for part in slices(len(trained), max(1, arguments.workspace // max(1, row))):
             rows = trained[part]
             if not len(rows):
                 continue
-            states, head = hidden.detach()[rows], weight.detach()[: shard.valid]
+            # One column where this rank's shard is all padding, which has no share of any sum.
+            states, head = hidden.detach()[rows], weight.detach()[: max(1, shard.valid)]
             logits = products.logits(states, head).mul_(arguments.inverse_temperature)
+            if not shard.valid:
+                logits.fill_(float("-inf"))
             some = _slice_of(logits, rows, arguments)
             total += some.loss
             divergence[rows] = some.divergence
             if hidden_grad is not None:
-                hidden_grad[rows] = products.hidden_grad(None, some.logit_grad, head, share).to(share)
+                by_rest = products.hidden_grad(None, some.of_rest, head, wide)
+                hidden_grad[rows] = by_rest.add_(torch.einsum("nk,nkh->nh", some.of_named, head[some.local].to(wide))).to(share)
             if sink.out is not None:
-                products.weight_grad(some.logit_grad, states, sink.out[: shard.valid], written)
+                products.weight_grad(some.of_rest.scatter_add_(1, some.local, some.of_named), states, sink.out[: len(head)], written)
                 if not written:
                     sink.out[shard.valid :] = 0
                 written = True
@@ -145,11 +150,14 @@ class _CandidateLoss(torch.autograd.Function):
 
 
 class _Slice(NamedTuple):
-    """Of some rows: the weighed sum, each row's divergence, and the gradient of the unscaled logits of this rank's columns."""
+    """Of some rows: the weighed sum, each row's divergence, and the gradients of unscaled logits on this rank: `of_rest` [n, V], 0 at the
+    named entries, and `of_named` [n, k] of the columns `local`, 0 where these are another rank's."""
 
     loss: Tensor
     divergence: Tensor
-    logit_grad: Tensor
+    of_rest: Tensor
+    of_named: Tensor
+    local: Tensor
 
 
 def _slice_of(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _Slice:
@@ -177,6 +185,6 @@ def _slice_of(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _Slice:
     of_rest = by_rest - whole * rest_logprob.detach().exp()
     scale = arguments.inverse_temperature * arguments.grad_scale
     # A share of the rest, and 0 at the named entries; also where there is no rest.
-    grad = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((of_rest * scale).to(wide).unsqueeze(1))
-    grad.scatter_add_(1, local, (of_named * scale).to(wide).masked_fill_(~here, 0))
-    return _Slice(loss.detach().to(wide), divergence.detach().to(wide), grad)
+    spread = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((of_rest * scale).to(wide).unsqueeze(1))
+    own = (of_named * scale).to(wide).masked_fill_(~here, 0)
+    return _Slice(loss.detach().to(wide), divergence.detach().to(wide), spread, own, local)

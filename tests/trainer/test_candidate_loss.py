@@ -77,10 +77,10 @@ def test_gradients_of_the_head_are_added_to_megatrons_buffer() -> None:
     assert relative(weight.main_grad - 1, by_weight) < 1e-9  # type: ignore[attr-defined]
 
 
-def test_a_vocabulary_split_over_ranks_gives_the_same() -> None:
-    """Over two ranks, the second of which ends in padding."""
+@pytest.mark.parametrize("split", [32, 64])
+def test_a_vocabulary_split_over_ranks_gives_the_same(split: int) -> None:
+    """Over two ranks, the second of which ends in padding, or is all padding."""
     loss, by_hidden, by_weight = right("reverse")
-    split = 32
 
     def rank(place: Any) -> dict[str, Any]:
         torch.set_num_threads(1)  # threads of the process that was forked are not there
