@@ -64,6 +64,22 @@ def test_train_goes_on_with_a_run_and_says_so_before_it_starts(mtpctl: Any, trai
     assert told.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and told.err.endswith(" → 0.5\n")
 
 
+def test_starting_over_is_a_flag_and_keeps_the_run_that_was_there(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    shard = next(checkpoint.glob("*.distcp")).read_bytes()
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    told = mtpctl("train", str(trained), "--start-over")
+    kept = trained.with_name(f"{trained.name}.1")
+    assert (told.code, asked[0].run_path, asked[0].seed) == (0, trained, 5)
+    assert told.err == f"{trained} begins again; the run that was there is kept as {kept}\n"
+    assert next((kept / "checkpoints" / "rl-000003").glob("*.distcp")).read_bytes() == shard
+    assert not (trained / "checkpoints").exists()
+    for other, said in (("--dry-run", "takes no --dry-run"), (f"--from={kept}", "takes no --from; name a new run_dir")):
+        told = mtpctl("train", str(kept), "--start-over", other)
+        assert (told.code, told.err) == (2, f"error: --start-over: {said}\n")
+
+
 def test_whole_runs_are_trained_and_compared_and_not_checkpoints(mtpctl: Any, trained: Path) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     told = mtpctl("train", str(checkpoint))

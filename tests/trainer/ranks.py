@@ -21,6 +21,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mtpctl.checkpoint.finding import check
+from mtpctl.checkpoint.listing import files_in, read_listing
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import SaveFailed
@@ -83,6 +85,9 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         if case.saved:
             failed_save(made, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
             made.save(root / case.name, {"step": 1})
+            assert check(root / case.name, contents=True), "no listing"
+            listing = read_listing(root / case.name)
+            assert listing is not None and set(listing.files) == {file.name for file in files_in(root / case.name)}, "of every rank's files"
         scored = made.score(batch, record=case.replay)
         for sequence, found_scores in zip(batch, scored, strict=True):
             if sequence.routes is not None:
