@@ -220,7 +220,8 @@ class LivePanel:
             parts += [Text.assemble(("waiting  ", "yellow"), (waited, "dim"), no_wrap=True, overflow="ellipsis")]
         if self._event is not None:
             kind, message = self._event
-            parts += [Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), no_wrap=True, overflow="ellipsis")]
+            # Folded, not cut: the message often ends with a path.
+            parts += [Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), overflow="fold")]
         elapsed = format_duration(self._clock() - self._begun)
         left = self._pace.told(self._phase, "about ")
         subtitle = elapsed + (f" · {left} left of {self._phase.upper()}" if left else "")

@@ -114,6 +114,16 @@ def test_a_resumed_panel_begins_with_what_the_run_has() -> None:
     assert "63/63" in text and "7/20" in text and "▁▂▃▅▆▇█" in text.replace("▄", "") and "0.875" in text
 
 
+def test_path_at_the_end_of_an_event_is_shown_whole() -> None:
+    console, out = screen(80, terminal=True)
+    panel = LivePanel(console, "run", {"rl": 10}, draw=False)
+    path = "/scratch/users/someone/experiments/" + "long-name/" * 8 + "checkpoints/rl-000010"
+    panel.event("checkpoint", f"saved {path}")
+    console.print(panel.render())
+    shown = "".join(line.strip("│ ") for line in out.getvalue().splitlines())
+    assert path in shown
+
+
 def test_what_the_run_waits_for_is_shown_until_it_is_there() -> None:
     console, out = screen(60, terminal=True)
     panel = LivePanel(console, "run", {"rl": 2}, draw=False)
