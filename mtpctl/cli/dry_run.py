@@ -11,6 +11,7 @@ from mtpctl.cluster.room import Host
 from mtpctl.controller.copies import check_copies
 from mtpctl.controller.inputs import check_rows, check_weights
 from mtpctl.controller.rehearsal import rehearse
+from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.look import leaks_in, look
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
@@ -39,7 +40,8 @@ class Plan:
     """What can be known about a run before it starts. `source`: where the size of the cards is from; sizes are bytes.
 
     `hosts`: names of the hosts by their numbers, where the cluster is there already. `engines`: rollout engines that there is room for, of
-    those that the recipe allows. `errors` would end the run before anything is trained. `resumes`: from which checkpoint.
+    those that the recipe allows. `ends`: the tokens that end a response, as far as the model's files are here. `errors` would end the run
+    before anything is trained. `resumes`: from which checkpoint.
     """
 
     recipe: Recipe
@@ -50,6 +52,7 @@ class Plan:
     engines: int
     misfits: list[Misfit]
     data: list[str]
+    ends: tuple[EndToken, ...]
     cautions: list[str]
     errors: list[MtpctlError]
     resumes: list[str]
@@ -129,6 +132,8 @@ def dry_run(recipe: Recipe) -> Plan:
     # The user's own code is tried on rows of the data.
     warnings = trials(partial(rehearse, recipe)) if looked is not None else None
     resumes = trials(partial(_resumes, recipe))
+    ends, missing = trials(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
+    about_ends = [f"{missing}, so the end tokens are not all known" if missing else "", ends.disagreement]
     unfit = list(misfits(recipe, shape))
     return Plan(
         recipe,
@@ -139,7 +144,8 @@ def dry_run(recipe: Recipe) -> Plan:
         engines,
         unfit,
         data=list(map(str, looked or [])),
-        cautions=[*cautions_of(recipe), *(warnings or []), *filter(None, [leaks])],
+        ends=ends.tokens,
+        cautions=[*cautions_of(recipe), *(warnings or []), *filter(None, [leaks, *about_ends])],
         errors=[*(misfit.error for misfit in unfit), *trials.errors],
         resumes=resumes or [],
     )
@@ -208,6 +214,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         ],
         "async": schedule,
         "data": plan.data,
+        "end_tokens": [token._asdict() for token in plan.ends],
         "cautions": plan.cautions,
         "errors": list(map(str, plan.errors)),
         "resumes": plan.resumes,
@@ -263,6 +270,7 @@ def render(plan: Plan) -> str:
         lines += _sync_lines(plan)
     lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan.data)]
     lines += [f"{'resumes' if not number else '':10} {line}" for number, line in enumerate(plan.resumes)]
+    lines += [f"{'end tokens' if not number else '':10} {token}" for number, token in enumerate(plan.ends)]
     lines += [f"caution    {caution}" for caution in plan.cautions]
     return "\n".join(lines)
 

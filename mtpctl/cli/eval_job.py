@@ -57,8 +57,10 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
         total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
         say(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
+        if source.ends.disagreement:
+            say(source.ends.disagreement)
         store = stack.enter_context(room_for_engines(recipe, source, folder))
-        prepared = Prepared(source.model, source.tokenizer, problems, source.context)
+        prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
         began = time.perf_counter()
         metrics = asyncio.run(_measured(recipe, source, store, prepared, n, say))
         seconds = time.perf_counter() - began

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
 
 app = typer.Typer(help="List, show, check and compare recipes.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -63,6 +66,9 @@ def show(
             answer(f"{line:{width}}  # {loaded.origins[key]}")
     else:
         answer(yaml12.dump(_nested(values, tree)), end="")
+    if not as_json:
+        for line in _end_tokens(loaded.recipe):
+            answer(f"# {line}")
 
 
 @app.command()
@@ -154,6 +160,20 @@ def diff(
 
 
 _ABSENT = object()
+
+
+def _end_tokens(recipe: Recipe) -> list[str]:
+    """The tokens that end a response, a line each, and what is missing to know them all."""
+    from mtpctl.data.end_tokens import recipe_end_tokens
+    from mtpctl.errors import MtpctlError
+
+    if recipe.model.path is None and recipe.model.config is None:
+        return []
+    try:
+        ends, missing = recipe_end_tokens(recipe.model, recipe.rollout)
+    except MtpctlError as error:  # the recipe can be shown all the same
+        return [f"end tokens: {error}"]
+    return [f"end token {token}" for token in ends.tokens] + ([f"end tokens: {missing}"] if missing else [])
 
 
 def _about(text: str) -> str:

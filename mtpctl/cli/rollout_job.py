@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
-from mtpctl.controller.prepare import model_of, store_in, tokenizer_of
+from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
+from mtpctl.data.end_tokens import EndTokens
 from mtpctl.data.files import read_problems
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.prompts import chatted, encode_prompt
@@ -69,6 +70,7 @@ class Source:
 
     model: HfFolder
     tokenizer: Tokenizer
+    ends: EndTokens
     context: int
     checkpoint: Path | None = None
     version: int = 0
@@ -101,6 +103,8 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, say: Say, progr
         folder = Path(made)
         source = source_of(recipe, start, folder, say)
         say(f"model: {source.name}")
+        if source.ends.disagreement:
+            say(source.ends.disagreement)
         environment, chat, deadline_s = environment_of(recipe.rollout), chatted(recipe.data, problems), recipe.rollout.deadline_s
         tools: Sequence[object] = ()
         if environment is not None:
@@ -171,7 +175,8 @@ def source_of(recipe: Recipe, start: str | None, made: Path, say: Say) -> Source
     model_folder = model_of(recipe, home)
     tokenizer = tokenizer_of(recipe, model_folder, home)
     check_fits_model(tokenizer, model_folder.shape.vocab)
-    return Source(model_folder, tokenizer, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
+    ends = ends_of(recipe, model_folder, tokenizer)
+    return Source(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
 
 
 def origin_of(recipe: Recipe, source: Source) -> Origin:
@@ -187,13 +192,19 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
             "precision": [recipe.train.precision, rollout.dtype],
             "context": source.context,
             "seed": recipe.seed,
-            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, rollout.stop_ids],
+            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, _other_ends(source)],
             "environment": _environment(rollout),
             "prompt": [data.chat_template, data.system_prompt],
             "checker": recipe.reward.function,
             **({"reward": recipe.reward.args} if recipe.reward.args else {}),
         },
     )
+
+
+def _other_ends(source: Source) -> list[int]:
+    """The end tokens but for the tokenizer's; if that is not among them, all of them."""
+    eos, ids = source.tokenizer.eos_id, list(source.ends.ids)
+    return [token for token in ids if token != eos] if eos in ids else [-1, *ids]
 
 
 def _environment(rollout: RolloutBase) -> list[object]:
@@ -236,7 +247,7 @@ def _generate(
                 file,
                 recipe.rollout,
                 context=source.context,
-                eos_id=source.tokenizer.eos_id,
+                end_ids=source.ends.ids,
                 decode=source.tokenizer.decode,
                 reward=reward,
                 seed=recipe.seed if recipe.async_.deterministic else None,

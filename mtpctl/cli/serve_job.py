@@ -107,7 +107,7 @@ async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None)
 
 def _trajectory(recipe: Recipe, source: Source, name: str) -> GenerationRequest:
     problem = Problem(name, "", NO_ANSWER)
-    return request_for(recipe.rollout, Sample(name, name, []), context=source.context, eos_id=source.tokenizer.eos_id, problem=problem)
+    return request_for(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.ends.ids, problem=problem)
 
 
 def _keep(file: SampleFile, sample: Sample, source: Source) -> None:

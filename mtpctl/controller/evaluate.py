@@ -156,5 +156,4 @@ def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id
     """The request for one response to one problem, with the sampling parameters of the recipe."""
     prompt = prepared.prompt_ids(problem, recipe.data)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
-    eos_id = prepared.tokenizer.eos_id
-    return request_for(recipe.rollout, sample, context=prepared.context, eos_id=eos_id, seed=seed, problem=problem)
+    return request_for(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, seed=seed, problem=problem)

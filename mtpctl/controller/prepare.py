@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mtpctl.controller.decoding import Decoder
 from mtpctl.controller.rehearsal import try_code
+from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens
 from mtpctl.data.look import leak_warning
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, fit_problems
@@ -44,7 +45,8 @@ class Prepared:
     """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
 
     `tools` are the JSON schemas that the environment has for the chat template. `warnings`: about problems whose own solution the reward
-    function does not accept, and held-out problems that are trained on. `teacher`: the model of a teacher that the run serves.
+    function does not accept, held-out problems that are trained on, and end tokens. `teacher`: the model of a teacher that the run serves.
+    `ends`: the tokens that end a response; by default the tokenizer's.
     """
 
     model: HfFolder
@@ -54,8 +56,14 @@ class Prepared:
     warnings: Sequence[str] = ()
     tools: Sequence[object] = ()
     teacher: HfFolder | None = None
+    ends: EndTokens | None = None
     _prompts: dict[Problem, Ids] = field(default_factory=dict, repr=False, compare=False)
     _decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """The tokens that end a response."""
+        return (self.tokenizer.eos_id,) if self.ends is None else self.ends.ids
 
     async def text_of(self, sample: Sample) -> str:
         """The response as text, decoded beside the event loop."""
@@ -88,6 +96,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = tokenizer_of(recipe, model, run_dir)
     check_fits_model(tokenizer, model.shape.vocab)
+    ends = ends_of(recipe, model, tokenizer)
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
@@ -101,15 +110,21 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     imitated = problems.supervised if "sft" in recipe.train.stages else []
     if imitated is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)
-    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools)
+    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools, ends=ends)
     for held_out in problems.held_out.values():
         fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
     teacher = None
     if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
         teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
     leaked, count = problems.seen_in(recipe.train.stages), sum(map(len, problems.held_out.values()))
-    warnings = [*tried.warnings, *filter(None, [leak_warning(leaked, count)])]
-    return Prepared(model, tokenizer, problems, context, warnings, tools, teacher)
+    about_ends = [ends.disagreement, _other_ends(recipe, teacher, ends)]
+    warnings = [*tried.warnings, *filter(None, [leak_warning(leaked, count), *about_ends])]
+    return Prepared(model, tokenizer, problems, context, warnings, tools, teacher, ends)
+
+
+def ends_of(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
+    """The tokens that end a response of the recipe's `model`, which may lie in a run directory. Raises UserError as `config_end_ids`."""
+    return end_tokens(tokenizer, recipe.rollout, config_end_ids(recipe.model, model.config), vocab=model.shape.vocab)
 
 
 def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
@@ -123,6 +138,19 @@ def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
     if folder.shape.vocab < (needed := tokenizer.vocab_size):
         raise UserError(f"{field}: {folder.path} has {folder.shape.vocab} tokens and the policy's tokenizer {needed}; take another teacher")
     return folder
+
+
+def _other_ends(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> str:
+    """A warning if the teacher's model names end tokens of which the run has none; empty if not."""
+    if teacher is None:
+        return ""
+    theirs = config_end_ids(recipe.model.model_copy(update={"path": str(teacher.path)}), teacher.config)
+    if not theirs or theirs.keys() & set(ends.ids):
+        return ""
+    return (
+        f"train.rl.teacher.path: {teacher.path} ends a response at {', '.join(map(str, theirs))}, and the run at "
+        f"{', '.join(map(str, ends.tokens))}: to the teacher every end is unlikely; set rollout.end_ids, or take another teacher"
+    )
 
 
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
@@ -240,9 +268,10 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     """The tokenizer that the recipe names, or the one in the model's folder."""
     named = recipe.model.tokenizer
     if named != "bytes":
-        return load_tokenizer(named or (recipe.model.path if recipe.model.drawn else None) or model.path)
+        path = named or (recipe.model.path if recipe.model.drawn else None) or model.path
+        return load_tokenizer(path, ignore_tools=recipe.data.ignore_tools)
     # In the folder of a model that was created for this run, so that it can be served as it is; else in the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         make_byte_tokenizer(folder)
-    return load_byte_tokenizer(folder)
+    return load_byte_tokenizer(folder, ignore_tools=recipe.data.ignore_tools)

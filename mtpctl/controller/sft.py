@@ -83,7 +83,7 @@ class SftStage:
             await self.state.checkpoint_if_due(self.trainer)
 
     def _sequence(self) -> SftSample:
-        return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools)
+        return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools, self.prepared.ends)
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
-from mtpctl.data.problems import NO_ANSWER, Message, Problem, text_of
+from mtpctl.data.messages import conversation, in_rows, visual_types, without_nulls
+from mtpctl.data.problems import NO_ANSWER, Problem, text_of
 from mtpctl.data.rows import Row
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig
 
-CONVERSATION = "messages"
-"""The column of conversations that the supervised stage takes where there is none of the prompt."""
+CONVERSATIONS = ("messages", "conversations")
+"""Columns of conversations that the supervised stage takes, the first that is there, if there is none of the prompt."""
 
 _USUAL: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "problem", "messages", "conversations", "instruction", "query", "input", "text"),
@@ -56,8 +57,9 @@ class Reading:
     def _adapted(self, first: Row) -> Reading:
         """The reading to use: with the column of conversations as the prompt, where the supervised stage finds no other."""
         named = self.columns.prompt
-        if self.supervised and found(first.columns, named) is _ABSENT and CONVERSATION in first.columns and named == "prompt":
-            return Reading(self.columns.model_copy(update={"prompt": CONVERSATION}), self.field, self.answers, True)
+        column = next((name for name in CONVERSATIONS if first.columns.get(name) is not None), None)
+        if self.supervised and found(first.columns, named) is _ABSENT and column is not None and named == "prompt":
+            return Reading(self.columns.model_copy(update={"prompt": column}), self.field, self.answers, True)
         return self
 
     def _check_columns(self, row: Row, source: str) -> None:
@@ -80,10 +82,11 @@ class Reading:
 
     def _problem(self, row: Row) -> Problem:
         columns, where = self.columns, row.where
-        asked = found(row.columns, columns.prompt)
-        shown = next((name for name in ("images", "image") if row.columns.get(name)), None)
-        if shown or shows_images(asked):
-            rows, column = ("the column", shown) if shown else ("rows whose messages show images, as this one's", columns.prompt)
+        asked = in_rows(found(row.columns, columns.prompt))
+        shown, types = next((name for name in ("images", "image") if row.columns.get(name)), None), visual_types(asked)
+        if shown or types:
+            like_this = f"rows whose messages show images, as this one's (parts of the type {', '.join(types)})"
+            rows, column = ("the column", shown) if shown else (like_this, columns.prompt)
             raise UserError(f"{where}: `{column}` holds images, and models are trained on text alone; remove {rows}")
         messages = conversation(asked, columns.prompt, where) if isinstance(asked, list) else ()
         prompt = text_of(messages) if messages else asked
@@ -157,46 +160,20 @@ def found(columns: Mapping[str, object], name: str) -> object:
     return value
 
 
-def conversation(messages: list[object], column: str, where: str) -> tuple[Message, ...]:
-    """Chat messages as templates take them. Raises UserError where one has no role, or content of another kind."""
-    checked: list[Message] = []
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            has = f"it has {', '.join(map(str, message))}" if isinstance(message, dict) else f"it is {message!r:.40}"
-            raise UserError(f"{where}: message {number} of `{column}` must be an object with `role` and `content`; {has}")
-        # Parquet fills keys that a message does not have with null, and a template may ask whether they are there.
-        kept = {key: value for key, value in message.items() if value is not None}
-        content = kept.get("content", "")
-        if not isinstance(content, str | list) or (not content and not kept.get("tool_calls") and message["role"] == "user"):
-            raise UserError(f"{where}: `content` of message {number} of `{column}` must be text that is not empty; mend or remove the row")
-        if _HALF_CHARACTER.search(json.dumps(kept, ensure_ascii=False, default=str)):
-            raise UserError(f"{where}: message {number} of `{column}` holds half of a character (a lone surrogate); mend or remove the row")
-        checked.append({"content": "", **kept})
-    if not checked:
-        raise UserError(f"{where}: `{column}` holds no message; mend or remove the row")
-    return tuple(checked)
-
-
-def shows_images(prompt: object) -> bool:
-    """Whether a prompt in the form of chat templates, as messages or parts of messages, holds an image or a video."""
-    if isinstance(prompt, list):
-        return any(shows_images(part) for part in prompt)
-    if not isinstance(prompt, dict):
-        return False
-    return any(kind in str(prompt.get("type")) for kind in ("image", "video")) or shows_images(prompt.get("content"))
-
-
 def _tools(value: object, where: str) -> list[object]:
-    """The column `tools`, also where it is written as JSON text, as data sets without a common schema have it."""
-    tools = value
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise UserError(f"{where}: `tools` is text that is not JSON; write the list of tools") from error
+    """The column `tools` without null fields. It, or each of its tools, may be JSON text, as data sets without a common schema have it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools] if isinstance(tools, list) else tools
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: `tools` is text that is not JSON; write the list of tools") from error
+    if tools is None:
+        return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{where}: `tools` must be a list of objects, as chat templates take them; mend or remove it")
-    return tools
+    if _HALF_CHARACTER.search(json.dumps(tools, ensure_ascii=False, default=str)):
+        raise UserError(f"{where}: `tools` holds half of a character (a lone surrogate), which is no text; mend or remove it")
+    return [without_nulls(tool) for tool in tools]
 
 
 def _written(answer: int | float, name: str, where: str) -> str:

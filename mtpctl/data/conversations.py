@@ -4,6 +4,9 @@ A conversation is rendered once by the tokenizer's chat template, and that text 
 assistant are rendered too, with and without the turn. Both texts must be beginnings of the whole one, so that the turn is what lies
 between them; the tokens whose text begins there are trained on, up to the token that ends the turn. What the template puts before a turn
 (the header that opens it) and behind it (a line break) is not trained on, since a model does not say it.
+
+The token that ends a turn is one of the run's end tokens. Some templates do not close a turn: the header of the next role ends it, and its
+first token is trained with the turn. After the last turn of such a conversation an end token is appended.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mtpctl.data.end_tokens import EndTokens, end_tokens, is_blank
 from mtpctl.data.problems import Message, Problem
+from mtpctl.data.templates import NotRendered, has_more_than_talk
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 
@@ -24,30 +29,39 @@ class SftSample(NamedTuple):
     mask: list[int]
 
 
-def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = ()) -> SftSample:
+def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = (), ends: EndTokens | None = None) -> SftSample:
     """Ids of the conversation `problem.messages` behind the messages `system`, and the mask of the assistant's turns.
 
-    A turn with `weight: 0` is not trained on. Where the template writes no end token behind the last turn, the tokenizer's follows it.
-    Raises UserError, one line, for a template that writes a turn otherwise when others follow it, and for a conversation that begins with
-    the assistant or of which nothing is trained on.
+    A turn with `weight: 0` is not trained on. `ends`: the run's end tokens; by default those of the tokenizer.
+    Raises UserError, one line, for a template that writes a turn otherwise when others follow it or leaves out what it is given, and for a
+    conversation that begins with the assistant or of which nothing is trained on.
     """
     messages, tools = [*system, *problem.messages], problem.tools or ()
+    ends = end_tokens(tokenizer) if ends is None else ends
     if messages[0]["role"] == "assistant":
         raise UserError(f"{problem.prompt_id}: the conversation begins with the assistant; begin it with a system or user message")
-    whole = tokenizer.chat_text(messages, tools, opened=False)
-    turns = [
-        _turn(tokenizer, messages, number, whole, problem)
-        for number, message in enumerate(messages)
-        if message["role"] == "assistant" and message.get("weight") != 0
-    ]
+    try:
+        if has_more_than_talk(messages, tools):
+            tokenizer.check_shown(messages, tools)
+        whole = tokenizer.chat_text(messages, tools, opened=False)
+        turns = [
+            _turn(tokenizer, messages, number, whole, problem)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("weight") != 0
+        ]
+    except NotRendered as error:
+        raise UserError(f"{problem.prompt_id}: {error}") from error
     ids, starts = tokenizer.encode_places(whole)
-    mask = [0] * len(ids)
+    mask, ended = [0] * len(ids), True
     for begin, end in turns:
         inside = [place for place, start in enumerate(starts) if begin <= start < end]
-        for place in _said(tokenizer, ids, inside):
+        behind = next((place for place, start in enumerate(starts) if start >= end), len(ids))
+        trained, ended = _said(tokenizer, ids, inside, behind, ends)
+        for place in trained:
             mask[place] = 1
-    if turns and turns[-1][1] == len(whole) and not _ended(tokenizer, ids, mask):
-        ids, mask = [*ids, tokenizer.eos_id], [*mask, 1]
+    if turns and turns[-1][1] == len(whole) and not ended:
+        calls_tool = bool(messages[-1].get("tool_calls"))
+        ids, mask = [*ids, ends.appended(templated=True, calls_tool=calls_tool)], [*mask, 1]
     if 1 not in mask:
         raise UserError(f"{problem.prompt_id}: no turn of the assistant is trained on: all are empty or have a weight of 0; remove the row")
     first, last = mask.index(1), len(mask) - mask[::-1].index(1)
@@ -71,15 +85,19 @@ def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole:
     return len(before), len(through)
 
 
-def _said(tokenizer: Tokenizer, ids: list[int], inside: list[int]) -> list[int]:
-    """The places of a turn up to its end token, without the blanks that the template puts behind it."""
-    end = next((i for i in reversed(range(len(inside))) if ids[inside[i]] in tokenizer.special_ids), None)
-    if end is not None and not tokenizer.decode([ids[place] for place in inside[end + 1 :]]).strip():
-        return inside[: end + 1]
-    return inside
+def _said(tokenizer: Tokenizer, ids: list[int], inside: list[int], behind: int, ends: EndTokens) -> tuple[list[int], bool]:
+    """The places of a turn that are trained on, and whether the last one ends the turn.
 
-
-def _ended(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> bool:
-    """Whether the last trained token is an end token."""
-    last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else -1
-    return last >= 0 and ids[last] in tokenizer.special_ids
+    `inside`: the places of the turn's text; `behind`: the first place after it. The blanks that a template writes behind the end token are
+    left out. If the turn has no end token, the header of the next role may begin with one.
+    """
+    last = next((number for number in reversed(range(len(inside))) if not is_blank(tokenizer, ids[inside[number]])), -1)
+    for number in range(max(last, 0), len(inside)):  # an end token may be white space itself (rollout.stop_ids)
+        if ends.ends_turn(ids[inside[number]]):
+            return inside[: number + 1], True
+    place = behind
+    while place < len(ids) and is_blank(tokenizer, ids[place]):
+        place += 1
+    if place < len(ids) and ids[place] in ends.ids:
+        return [*inside, *range(behind, place + 1)], True
+    return inside, False

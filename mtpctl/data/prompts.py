@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mtpctl.data.conversations import SftSample, encode_conversation
+from mtpctl.data.end_tokens import EndTokens
 from mtpctl.data.problems import Message, Problem
+from mtpctl.data.templates import NotRendered
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
@@ -17,13 +19,15 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, to
     """Ids of the prompt: plain text as it is, chat messages and with `data.chat_template` all prompts in the chat template.
 
     The system prompt of the recipe precedes a conversation that has none. `tools`: JSON schemas of what the environment lets the model
-    call, for the template, beside those of the row.
+    call, for the template, beside those of the row. Raises UserError, with the row, for what the template refuses or leaves out.
     """
-    if problem.messages:
-        return tokenizer.chat([*_system(problem, config), *problem.messages], [*(problem.tools or ()), *tools])
-    if not config.chat_template:
+    if not problem.messages and not config.chat_template:
         return tokenizer.encode(problem.prompt, special=True)
-    return tokenizer.chat([*_system(problem, config), {"role": "user", "content": problem.prompt}], [*(problem.tools or ()), *tools])
+    messages = problem.messages or [{"role": "user", "content": problem.prompt}]
+    try:
+        return tokenizer.chat([*_system(problem, config), *messages], [*(problem.tools or ()), *tools])
+    except NotRendered as error:
+        raise UserError(f"{problem.prompt_id}: {error}") from error
 
 
 def chatted(config: DataConfig, problems: Iterable[Problem]) -> bool:
@@ -52,16 +56,24 @@ def hinted(problem: Problem, hint: str) -> Problem:
     return replace(problem, prompt=filled, messages=tuple(messages))
 
 
-def encode_target(tokenizer: Tokenizer, problem: Problem) -> list[int]:
-    """Ids of the text that the supervised stage trains on, with the end token."""
-    return [*tokenizer.encode(problem.target), tokenizer.eos_id]
+def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None = None, *, templated: bool = False) -> list[int]:
+    """Ids of the text that the supervised stage trains on, with an end token, which the text may have itself.
+
+    `ends`: the run's end tokens, by default the tokenizer's. `templated`: the prompt is in the chat template.
+    """
+    ids = tokenizer.encode(problem.target)
+    if ends is None:
+        return [*ids, tokenizer.eos_id]
+    return ids if ids and ids[-1] in ends.ids and ids[-1] in tokenizer.special_ids else [*ids, ends.appended(templated=templated)]
 
 
-def encode_sft(tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = ()) -> SftSample:
+def encode_sft(
+    tokenizer: Tokenizer, problem: Problem, config: DataConfig, tools: Sequence[object] = (), ends: EndTokens | None = None
+) -> SftSample:
     """The sample that the supervised stage trains on: a conversation with its assistant's turns as targets, or prompt and target."""
     if problem.is_conversation:
-        return encode_conversation(tokenizer, problem, _system(problem, config))
-    target = encode_target(tokenizer, problem)
+        return encode_conversation(tokenizer, problem, _system(problem, config), ends)
+    target = encode_target(tokenizer, problem, ends, templated=bool(problem.messages) or config.chat_template)
     return SftSample(encode_prompt(tokenizer, problem, config, tools), target, [1] * len(target))
 
 
@@ -80,6 +92,7 @@ def fit_problems(
     context: int,
     targets: bool = False,
     tools: Sequence[object] = (),
+    ends: EndTokens | None = None,
 ) -> None:
     """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
 
@@ -87,7 +100,7 @@ def fit_problems(
     """
     for problem in problems:
         if targets and problem.is_conversation:
-            length = sum(map(len, encode_sft(tokenizer, problem, config, tools)[:2]))
+            length = sum(map(len, encode_sft(tokenizer, problem, config, tools, ends)[:2]))
             if length > context:
                 raise UserError(
                     f"{problem.prompt_id}: the conversation has {length} tokens and the context holds {context}; "
@@ -100,8 +113,8 @@ def fit_problems(
                 f"{problem.prompt_id}: the prompt has {prompt} tokens and the context holds {context}; "
                 "shorten or remove it, or raise rollout.context"
             )
-        if targets and prompt + len(encode_target(tokenizer, problem)) > context:
+        if targets and (whole := prompt + len(encode_target(tokenizer, problem, ends))) > context:
             raise UserError(
-                f"{problem.prompt_id}: prompt and solution have {prompt + len(encode_target(tokenizer, problem))} tokens and the "
-                f"context holds {context}; shorten or remove them, or raise rollout.context"
+                f"{problem.prompt_id}: prompt and solution have {whole} tokens and the context holds {context}; "
+                "shorten or remove them, or raise rollout.context"
             )

@@ -8,13 +8,15 @@ token by itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mtpctl.data.messages import without_nulls
 from mtpctl.data.problems import Message
+from mtpctl.data.templates import NotRendered, Shown, for_template
 from mtpctl.data.token_bytes import byte_characters, reader_of
 from mtpctl.errors import EnvironmentMissing, UserError
 
@@ -26,9 +28,13 @@ NONE: Variables = {}
 """No variables."""
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _BYTE_TEMPLATE = """\
-{%- for m in messages %}{{ m.role + ': ' + (m.content or '') + ('<eos>' if m.role == 'assistant' else '\n') }}{% endfor %}
+{%- if tools %}{{ 'functions: ' + (tools | tojson) + '\n' }}{% endif %}
+{%- for m in messages %}
+{{- m.role + ': ' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}{{ 'CALL ' + call.function.name + ' ' + (call.function.arguments | tojson) }}{% endfor %}
+{{- '<eos>' if m.role == 'assistant' else '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-"""Conversations of the byte tokenizer: a line a message, and the end token behind the model's turns."""
+"""Conversations of the byte tokenizer: a line for the tools, a line a message, and the end token behind the model's turns."""
 
 
 class Tokenizer(Protocol):
@@ -74,11 +80,15 @@ class Tokenizer(Protocol):
         """A conversation in the chat template as text; with `opened`, up to the beginning of the assistant's next answer."""
         ...
 
+    def check_shown(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
+        """Raise NotRendered if the chat template leaves out tools, tool calls or messages of a role. `chat` does so itself."""
+        ...
+
 
 class HfTokenizer:
     """A transformers tokenizer behind the `Tokenizer` protocol."""
 
-    def __init__(self, inner: PreTrainedTokenizerBase, name: str) -> None:
+    def __init__(self, inner: PreTrainedTokenizerBase, name: str, *, ignore_tools: bool = False) -> None:
         if inner.eos_token_id is None:
             raise UserError(f"model.tokenizer: {name} names no eos_token; add one to its tokenizer_config.json")
         self.inner = inner
@@ -87,19 +97,32 @@ class HfTokenizer:
         self.eos_id: int = inner.eos_token_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
+        self._ends_that_are_text: list[int] = []
+        self._shown = Shown(name, ignore_tools=ignore_tools)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        ids: list[int] = self.inner.encode(text, add_special_tokens=special)
-        if special and ids[-1:] == [self.eos_id] != self.inner.encode(text, add_special_tokens=False)[-1:]:
-            # Some tokenizers append eos, for training; a model has nothing to continue after it.
-            return ids[:-1]
-        return ids
+        ids: list[int] = self.inner.encode(text, add_special_tokens=False)
+        if not special:
+            return ids
+        whole: list[int] = self.inner.encode(text, add_special_tokens=True)
+        prefix = next((whole[:n] for n in range(len(whole) - len(ids) + 1) if whole[n : n + len(ids)] == ids), None) if ids else None
+        if prefix is not None:
+            # A text that begins with the prefix (bos) has it already. What some tokenizers append (eos) is for training: a model has
+            # nothing to continue after it.
+            return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+        return whole[:-1] if whole[-1:] == [self.eos_id] != ids[-1:] else whole
+
+    def hide(self, ids: Iterable[int]) -> None:
+        """Leave these tokens out of decoded text like special tokens: they end a response, and the tokenizer takes them for text."""
+        self._ends_that_are_text = sorted({*ids} - self.special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         import numpy as np
 
         # As an array: transformers looks at every number of a list, which takes longer than the decoding.
         given = np.asarray(ids, np.int64)
+        if self._ends_that_are_text and not special:
+            given = given[~np.isin(given, self._ends_that_are_text)]
         text = self.inner.decode(given[given < self.vocab_size], skip_special_tokens=not special)
         assert isinstance(text, str)
         return text
@@ -118,12 +141,19 @@ class HfTokenizer:
         return cast("list[int]", found["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", found["offset_mapping"])]
 
     def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
+        self.check_shown(messages, tools, variables)
         return cast("list[int]", self._templated(messages, tools, variables, opened=True, tokenize=True))
 
     def chat_text(
         self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE, *, opened: bool = True
     ) -> str:
         return cast(str, self._templated(messages, tools, variables, opened=opened, tokenize=False))
+
+    def check_shown(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
+        def render(messages: Sequence[Message], tools: Sequence[object]) -> str:
+            return self.chat_text(messages, tools, variables, opened=messages[-1]["role"] != "assistant")
+
+        self._shown.check(render, messages, tools)
 
     def _templated(
         self, messages: Sequence[Message], tools: Sequence[object], variables: Variables, *, opened: bool, tokenize: bool
@@ -135,21 +165,22 @@ class HfTokenizer:
                 f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false and give prompts as plain text, "
                 "or name a tokenizer that has one in model.tokenizer"
             )
-        given, schemas = cast(Any, [dict(message) for message in messages]), cast(Any, list(tools) or None)
+        given, schemas = cast(Any, for_template(messages)), cast(Any, without_nulls(list(tools)) or None)
         try:
             return self.inner.apply_chat_template(
                 given, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **cast(Any, variables)
             )
         except (TemplateError, TypeError, KeyError) as error:
-            roles = " and ".join(dict.fromkeys(str(message["role"]) for message in messages))
-            raise UserError(
-                f"data.chat_template: the template of {self.name} does not take a conversation of {roles} ({_line(error)}); "
-                "leave data.system_prompt out, or set chat_template: false"
+            roles = list(dict.fromkeys(str(message["role"]) for message in messages))
+            fix = "leave data.system_prompt out, or set chat_template: false" if "system" in roles else "change the messages"
+            raise NotRendered(
+                f"data.chat_template: the template of {self.name} does not take a conversation of {' and '.join(roles)} ({_line(error)}); "
+                f"{fix}, or give the tokenizer another chat_template"
             ) from error
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a folder or hub id.
+def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer:
+    """The tokenizer of a folder or hub id. `ignore_tools`: its chat template may leave tools out (`data.ignore_tools`).
 
     Raises UserError for a folder without a tokenizer, EnvironmentMissing where the hub does not answer.
     """
@@ -162,7 +193,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if local:
             raise UserError(f"model.tokenizer: {path} holds no tokenizer that loads ({_line(error)}); name another folder") from error
         raise EnvironmentMissing(f"model.tokenizer: no folder {path}, and the hub gave nothing ({_line(error)})") from error
-    return HfTokenizer(inner, str(path))
+    return HfTokenizer(inner, str(path), ignore_tools=ignore_tools)
 
 
 def load_plain_tokenizer(folder: Path) -> Tokenizer:
@@ -188,11 +219,16 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
-def load_byte_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `make_byte_tokenizer` wrote. It is loaded by its own class: looking for one by the model's takes seconds."""
+def load_byte_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
+    """The tokenizer that `make_byte_tokenizer` wrote."""
+    return load_plain(folder, ignore_tools=ignore_tools)
+
+
+def load_plain(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
+    """The tokenizer of a folder with a tokenizer.json, by the general class. Looking for one by the model's takes seconds."""
     from transformers import PreTrainedTokenizerFast
 
-    return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(str(folder)), str(folder))
+    return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(str(folder)), str(folder), ignore_tools=ignore_tools)
 
 
 def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:

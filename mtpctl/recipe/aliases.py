@@ -55,6 +55,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_speculative_tokens", "speculative_num_steps", "draft_tokens"), ("rollout.speculation.num_tokens",)),
     **dict.fromkeys(("num_engines", "num_rollout_engines", "vllm_num_engines"), ("rollout.replicas",)),
     "stop_token_ids": ("rollout.stop_ids",),
+    "eos_token_id": ("rollout.end_ids",),
+    "eos_token_ids": ("rollout.end_ids",),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity"), ("train.recompute",)),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), ("train.precision",)),
     **dict.fromkeys(("lora_rank", "lora_r"), ("train.lora.rank",)),

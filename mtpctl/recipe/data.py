@@ -79,6 +79,11 @@ class DataConfig(Section):
     checker: Literal["exact", "math"] | None = Field(None, description="The older key for reward.function, which takes more.")
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message; needs chat_template.")
+    ignore_tools: bool = Field(
+        False,
+        description="Accept tools and tool calls that the chat template leaves out; false: they are an error, since the model would "
+        "not see them.",
+    )
     shuffle: bool = Field(True, description="Shuffle prompts by the seed.")
 
 

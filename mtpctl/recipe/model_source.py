@@ -100,6 +100,18 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
     return _fetch(model.path, field) if fetch else None
 
 
+def cached_file(path: str, name: str) -> Path | None:
+    """A file of a model or tokenizer: in the folder `path`, or for a hub id in the hub's cache. None if it is not on this machine."""
+    if Path(path).is_dir():
+        return file if (file := Path(path) / name).is_file() else None
+    if not TOKENIZER_ID.fullmatch(path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, name)
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a model folder holds weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)

@@ -67,7 +67,12 @@ class RolloutBase(Section):
     max_tokens: PositiveInt = Field(1024, description="Response tokens, at most.")
     context: PositiveInt | None = Field(None, description="Prompt and response tokens, at most; default: the model's.")
     stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="Strings that end a response.")
-    stop_ids: list[NonNegativeInt] = Field([], description="Tokens that end a response, beside the tokenizer's end token.")
+    stop_ids: list[NonNegativeInt] = Field([], description="Tokens that end a response, in addition to the model's end tokens.")
+    end_ids: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = Field(
+        None,
+        description="The model's end tokens; default: the EOS token of the tokenizer, eos_token_id of generation_config.json and "
+        "config.json, and the token with which the chat template closes a turn of the assistant.",
+    )
     environment: str = Field(
         "single",
         description="What replies to the model: a class of yours, as FILE.py:NAME or MODULE:NAME; single: nothing; "
@@ -246,6 +251,8 @@ def sglang_fits(rollout: SglangConfig) -> Complaints:
     if rollout.top_p < 1 or rollout.top_k:
         name = "top_p" if rollout.top_p < 1 else "top_k"
         yield f"rollout.{name}: SGLang's log-probs are of the whole distribution, not of what is kept; set rollout.engine: vllm"
+    if rollout.end_ids is not None:
+        yield "rollout.end_ids: SGLang always stops at the end tokens of the model's configs too; leave it out, or set rollout.engine: vllm"
     if rollout.kv_cache_bytes is not None:
         yield "rollout.kv_cache_bytes: SGLang sizes its cache by a share of the card; set rollout.gpu_memory instead"
     if rollout.speculation.auto:
@@ -261,8 +268,9 @@ def sglang_fits(rollout: SglangConfig) -> Complaints:
 
 def lengths_fit(rollout: RolloutBase, shape: ModelShape) -> Complaints:
     """Refuse token ids and positions that the model does not have."""
-    if beyond := [token for token in rollout.stop_ids if token >= shape.vocab]:
-        yield f"rollout.stop_ids: the model's vocabulary has {shape.vocab} tokens, got {beyond[0]}"
+    for name, tokens in (("stop_ids", rollout.stop_ids), ("end_ids", rollout.end_ids or [])):
+        if beyond := [token for token in tokens if token >= shape.vocab]:
+            yield f"rollout.{name}: the model's vocabulary has {shape.vocab} tokens, got {beyond[0]}"
     if rollout.context is not None and rollout.context > shape.max_positions:
         yield f"rollout.context: the model has {shape.max_positions} positions, got {rollout.context}"
     context = min(rollout.context or shape.max_positions, shape.max_positions)

@@ -63,7 +63,7 @@ async def _failures(rollout: RolloutBase, problems: Sequence[Problem]) -> list[s
     async def asked() -> AsyncIterator[GenerationRequest]:
         for problem in problems:
             first = Sample(problem.prompt_id, problem.prompt_id, tokenizer.encode(problem.prompt))
-            yield request_for(rollout, first, context=CONTEXT, eos_id=tokenizer.eos_id, problem=problem)
+            yield request_for(rollout, first, context=CONTEXT, end_ids=[tokenizer.eos_id], problem=problem)
 
     engines = cast(ReplicaPool, StandIn(tokenizer))
     found = {}

@@ -54,11 +54,24 @@ class ChatReplies:
                     "the chat template renders the same messages otherwise after another conversation, "
                     "so they cannot be appended to what the model wrote; reply with text instead"
                 )
+            for number, message in enumerate(messages):
+                if message.get("content") and behind == self._behind_without(messages, number, variables):
+                    raise EnvironmentFailure(
+                        f"the chat template leaves out messages of the role {message['role']!r}; reply in another role, or with text"
+                    )
             if len(self._checked) >= CHECKED:  # Roles and variables may be a client's.
                 self._checked.clear()
             self._checked.add(roles)
         ids = self._text.encode(behind)
         return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
+
+    def _behind_without(self, messages: Sequence[Message], number: int, variables: Variables) -> str | None:
+        """What the template writes without one of the messages; None if it refuses that."""
+        question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
+        try:
+            return self._behind([question, answer, *messages[:number], *messages[number + 1 :]], variables)
+        except EnvironmentFailure:
+            return None
 
     def _behind(self, conversation: Sequence[Message], variables: Variables) -> str:
         try:

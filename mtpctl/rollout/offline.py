@@ -48,7 +48,7 @@ async def answer_all(
     rollout: RolloutBase,
     *,
     context: int,
-    eos_id: int,
+    end_ids: Sequence[int],
     decode: Callable[[Sequence[int]], str],
     reward: Reward,
     seed: int | None = None,
@@ -68,7 +68,7 @@ async def answer_all(
         for prompt, index in missing:
             sample = Sample(prompt.prompt_id, prompt.prompt_id, ids_of(prompt.ids), index=index)
             own = None if seed is None else (seed * 1_000_003 + prompt.number) * 65_537 + index
-            yield request_for(rollout, sample, context=context, eos_id=eos_id, seed=own, problem=prompt.problem)
+            yield request_for(rollout, sample, context=context, end_ids=end_ids, seed=own, problem=prompt.problem)
 
     async def keep(sample: Sample) -> None:
         prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 
 def request_for(
-    rollout: RolloutBase, sample: Sample, *, context: int, eos_id: int, seed: int | None = None, problem: object = None
+    rollout: RolloutBase, sample: Sample, *, context: int, end_ids: Sequence[int], seed: int | None = None, problem: object = None
 ) -> GenerationRequest:
     """The request that generates `sample`, whose prompt and response may have `context` tokens.
 
-    `eos_id` ends a response, as `rollout.stop_ids` do. `seed`: of this response alone. `problem`: what an environment or agent gets.
+    `end_ids`: the run's end tokens (`mtpctl.data.end_tokens`), `rollout.stop_ids` included. `seed`: of this response alone. `problem`:
+    what an environment or agent gets.
     """
     return GenerationRequest(
         sample=sample,
@@ -21,7 +24,7 @@ def request_for(
         top_k=rollout.top_k,
         seed=seed,
         stop=rollout.stop,
-        stop_token_ids=[eos_id, *rollout.stop_ids],
+        stop_token_ids=list(end_ids),
         deadline_s=rollout.deadline_s,
         problem=problem,
     )

@@ -39,7 +39,7 @@ class Letters:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return [ord(c) for c in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
         return "".join(chr(i) for i in ids)
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:

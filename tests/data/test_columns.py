@@ -93,7 +93,7 @@ def test_rows_without_answers_where_the_recipe_says_so(tmp_path: Path) -> None:
     [
         ({"prompt": [ASK, SAY], "answer": "4"}, "`prompt` ends with a message of the assistant, and a prompt ends before it"),
         ({"prompt": [], "answer": "4"}, "`prompt` holds no message"),
-        ({"prompt": [{"from": "human", "value": "a"}], "answer": "4"}, "must be an object with `role` and `content`; it has from, value"),
+        ({"prompt": [{"text": "a"}], "answer": "4"}, "must be an object with `role` and `content`; it has text"),
         ({"prompt": ["a"], "answer": "4"}, "must be an object with `role` and `content`; it is 'a'"),
         ({"prompt": [{"role": "user", "content": ""}], "answer": "4"}, "`content` of message 1 of `prompt` must be text that is not empty"),
         ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "4"}, "message 1 of `prompt` holds half of a character"),

@@ -63,7 +63,7 @@ def answer(engine: Echo, path: Path, n: int, seed: int | None = None) -> Tally:
             file,
             ROLLOUT,
             context=10,
-            eos_id=9,
+            end_ids=[9, 4],
             decode=lambda ids: " ".join(map(str, ids)),
             reward=reward,
             seed=seed,

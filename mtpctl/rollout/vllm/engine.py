@@ -128,7 +128,8 @@ class VllmEngine(Engine):
             max_tokens=room,
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids or None,
-            ignore_eos=self._settings.args["skip_tokenizer_init"],
+            # The request has all end tokens of the run. vLLM's own would be those of the tokenizer that it loads, if it loads one.
+            ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(request.stop),

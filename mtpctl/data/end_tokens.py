@@ -1,0 +1,234 @@
+"""The tokens that end a response: one set for a whole run, each token with its sources.
+
+The set is what the model itself names (the tokenizer's EOS token, and `eos_token_id` of generation_config.json and config.json), what the
+chat template closes an assistant turn with, and `rollout.stop_ids`. `rollout.end_ids` replaces all but `rollout.stop_ids`. Engines get the
+set with each request; whatever reads responses and whatever makes targets for the supervised stage uses the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from mtpctl.data.tokenizers import (
+    HfTokenizer,
+    Tokenizer,
+    has_tokenizer,
+    load_byte_tokenizer,
+    load_plain,
+    load_tokenizer,
+    make_byte_tokenizer,
+)
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import ModelConfig
+from mtpctl.recipe.model_source import cached_file, hf_config
+from mtpctl.recipe.rollout import RolloutBase
+
+TOKENIZER, TEMPLATE, END_IDS, STOP_IDS = "tokenizer", "chat template", "rollout.end_ids", "rollout.stop_ids"
+_MARK = "TheAssistantsWords"
+
+
+class EndToken(NamedTuple):
+    """One end token, its text (empty if there is no tokenizer to decode it), and where it is named."""
+
+    id: int
+    text: str
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.id}{f' {self.text!r}' if self.text else ''} ({', '.join(self.sources)})"
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """The end tokens of a run, the one that ends plain text first.
+
+    `closing`: the token with which the chat template closes an assistant turn; None if it has none, as when the header of the next role
+    ends the turn. `before_user`, `before_tool`: the end tokens that the template writes next after such a turn.
+    """
+
+    tokens: tuple[EndToken, ...]
+    closing: int | None = None
+    before_user: int | None = None
+    before_tool: int | None = None
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(token.id for token in self.tokens)
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether a token of a rendered assistant turn ends the turn."""
+        return token == self.closing or token in self.ids
+
+    def appended(self, *, templated: bool, calls_tool: bool = False) -> int:
+        """The end token that the supervised stage trains after a text that has none."""
+        first = self.ids[0]
+        if not templated:
+            return first
+        following = self.before_tool if calls_tool else self.before_user
+        return next(token for token in (self.closing, following, self.before_user, first) if token is not None and token in self.ids)
+
+    @property
+    def disagreement(self) -> str:
+        """A warning if the chat template closes turns with a token that nothing else names; empty if not."""
+        if self.closing is None:
+            return ""
+        token = next((token for token in self.tokens if token.id == self.closing), None)
+        if token is None:
+            return f"rollout.end_ids leaves out {self.closing}, with which the chat template closes a turn: responses do not end at it"
+        if token.sources != (TEMPLATE,):
+            return ""
+        others = ", ".join(str(each) for each in self.tokens if each is not token)
+        return (
+            f"the chat template closes a turn with {token.id} {token.text!r}, which is not an end token of the model: responses end at it "
+            f"and at {others}; rollout.end_ids replaces the set"
+        )
+
+
+def end_tokens(
+    tokenizer: Tokenizer | None,
+    rollout: RolloutBase | None = None,
+    named: Mapping[int, Sequence[str]] | None = None,
+    *,
+    vocab: int | None = None,
+) -> EndTokens:
+    """The end tokens by the tokenizer, the section `rollout`, and those that the model's configs name (`config_end_ids`).
+
+    Ids beyond a model's `vocab` are left out of what its configs name: the model cannot generate them. With `tokenizer` None, as for a
+    model that is not here yet, the set is incomplete.
+    """
+    sources: dict[int, list[str]] = {}
+    closing, user, tool = (None, None, None) if tokenizer is None else _turn_ends(tokenizer)
+    if rollout is not None and rollout.end_ids is not None:
+        sources = {token: [END_IDS] for token in rollout.end_ids}
+    else:
+        if tokenizer is not None:
+            sources[tokenizer.eos_id] = [TOKENIZER]
+        for token, names in (named or {}).items():
+            if vocab is None or token < vocab:
+                sources.setdefault(token, []).extend(names)
+        if closing is not None:
+            sources.setdefault(closing, []).append(TEMPLATE)
+    for token in rollout.stop_ids if rollout is not None else ():
+        sources.setdefault(token, []).append(STOP_IDS)
+    if tokenizer is not None:
+        inside = [token for token in sources if token < tokenizer.vocab_size]
+        texts = {token: tokenizer.decode([token], special=True) for token in inside}
+        if isinstance(tokenizer, HfTokenizer):
+            # A stop id that only the recipe names may be a word of the answer, which a reward reads.
+            tokenizer.hide(token for token, names in sources.items() if names != [STOP_IDS])
+    else:
+        texts = {}
+    tokens = tuple(EndToken(token, texts.get(token, ""), tuple(names)) for token, names in sources.items())
+    user, tool = (token if token in sources else None for token in (user, tool))
+    return EndTokens(tokens, closing, user, tool)
+
+
+def config_end_ids(model: ModelConfig, config: Mapping[str, object]) -> dict[int, list[str]]:
+    """The end tokens that the model's `generation_config.json` and `config` (its config.json) name, each with the names of the sources.
+
+    Raises UserError for an `eos_token_id` that is not a token id or a list of them, and for a generation_config.json that is not JSON.
+    """
+    found: dict[int, list[str]] = {}
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    for source, fields in (("generation_config.json", _generation_config(model)), ("config.json", config), ("text_config", inner)):
+        for token in _ids(fields.get("eos_token_id"), source):
+            names = found.setdefault(token, [])
+            if source not in names:
+                names.append(source)
+    return found
+
+
+def recipe_end_tokens(model: ModelConfig, rollout: RolloutBase, *, vocab: int | None = None) -> tuple[EndTokens, str]:
+    """The end tokens of a recipe by what is on this machine, and what is missing for the whole set; empty if nothing is.
+
+    Asks no hub and writes nothing. Raises UserError as `config_end_ids` and `load_tokenizer` do.
+    """
+    tokenizer, config = _local_tokenizer(model), hf_config(model, fetch=False)
+    named = config_end_ids(model, config or {})
+    name = model.tokenizer or model.path or "model.config"
+    missing = (
+        "" if tokenizer is not None else f"{name} has no tokenizer" if Path(name).is_dir() else f"the tokenizer of {name} is not here yet"
+    )
+    return end_tokens(tokenizer, rollout, named, vocab=vocab), missing
+
+
+def _local_tokenizer(model: ModelConfig) -> Tokenizer | None:
+    named = model.tokenizer or model.path
+    if named == "bytes":
+        with tempfile.TemporaryDirectory(prefix="mtpctl-bytes-") as made:
+            make_byte_tokenizer(Path(made))
+            return load_byte_tokenizer(Path(made))
+    if named is None:
+        return None
+    file = next((path for name in ("tokenizer.json", "tokenizer_config.json") if (path := cached_file(named, name)) is not None), None)
+    if file is None:
+        return load_tokenizer(named) if Path(named).is_dir() and has_tokenizer(Path(named)) else None
+    if file.name != "tokenizer.json":
+        return load_tokenizer(file.parent)
+    try:
+        return load_plain(file.parent)
+    except Exception:  # the tokenizers library raises nothing more special; the model's own class may load it, or reports why not
+        return load_tokenizer(file.parent)
+
+
+def _generation_config(model: ModelConfig) -> Mapping[str, object]:
+    file = None if model.path is None else cached_file(model.path, "generation_config.json")
+    if file is None:
+        return {}
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {file} cannot be read as JSON ({error}); fix it, or remove it") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"model.path: {file}:1: must hold an object")
+    return fields
+
+
+def _ids(value: object, source: str) -> list[int]:
+    """The token ids of an `eos_token_id`. A negative one stands for none."""
+    ids: list[int] = []
+    for each in value if isinstance(value, list) else [] if value is None else [value]:
+        if isinstance(each, bool) or not isinstance(each, int):
+            raise UserError(f"model: eos_token_id of {source} must be a token id or a list of them, got {value!r:.60}; fix the file")
+        if each >= 0:
+            ids.append(each)
+    return ids
+
+
+def _turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None]:
+    """The token with which the chat template closes an assistant turn, and what it writes next after one that it does not close.
+
+    The latter are before a message of the user and before one of a tool. None if there is no such token.
+    """
+    question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}
+
+    def next_token(*following: dict[str, str]) -> int | None:
+        try:
+            _, _, behind = tokenizer.chat_text([question, answer, *following], opened=False).partition(_MARK)
+        except UserError:  # no template, or one that refuses these roles
+            return None
+        ids = tokenizer.encode(behind)
+        token = next((token for token in ids if not is_blank(tokenizer, token)), None)
+        return token if token is not None and token in tokenizer.special_ids | _added(tokenizer) else None
+
+    closing = next_token()
+    if closing is not None:
+        return closing, None, None
+    return None, next_token({"role": "user", "content": "2"}), next_token({"role": "tool", "content": "2"})
+
+
+def _added(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of all added tokens: some tokenizers do not mark the end of a turn as special."""
+    return frozenset(tokenizer.inner.added_tokens_decoder) if isinstance(tokenizer, HfTokenizer) else frozenset()
+
+
+def is_blank(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token is white space, as what a template writes between turns."""
+    return token not in tokenizer.special_ids and not tokenizer.decode([token], special=True).strip()

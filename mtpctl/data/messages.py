@@ -1,0 +1,177 @@
+"""Chat messages of a row: OpenAI's and ShareGPT's forms become the one that chat templates read, or are refused by line.
+
+A null stands for a field that is absent: Parquet and Arrow fill the fields that a struct lacks with nulls, at every depth. Inside the
+arguments of a tool call a null is a value, and is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from mtpctl.data.problems import Message
+from mtpctl.errors import UserError
+
+SENDERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""The role of each sender (`from`) of a ShareGPT row."""
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+_VISUAL = ("image", "video")
+
+
+def conversation(messages: Sequence[object], column: str, where: str) -> tuple[Message, ...]:
+    """Chat messages as templates take them: `role`, `content` as one text, `tool_calls`, and the message's other fields.
+
+    The arguments of a tool call stay as they are, an object or its JSON text. Raises UserError, with the row and the number of the message,
+    for a message without a role, content that is not text, and tool calls that are not calls.
+    """
+    if not messages:
+        raise UserError(f"{where}: `{column}` holds no message; mend or remove the row")
+    return tuple(_message(message, f"message {number} of `{column}`", where) for number, message in enumerate(messages, start=1))
+
+
+def in_rows(prompt: object) -> object:
+    """The messages of a prompt column. The library `datasets` reads a sequence of structs as one struct of lists."""
+    if isinstance(prompt, dict) and prompt and {"role", "from"} & prompt.keys() and all(isinstance(each, list) for each in prompt.values()):
+        return [dict(zip(prompt, values, strict=True)) for values in zip(*prompt.values(), strict=False)]
+    return prompt
+
+
+def without_nulls(value: object) -> object:
+    """The value without fields that are null, at every depth. A null in a list is kept: in a schema's `enum` it is a value."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def visual_types(prompt: object) -> list[str]:
+    """The types of the parts of a prompt, as messages or parts of messages, that are an image or a video."""
+    if isinstance(prompt, list):
+        return list(dict.fromkeys(kind for part in prompt for kind in visual_types(part)))
+    if not isinstance(prompt, dict):
+        return []
+    own = str(prompt.get("type"))
+    return [own] if any(kind in own for kind in _VISUAL) else [*visual_types(prompt.get("content")), *visual_types(prompt.get("value"))]
+
+
+def text_of_parts(parts: Sequence[object]) -> str:
+    """The text of a message whose content is a list of parts. Raises ValueError, which names the types, for parts that are not text."""
+    texts, others = [], []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") in ("text", None) and isinstance(part.get("text"), str):
+            texts.append(str(part["text"]))
+        elif part is not None:
+            others.append(str(part.get("type") or "none") if isinstance(part, Mapping) else type(part).__name__)
+    if others:
+        raise ValueError(f"parts of the type {', '.join(dict.fromkeys(others))}")
+    return "".join(texts)
+
+
+def _message(message: object, what: str, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise UserError(f"{where}: {what} must be an object with `role` and `content`; it is {message!r:.40}")
+    calls = message.get("tool_calls")
+    kept = {key: without_nulls(value) for key, value in message.items() if value is not None and key != "tool_calls"}
+    if "role" not in kept and isinstance(kept.get("from"), str):
+        kept, calls = _from_sharegpt(kept, calls, what, where)
+    if not isinstance(kept.get("role"), str):
+        has = ", ".join(map(str, message))
+        raise UserError(f"{where}: {what} must be an object with `role` and `content`; it has {has}")
+    if calls is None and isinstance(call := message.get("function_call"), dict):  # OpenAI's form before `tool_calls`
+        kept.pop("function_call")
+        calls = [{"type": "function", "function": call}]
+    if named := _calls(calls, what, where):
+        kept["tool_calls"] = named
+    content = kept.get("content", "")
+    if isinstance(content, list):
+        try:
+            content = text_of_parts(content)
+        except ValueError as error:
+            raise UserError(
+                f"{where}: {what} has {error}, and models are trained on text alone; keep parts of the type text, or remove the row"
+            ) from error
+    if not isinstance(content, str) or (not content and not named and kept["role"] == "user"):
+        kind = "" if isinstance(content, str) else ", got an object" if isinstance(content, dict) else f", got {content!r:.40}"
+        raise UserError(f"{where}: `content` of {what} must be text that is not empty{kind}; mend or remove the row")
+    complete = {**kept, "content": content}
+    if _HALF_CHARACTER.search(json.dumps(complete, ensure_ascii=False, default=str)) or any(map(_has_half_character, named)):
+        raise UserError(f"{where}: {what} holds half of a character (a lone surrogate); mend or remove the row")
+    return complete
+
+
+def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: str) -> tuple[dict[str, object], object]:
+    """A message of a ShareGPT row, `{from, value}`, as `{role, content}`, and its tool calls."""
+    sender = str(message["from"]).strip().lower()
+    if sender not in SENDERS:
+        raise UserError(
+            f"{where}: {what} is from {message['from']!r}; a sender is one of {', '.join(SENDERS)}: rename it, or remove the row"
+        )
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    value = message.get("value", "")
+    if sender != "function_call":
+        return {"role": SENDERS[sender], "content": value, **others}, calls
+    parsed = _json(value) if isinstance(value, str) else value
+    if not parsed or not isinstance(parsed, dict | list):
+        raise UserError(f"{where}: {what} must be a call, the JSON text of {{name, arguments}}, got {value!r:.40}; mend or remove the row")
+    named = parsed if isinstance(parsed, list) else [parsed]
+    return {"role": "assistant", **others}, [{"type": "function", "function": call} for call in named]
+
+
+def _calls(calls: object, what: str, where: str) -> list[dict[str, object]]:
+    """The tool calls of a message, each `{type, function: {name, arguments}}` with what else it has."""
+    calls = _json(calls) if isinstance(calls, str) else calls
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise UserError(f"{where}: `tool_calls` of {what} must be a list of calls; mend or remove the row")
+    return [_call(call, what, where) for call in calls if call is not None]
+
+
+def _call(call: object, what: str, where: str) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, dict) else None
+    nested = isinstance(call, dict) and isinstance(function, dict)
+    inner = function if nested else call
+    if not isinstance(call, dict) or not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise UserError(f"{where}: a tool call of {what} must be an object with `function: {{name, arguments}}`; mend or remove the row")
+    arguments = inner.get("arguments")
+    arguments = {} if arguments is None or arguments == "" else arguments
+    if not isinstance(_json(arguments) if isinstance(arguments, str) else arguments, dict):
+        raise UserError(
+            f"{where}: the arguments of the call of {inner['name']!r} in {what} must be an object, or the JSON text of one; "
+            "mend or remove the row"
+        )
+    named = {key: without_nulls(value) for key, value in inner.items() if value is not None and key not in ("arguments", "id", "type")}
+    outer = {key: without_nulls(value) for key, value in call.items() if value is not None and (nested or key in ("id", "type"))}
+    return {"type": "function", **outer, "function": {**named, "arguments": arguments}}
+
+
+def _json(text: object) -> object:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _has_half_character(call: Mapping[str, object]) -> bool:
+    """Whether the arguments of a call, escapes of JSON read, hold a lone surrogate."""
+    function = call["function"]
+    assert isinstance(function, Mapping)
+    arguments = function["arguments"]
+    value = _json(arguments) if isinstance(arguments, str) else arguments
+    return bool(_HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False, default=str)))
