@@ -108,7 +108,9 @@ def end_tokens(
         sources = {token: [END_IDS] for token in rollout.end_ids}
     else:
         if tokenizer is not None:
-            sources[tokenizer.eos_id] = [TOKENIZER]
+            # A tokenizer without an EOS token has that of the model's configs.
+            own = not isinstance(tokenizer, HfTokenizer) or tokenizer.inner.eos_token_id is not None
+            sources[tokenizer.eos_id] = [TOKENIZER] if own else []
         for token, names in (named or {}).items():
             if vocab is None or token < vocab:
                 sources.setdefault(token, []).extend(names)

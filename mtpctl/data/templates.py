@@ -134,6 +134,6 @@ class Shown:
             fewer = [*messages[:called], bare, *messages[called + 1 :]]
             yield ("tool calls",), fewer, tools, f"{another}, remove such rows, or set data.ignore_tools: true"
         for number, role in enumerate(roles):
-            if role not in ("user", "assistant") and str(messages[number].get("content") or "").strip():
+            if role not in ("user", "assistant") and len(messages) > 1 and str(messages[number].get("content") or "").strip():
                 kind = (f"messages of the role {role!r}",)
                 yield kind, [*messages[:number], *messages[number + 1 :]], tools, f"{another}, or remove such messages"

@@ -19,6 +19,7 @@ from mtpctl.data.problems import Message
 from mtpctl.data.templates import NotRendered, Shown, for_template
 from mtpctl.data.token_bytes import byte_characters, reader_of
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.recipe.model_source import cached_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,12 +90,13 @@ class HfTokenizer:
     """A transformers tokenizer behind the `Tokenizer` protocol."""
 
     def __init__(self, inner: PreTrainedTokenizerBase, name: str, *, ignore_tools: bool = False) -> None:
-        if inner.eos_token_id is None:
+        eos_id = _configured_eos(name) if inner.eos_token_id is None else inner.eos_token_id
+        if eos_id is None:
             raise UserError(f"model.tokenizer: {name} names no eos_token; add one to its tokenizer_config.json")
         self.inner = inner
         self.name = name
         self.chat_template: str = inner.chat_template if isinstance(inner.chat_template, str) else ""
-        self.eos_id: int = inner.eos_token_id
+        self.eos_id: int = eos_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
         self._ends_that_are_text: list[int] = []
@@ -264,6 +266,21 @@ def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
     inner.save(str(dest / "tokenizer.json"))
     (dest / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (dest / "special_tokens_map.json").write_text(json.dumps(specials, indent=2) + "\n")
+
+
+def _configured_eos(path: str) -> int | None:
+    """The first end token that the model's configs name, which are beside its tokenizer. None without one."""
+    for name in ("generation_config.json", "config.json"):
+        file = cached_file(path, name)
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        except (OSError, ValueError):  # reported where the model is read
+            continue
+        named = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        first = named[0] if isinstance(named, list) and named else named
+        if isinstance(first, int) and not isinstance(first, bool) and first >= 0:
+            return first
+    return None
 
 
 def _added_specials(inner: PreTrainedTokenizerBase) -> list[int]:

@@ -12,7 +12,7 @@ from mtpctl.data.conversations import encode_conversation
 from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens, recipe_end_tokens
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_sft
-from mtpctl.data.tokenizers import HfTokenizer
+from mtpctl.data.tokenizers import HfTokenizer, load_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.model import ModelConfig
@@ -105,6 +105,18 @@ def test_a_recipes_set_is_known_without_a_network(tmp_path: Path, tokenizers: di
     assert [token.text for token in ends.tokens] == ["<|endoftext|>", "<|user|>"] and missing == ""
     ends, missing = recipe_end_tokens(ModelConfig(path="someone/not-here"), VllmConfig(stop_ids=[3]))
     assert ends.ids == (3,) and missing == "the tokenizer of someone/not-here is not here yet"
+
+
+def test_a_tokenizer_without_an_eos_token_takes_that_of_the_models_configs(tmp_path: Path) -> None:
+    glm = tokenizer_of(BY_NAME["glm"])
+    (user,) = tokens_of(glm, "<|user|>")
+    glm.inner.eos_token = None
+    glm.inner.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="names no eos_token"):
+        load_tokenizer(tmp_path)
+    ends, _ = recipe_end_tokens(write_model(tmp_path, {}, {"eos_token_id": [user]}), VllmConfig())
+    assert [(token.text, token.sources) for token in ends.tokens] == [("<|user|>", ("generation_config.json",))]
+    assert load_tokenizer(tmp_path).eos_id == user
 
 
 CLOSED = {

@@ -238,4 +238,4 @@ def tokenizer_of(family: Family) -> HfTokenizer:
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in _PLAIN])
     inner = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=family.specials[0], clean_up_tokenization_spaces=False)
     inner.chat_template = family.template
-    return HfTokenizer(inner, family.name)
+    return HfTokenizer(inner, family.name, ignore_tools=True)  # not all of these templates show tools

@@ -141,6 +141,14 @@ def test_a_stop_token_stops(pool: ReplicaPool, run: Loop) -> None:
     assert stopped.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
 
 
+def test_a_response_ends_at_the_first_of_several_end_tokens(pool: ReplicaPool, run: Loop) -> None:
+    whole = run(collect(pool, requests(1)))["p0"]
+    later, earlier = whole.response_ids[9], whole.response_ids[4]
+    stopped = run(collect(pool, requests(1, stop_token_ids=[later, earlier])))["p0"]
+    length = min(list(whole.response_ids).index(later), list(whole.response_ids).index(earlier)) + 1
+    assert (stopped.finish_reason, stopped.response_ids) == ("stop", whole.response_ids[:length])
+
+
 def test_a_deadline_ends_one_response_and_no_other(kind: Kind, pool: ReplicaPool, run: Loop) -> None:
     async def drive() -> dict[str, Sample]:
         task = asyncio.ensure_future(collect(pool, [*requests(1, 2 * kind.long, deadline_s=0.03), *requests(4)[1:]]))

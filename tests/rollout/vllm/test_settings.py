@@ -7,7 +7,9 @@ from typing import Literal
 import pytest
 
 from mtpctl.recipe.rollout import VllmConfig
+from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.samples import GenerationRequest, Sample
 
 
 def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str]:
@@ -38,3 +40,10 @@ def test_ranks_of_an_engine_are_processes_of_its_own_host() -> None:
     """vLLM would take Ray where the engine's actor sits in a placement group, and with it other hosts."""
     of = [engine_settings(VllmConfig(tp=tp), model="m", precision="fp32", device="cuda").args for tp in (1, 2)]
     assert [args.get("distributed_executor_backend") for args in of] == [None, "mp"]
+
+
+def test_a_request_ends_at_its_own_end_tokens_whatever_the_engines_tokenizer_names() -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._settings = engine_settings(VllmConfig(stop=["#"]), model="m", precision="fp32", device="cpu", tokenizer="t")
+    params = engine._sampling(GenerationRequest(Sample("p", "g", [1]), 8, stop=["#"], stop_token_ids=[5, 6]), 8)
+    assert (params.ignore_eos, params.stop_token_ids, params.stop) == (True, [5, 6], ["#"])
