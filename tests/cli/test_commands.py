@@ -115,6 +115,19 @@ def test_a_dry_run_tells_every_actor_and_starts_nothing(mtpctl: Any, arguments: 
     assert not run_dir.exists()
 
 
+def test_end_tokens_are_listed_with_their_sources(mtpctl: Any) -> None:
+    sets = ["--set", "model.config.eos_token_id=[258, 35]", "--set", "rollout.stop_ids=[42]"]
+    tokens = ["258 '<eos>' (tokenizer, config.json, chat template)", "35 '#' (config.json)", "42 '*' (rollout.stop_ids)"]
+    assert mtpctl("recipe", "show", "tiny_mtp", *sets).out.splitlines()[-3:] == [f"# end token {token}" for token in tokens]
+    text = mtpctl("train", "tiny_mtp", "--dry-run", *sets).out
+    assert f"end tokens {tokens[0]}" in text and all(f"           {token}" in text for token in tokens[1:])
+    listed = json.loads(mtpctl("train", "tiny_mtp", "--dry-run", "--json", *sets).out)["end_tokens"]
+    assert [(token["id"], token["sources"]) for token in listed][1:] == [
+        (35, ["config.json"]),
+        (42, ["rollout.stop_ids"]),
+    ]
+
+
 def test_a_dry_run_tells_how_many_engines_may_join(mtpctl: Any) -> None:
     command = ("train", "tiny_mtp", "--dry-run", "--set", "rollout.replicas={min: 1, max: 3}", "--set")
     assert "1 are planned, and up to 3 join; now there is room for 3" in mtpctl(*command, "cluster.num_cpus=4").out

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mtpctl.controller.evaluate import request_of
 from mtpctl.controller.prepare import model_of, prepare, store_in
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
@@ -114,3 +115,20 @@ def test_a_cache_that_holds_less_than_one_sample_is_rejected_before_anything_sta
     small = recipe("rollout.kv_cache_bytes=4096")
     with pytest.raises(UserError, match=r"rollout\.kv_cache_bytes: 4096 bytes hold \d+ tokens .*, less than one sample of 64"):
         prepare(small, tmp_path / "run")
+
+
+def test_requests_have_the_end_tokens_of_the_models_configs(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 35]}))
+    named = recipe("model.config=null", f"model.path={folder}", "model.init=weights", "model.tokenizer=bytes", "rollout.stop_ids=[42]")
+    prepared = prepare(named, tmp_path / "run")
+    request = request_of(named, prepared, prepared.problems.train[0], group_id="g", index=0, seed=None)
+    assert request.stop_token_ids == [258, 35, 42]
+    assert list(prepared.cautions) == []
+
+
+def test_an_end_token_that_the_recipe_leaves_out_is_a_caution(tmp_path: Path) -> None:
+    prepared = prepare(recipe("rollout.end_ids=[35]"), tmp_path / "run")
+    assert list(prepared.end_ids) == [35]
+    assert list(prepared.cautions) == [
+        "rollout.end_ids leaves out 258, with which the chat template closes a turn: responses do not end at it"
+    ]
