@@ -65,6 +65,6 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     if named == "bytes":
         with tempfile.TemporaryDirectory() as made:
             make_byte_tokenizer(Path(made))
-            return load_byte_tokenizer(Path(made))
+            return load_byte_tokenizer(Path(made), ignore_tools=recipe.data.ignore_tools)
     folder = Path(named or recipe.model.path or "")
-    return load_plain_tokenizer(folder) if folder.is_dir() else None
+    return load_plain_tokenizer(folder, ignore_tools=recipe.data.ignore_tools) if folder.is_dir() else None

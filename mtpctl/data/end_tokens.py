@@ -20,8 +20,7 @@ from mtpctl.data.tokenizers import (
     Tokenizer,
     has_tokenizer,
     load_byte_tokenizer,
-    load_plain,
-    load_tokenizer,
+    load_plain_tokenizer,
     make_byte_tokenizer,
 )
 from mtpctl.errors import UserError
@@ -169,15 +168,10 @@ def _local_tokenizer(model: ModelConfig) -> Tokenizer | None:
             return load_byte_tokenizer(Path(made))
     if named is None:
         return None
-    file = next((path for name in ("tokenizer.json", "tokenizer_config.json") if (path := cached_file(named, name)) is not None), None)
-    if file is None:
-        return load_tokenizer(named) if Path(named).is_dir() and has_tokenizer(Path(named)) else None
-    if file.name != "tokenizer.json":
-        return load_tokenizer(file.parent)
-    try:
-        return load_plain(file.parent)
-    except Exception:  # the tokenizers library raises nothing more special; the model's own class may load it, or reports why not
-        return load_tokenizer(file.parent)
+    if Path(named).is_dir():
+        return load_plain_tokenizer(Path(named)) if has_tokenizer(Path(named)) else None
+    file = cached_file(named, "tokenizer.json") or cached_file(named, "tokenizer_config.json")
+    return None if file is None else load_plain_tokenizer(file.parent)
 
 
 def _generation_config(model: ModelConfig) -> Mapping[str, object]:
