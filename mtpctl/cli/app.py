@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mtpctl.cli import init_process
 from mtpctl.cli.answers import answer
 from mtpctl.errors import MtpctlError
 from mtpctl.signals import exit_code, raising_on_stop
@@ -130,7 +129,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     Ctrl-C), 1 for a bug, with its traceback.
     """
     if os.getpid() == 1:
-        init_process.fork_command()
+        from mtpctl.cli.init_process import fork_command
+
+        fork_command()
     arguments = sys.argv[1:] if arguments is None else arguments
     asked = [option for option in ANYWHERE if option in arguments]
     arguments = [*asked, *(argument for argument in arguments if argument not in ANYWHERE)]

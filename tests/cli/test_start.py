@@ -12,6 +12,10 @@ from mtpctl.cli.app import COMMANDS, main
 
 PARSER = {"annotated_doc", "shellingham", "typer"}
 RECIPE = PARSER | {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml"}
+HUB = RECIPE | {"filelock", "httpx2", "huggingface_hub", "idna", "tqdm"}
+TOKENIZER = HUB | {"PIL", "anyio", "h11", "httpcore2", "jinja2", "markupsafe", "numpy", "packaging", "regex", "sniffio", "tokenizers"}
+TOKENIZER |= {"transformers", "truststore"}
+"""A dry run loads the tokenizer and renders a row with its template, without torch, Ray or vLLM."""
 PROGRAM = """
 import sys
 from mtpctl.cli.app import main
@@ -43,8 +47,8 @@ def started(arguments: list[str]) -> tuple[set[str], set[str]]:
     [
         (["--help"], PARSER, 0.5),
         (["recipe", "validate", "tiny_mtp"], RECIPE, 1.0),
-        (["train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"], RECIPE, 2.0),
-        (["train", "mimo7b_mtp", "--dry-run"], RECIPE, 2.0),
+        (["train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"], TOKENIZER, 3.0),
+        (["train", "mimo7b_mtp", "--dry-run"], HUB, 2.0),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )
@@ -60,7 +64,7 @@ def test_only_what_is_needed_is_imported_and_it_is_quick(arguments: list[str], n
 
 
 def test_the_list_of_commands_imports_no_command() -> None:
-    assert started(["--help"])[1] == {"mtpctl.cli", "mtpctl.cli.answers", "mtpctl.cli.app", "mtpctl.errors"}
+    assert started(["--help"])[1] == {"mtpctl.cli", "mtpctl.cli.answers", "mtpctl.cli.app", "mtpctl.errors", "mtpctl.signals"}
 
 
 def test_a_command_imports_no_other() -> None:
