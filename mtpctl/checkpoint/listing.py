@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from mtpctl.checkpoint.pointer import flush
 
 LISTING = "files.json"
-_FORMAT = 2
+_FORMAT = 3
+"""Formats 1 and 2 have no checksum of the listing itself: there a flipped digit of `number` changes the order of checkpoints."""
 _XXH3, _CRC = "xxh3", "crc32"
 _CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
 _CHUNK = 4 << 20
@@ -95,17 +96,26 @@ class Listing:
         return sum(entry.size for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
+        record: dict[str, object] = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**record, "checksum": _checksum_of(record)}).encode()
 
     @classmethod
     def of(cls, contents: bytes) -> Listing:
         """Raises Damaged for anything but a listing."""
         try:
             record = json.loads(contents)
+            checksum = record.pop("checksum", None)
+            if (checksum is not None or record["format"] >= _FORMAT) and checksum != _checksum_of(record):
+                raise ValueError("another checksum")
             files = {_inside(name): _entry(entry) for name, entry in record["files"].items()}
             return cls(int(record["number"]), files)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged(LISTING, "is truncated or overwritten") from error
+
+
+def _checksum_of(record: dict[str, object]) -> str:
+    """The checksum of a listing, over all of it but the checksum."""
+    return entry_of_text(json.dumps(record)).checksum
 
 
 def _inside(name: str) -> str:

@@ -101,6 +101,8 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         with Telemetry(directory, recipe.telemetry, plain, totals=totals, early=early, resumed=before) as telemetry:
             if changed_keys:
                 telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")
+            if telemetry.damage:
+                telemetry.event("metrics", telemetry.damage)
             if fetched:
                 telemetry.event("copy", fetched)
             for line in start.lines:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, read_listing, write_listing
 from mtpctl.controller.decoding import Decoder
 from mtpctl.controller.rehearsal import try_code
 from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens
@@ -95,6 +96,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     # Finds tensors with wrong names, sizes or scales here, before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = tokenizer_of(recipe, model, run_dir)
+    for folder in (run_dir / "model", run_dir / "tokenizer"):
+        if folder.is_dir() and not (folder / LISTING).exists():
+            write_listing(folder, 0, {})
     check_fits_model(tokenizer, model.shape.vocab)
     ends = ends_of(recipe, model, tokenizer)
     context = recipe.rollout.context or model.shape.max_positions
@@ -164,6 +168,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     if recipe.model.drawn:
         folder = run_dir.absolute() / "model"
         if folder.exists():
+            _verify_created(folder)
             return HfFolder.open(folder)
         fields = hf_config(config)
         assert fields is not None, "the hub was asked"
@@ -172,12 +177,21 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     return HfFolder.open(local_folder(config.path, "model.path"))
 
 
+def _verify_created(folder: Path) -> None:
+    """Compare a folder that the run has created with its list of checksums. Raises UserError if it is damaged."""
+    try:
+        if (listing := read_listing(folder)) is not None:
+            check_listing(folder, listing, contents=True)
+    except Damaged as damage:
+        raise UserError(f"{folder}/{damage}; restore the file, or remove {folder}: the run creates it again") from damage
+
+
 def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
     """Raise UserError where the run began with random weights of another model or seed than the recipe's."""
     folder = run.path / "model"
-    if not recipe.model.drawn or not folder.is_dir() or not run.recipe.exists():
+    if not recipe.model.drawn or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return
-    earlier = _drawn_from(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
+    earlier = _drawn_from(tree)
     asked = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
     for key in [*asked, *earlier]:
         if (before := earlier.get(key)) != (now := asked.get(key)):
@@ -190,7 +204,7 @@ def _drawn_from(tree: Mapping[str, object]) -> dict[Keys, object]:
     """The values of a resolved recipe that its random weights depend on, by key."""
     values = flatten(tree)
     found = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}
-    path = values["model", "path"]
+    path = values.get(("model", "path"))
     return {**found, ("model", "path"): path_in_full(None if path is None else str(path))}
 
 
@@ -199,9 +213,8 @@ def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
 
     A release with another default changes them although the user's recipe is the same.
     """
-    if not run.recipe.exists():
+    if (tree := run.read_recipe()) is None:
         return ""
-    tree = yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value
     before = flatten(tree).get(("train", "rl", "old_logprobs"))
     if before == "auto":
         try:
@@ -218,9 +231,9 @@ def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
 
     Of files the name counts, since a run may have been moved together with them.
     """
-    if not run.recipe.exists():
+    if (tree := run.read_recipe()) is None:
         return []
-    before = flatten(yaml12.parse(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).value)
+    before = flatten(tree)
     now = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
     environment = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
     asked = [key for key in now if key[0] in ("data", "reward") or key[:2] in environment]
@@ -272,6 +285,8 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
         return load_tokenizer(path, ignore_tools=recipe.data.ignore_tools)
     # In the folder of a model that was created for this run, so that it can be served as it is; else in the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
+    if folder != model.path and folder.exists():
+        _verify_created(folder)
     if not (folder / "tokenizer.json").exists():
         make_byte_tokenizer(folder)
     return load_byte_tokenizer(folder, ignore_tools=recipe.data.ignore_tools)

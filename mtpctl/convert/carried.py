@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.folder_weights import INDEXES
 from mtpctl.convert.hf_folder import HfConfig
 from mtpctl.families.reading import MTP_COUNTS, stated_positions
@@ -22,7 +23,7 @@ def carried_files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
-        if path.is_file() and not hidden and path.suffix not in WEIGHTS and name.name not in (*INDEXES, "config.json"):
+        if path.is_file() and not hidden and path.suffix not in WEIGHTS and name.name not in (*INDEXES, LISTING, "config.json"):
             yield name
 
 

@@ -63,7 +63,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     origins: Origins = {}
     sources = [_locate(recipe, RECIPES, "recipe"), *(_locate(overlay, RECIPES / "overlays", "overlay") for overlay in overlays)]
     for source in sources:
-        document = yaml12.parse(_read(source), str(source))
+        document = yaml12.parse(read_text(source), str(source))
         value: object = {} if document.value is None else document.value
         if not isinstance(value, dict):
             raise UserError(f"{source}:1: a recipe is a mapping of keys to values")
@@ -132,7 +132,8 @@ def _locate(name: str | Path, folder: Path, what: str) -> Path:
     raise UserError(f"there is no {what} {str(name)!r}; {hint}")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file. Raises UserError if it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ from typing import Any
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.telemetry.patient_file import open_patiently
 
+DAMAGED = ".damaged"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -23,10 +24,15 @@ RawRow = dict[str, Any]
 
 
 class MetricsFile:
-    """Appends rows. First removes an incomplete last line, which a killed process may have left."""
+    """Appends rows. First removes an incomplete last line, which a killed process may have left.
+
+    `damaged` are the numbers of complete lines that are no rows. They are moved to a file `metrics.jsonl.damaged`, so that damage to a
+    record does not keep a run from resuming.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damaged = _set_damaged_lines_aside(path) if path.exists() else []
         earlier = read_rows(path) if path.exists() else []
         self.session = 1 + max((row["session"] for row in earlier), default=0)
         if path.exists():
@@ -66,27 +72,47 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
+def _set_damaged_lines_aside(path: Path) -> list[int]:
+    lines = _lines(path)
+    damaged = [number for number, line in enumerate(lines[:-1], start=1) if _row_of(line) is None]
+    if damaged:
+        with path.with_name(f"{path.name}{DAMAGED}").open("ab") as file:
+            file.writelines(lines[number - 1] + b"\n" for number in damaged)
+        aside = path.with_name(f"{path.name}.partial")
+        aside.write_bytes(b"\n".join(line for number, line in enumerate(lines, start=1) if number not in damaged))
+        aside.replace(path)
+    return damaged
+
+
 def read_rows(path: Path) -> list[RawRow]:
     """All rows. A last line without a newline was not written completely, and is left out.
 
     Raises UserError, with the line's number, for any other line that is no row, and for a file that cannot be read.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     rows: list[RawRow] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not _is_row(row):
+    for number, line in enumerate(_lines(path)[:-1], start=1):
+        if (row := _row_of(line)) is None:
             raise UserError(f"{path}:{number}: not a metrics row; remove the line")
         rows.append(
             {key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "message" else value for key, value in row.items()}
         )
     return rows
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _row_of(line: bytes) -> RawRow | None:
+    """The row of a line, None if it is no row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if _is_row(row) else None
 
 
 def _is_row(row: object) -> bool:

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
 from mtpctl.errors import UserError
-from mtpctl.recipe.loading import flatten
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.loading import flatten, read_text
 from mtpctl.telemetry.versions import collect_versions
 
 RECIPE = "recipe.resolved.yaml"
@@ -107,6 +108,19 @@ class RunDirectory:
         _lock(lock, self.path)
         self._lock = lock
 
+    def read_recipe(self) -> dict[str, Any] | None:
+        """The recipe of the latest start, as a tree. None if the run has none. Raises UserError if the file is damaged."""
+        if not self.recipe.exists():
+            return None
+        way = "restore the file, or remove it and start the run with its recipe"
+        try:
+            tree = yaml12.parse(read_text(self.recipe), str(self.recipe)).value
+        except UserError as error:
+            raise UserError(f"{error}; {way}") from error
+        if not isinstance(tree, dict):
+            raise UserError(f"{self.recipe}: is empty or no recipe; {way}")
+        return tree
+
     def record(self, recipe_text: str) -> list[str]:
         """Write the recipe and the installed versions of this start. An earlier recipe that differs is moved to `logs/`.
 
@@ -116,7 +130,7 @@ class RunDirectory:
         """
         changes: list[str] = []
         with _writing(self.path):
-            if self.recipe.exists() and (earlier := self.recipe.read_text()) != recipe_text:
+            if self.recipe.exists() and (earlier := self.recipe.read_text(errors="replace")) != recipe_text:
                 changes = _changes(earlier, recipe_text)
                 write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE)
             write_whole(self.recipe, recipe_text, mode=PRIVATE)

@@ -14,12 +14,11 @@ from typing import TextIO
 from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.recipe import yaml12
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.clock import steady_clock
 from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.live import LiveStatus
-from mtpctl.telemetry.metrics_file import MetricsFile
+from mtpctl.telemetry.metrics_file import DAMAGED, MetricsFile
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.patient_file import open_patiently
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -101,8 +100,7 @@ class Telemetry:
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
         tables: list[Tables] = []
-        recipe = yaml12.parse(run_dir.recipe.read_text(encoding="utf-8"), str(run_dir.recipe)).value
-        settings: dict[str, object] = recipe if isinstance(recipe, dict) else {}
+        settings: dict[str, object] = run_dir.read_recipe() or {}
         history = load_history(run_dir.path)
         self.live = LiveStatus(run_dir.path, totals or {}, History(resumed.kept(history), history.events))
         check_packages(config)
@@ -210,6 +208,14 @@ class Telemetry:
     def _unless(failed: bool) -> contextlib.AbstractContextManager[None]:
         """Let a run that has `failed` end by its own error, should the disk be too full to tell of anything else."""
         return contextlib.suppress(RuntimeFailure) if failed else contextlib.nullcontext()
+
+    @property
+    def damage(self) -> str:
+        """The lines of `metrics.jsonl` that were damaged at this start, in a line; empty if none was."""
+        if not (numbers := self._file.damaged):
+            return ""
+        which = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
+        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({which}); they are kept in {self._file.path.name}{DAMAGED}"
 
     def __enter__(self) -> Telemetry:
         return self

@@ -14,7 +14,7 @@ from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, newest,
 from mtpctl.checkpoint.listing import LISTING, Damaged
 from mtpctl.checkpoint.pointer import point_to
 from mtpctl.errors import UserError
-from tests.checkpoint.folders import SHARD, flip, write_checkpoint
+from tests.checkpoint.folders import SHARD, flip, without_checksum, write_checkpoint
 
 LINE = '{"number": 1}\n'
 
@@ -108,6 +108,24 @@ def test_damaged_newest_checkpoint_is_told_kept_and_the_one_before_is_taken(run:
     assert damaged_in(root) == [kept] and {file.name: file.read_bytes() for file in kept.iterdir()} == before
     assert names(root) == ["rl-000002"] and (root / "latest").read_text() == "rl-000002"
     assert settle(root) == Choice(root / "rl-000002"), "it is told once"
+
+
+def test_every_flipped_bit_of_a_listing_is_damage(run: Path) -> None:
+    listing = run / "checkpoints" / "rl-000004" / LISTING
+    saved = listing.read_bytes()
+    for at in range(len(saved)):
+        for bit in range(8):
+            listing.write_bytes(saved[:at] + bytes([saved[at] ^ 1 << bit]) + saved[at + 1 :])
+            with pytest.raises(Damaged):
+                check(listing.parent, contents=True, of_run=True)
+
+
+def test_flipped_number_of_a_listing_does_not_change_the_order(run: Path) -> None:
+    root = run / "checkpoints"
+    listing = root / "rl-000004" / LISTING
+    listing.write_bytes(listing.read_bytes().replace(b'"number": 2', b'"number": 0'))
+    choice = settle(root)
+    assert choice.path == root / "rl-000002" and damaged_in(root) == [root / "rl-000004.damaged"]
 
 
 def test_second_damaged_checkpoint_of_a_name_takes_no_place(run: Path) -> None:
@@ -214,5 +232,5 @@ def test_listing_that_names_files_outside_its_folder_is_refused(run: Path, name:
     path = run / "checkpoints" / "rl-000004" / LISTING
     listing = json.loads(path.read_text())
     listing["files"][name] = {"size": 1, "checksum": "xxh3:00"}
-    path.write_text(json.dumps(listing))
+    path.write_text(json.dumps(without_checksum(listing)))
     assert settle(run / "checkpoints").path == run / "checkpoints" / "rl-000002"

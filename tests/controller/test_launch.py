@@ -148,6 +148,17 @@ def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(t
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
 
 
+@pytest.mark.parametrize("contents", [b"", b"name: x\n", b"name: \xff\n", b"seed: ["])
+def test_damaged_recipe_of_a_run_is_one_line(tmp_path: Path, contents: bytes) -> None:
+    begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
+    with RunDirectory.create(begun.run_path, dump_resolved(begun)) as run:
+        model_of(begun, begun.run_path)
+    run.recipe.write_bytes(contents)
+    with pytest.raises(UserError) as caught:
+        launch.run(begun)
+    assert "\n" not in str(caught.value)
+
+
 STALE = "async.staleness_threshold=0.5"
 
 

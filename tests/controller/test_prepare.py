@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
+from tests.checkpoint.folders import flip
 from tests.cli.test_rollout_job import SMALL
 
 
@@ -40,6 +42,28 @@ def test_or_drawn_from_the_seed_into_the_run(folder: Path, tmp_path: Path) -> No
     made = model_of(drawn, tmp_path / "run")
     assert made.path == tmp_path / "run" / "model"
     assert weights(made.path) == weights(model_of(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_damaged_file_of_a_created_model_is_reported_and_the_model_is_created_again(tmp_path: Path, file: str) -> None:
+    run = tmp_path / "run"
+    prepare(recipe(), run)
+    before = (run / "model" / file).read_bytes()
+    prepare(recipe(), run)
+    flip(run / "model" / file)
+    with pytest.raises(UserError, match=rf"model/{file} has changed since it was saved.*remove .*/model: the run creates it again"):
+        prepare(recipe(), run)
+    shutil.rmtree(run / "model")
+    prepare(recipe(), run)
+    assert (run / "model" / file).read_bytes() == before
+
+
+def test_damaged_tokenizer_of_a_run_is_reported(folder: Path, tmp_path: Path) -> None:
+    run, named = tmp_path / "run", recipe("model.config=null", f"model.path={folder}", "model.init=weights", "model.tokenizer=bytes")
+    prepare(named, run)
+    flip(run / "tokenizer" / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer/tokenizer\.json has changed"):
+        prepare(named, run)
 
 
 def test_which_needs_no_weights_there(folder: Path, tmp_path: Path) -> None:

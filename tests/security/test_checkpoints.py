@@ -18,7 +18,7 @@ from mtpctl.checkpoint.stored_metadata import shard_sizes
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.telemetry.run_directory import RunDirectory
-from tests.checkpoint.folders import SHARD, stored_metadata, write_checkpoint
+from tests.checkpoint.folders import SHARD, stored_metadata, without_checksum, write_checkpoint
 from tests.cli.test_commands import mtpctl as mtpctl
 from tests.cli.test_rollout_job import recipe
 
@@ -100,6 +100,6 @@ def test_listing_leads_nowhere_else(run: Path, name: str) -> None:
     path = write_checkpoint(run, "rl-000002")
     listing = json.loads((path / LISTING).read_text())
     listing["files"] = {name: {"size": 1, "checksum": "xxh3:00"}}
-    (path / LISTING).write_text(json.dumps(listing))
+    (path / LISTING).write_text(json.dumps(without_checksum(listing)))
     with pytest.raises(UserError, match=r"files\.json is truncated or overwritten"):
         choose(run / "checkpoints", contents=True)

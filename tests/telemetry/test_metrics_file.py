@@ -56,6 +56,20 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_session(tmp_path: 
     assert [(r["session"], r["step"]) for r in read_rows(path)] == [(1, 1), (2, 2)]
 
 
+@pytest.mark.parametrize("line", [b"\xfb", b"[" * 100_000, b"", b'{"step": 1}'])
+def test_next_session_sets_a_damaged_line_aside(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    rows = [json.dumps({"session": 1, **row(step)}).encode() + b"\n" for step in (1, 2)]
+    path.write_bytes(rows[0] + line + b"\n" + rows[1])
+    file = MetricsFile(path)
+    file.append(row(3))
+    file.close()
+    assert file.damaged == [2] and (tmp_path / "m.jsonl.damaged").read_bytes() == line + b"\n"
+    assert [(r["session"], r["step"]) for r in read_rows(path)] == [(1, 1), (1, 2), (2, 3)]
+    MetricsFile(path).close()
+    assert (tmp_path / "m.jsonl.damaged").read_bytes() == line + b"\n", "it is set aside once"
+
+
 def test_rows_survive_a_process_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     code = (

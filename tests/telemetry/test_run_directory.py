@@ -44,6 +44,20 @@ def test_an_empty_directory_that_is_there_is_taken_up(tmp_path: Path) -> None:
         assert run.recipe.read_text() == "a: 1\n"
 
 
+@pytest.mark.parametrize("contents", [b"", b"- 1\n", b"a: [", b"a: \xff\n", b"a: \x00\n"])
+def test_damaged_recipe_is_reported_with_its_file_and_replaced_by_the_next_start(tmp_path: Path, contents: bytes) -> None:
+    with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
+        assert run.read_recipe() == {"a": 1}
+        run.recipe.write_bytes(contents)
+        with pytest.raises(UserError, match=r"recipe\.resolved\.yaml.*; restore the file, or remove it") as caught:
+            run.read_recipe()
+        assert "\n" not in str(caught.value)
+        run.record("a: 1\n")
+        assert run.read_recipe() == {"a": 1}
+        run.recipe.unlink()
+        assert run.read_recipe() is None
+
+
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
         with pytest.raises(UserError, match="another run is writing"):
