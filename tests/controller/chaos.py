@@ -1,4 +1,4 @@
-"""Disturbs a run of `mtpctl train` at random, and starts the command again where it ended: for the tests of `test_chaos`.
+"""Disturbs a run of `mtpctl train` at random, and starts the command again after it ended: for the tests of `test_chaos`.
 
 The run is the whole main job at toy size, with a log-prob server. Each event has a progress at which it is due, in updates of both stages,
 and a moment to wait for then: any, a sync, or a save. Seed and recipe give the events, which are recorded with what became of them. Another
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -27,10 +28,12 @@ import psutil
 import pytest
 
 from mtpctl.telemetry.metrics_file import read_rows
+from tests.controller.chaos_damage import Damage, damage_checkpoint, damage_model, damage_pointer, damage_record, unnoticed, whole_in
 from tests.environment import with_tree
+from tests.processes import runs
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_mtp.yaml"
-SFT_STEPS = 60
+SFT_STEPS = 20
 JUDGE = """\
 def score(response, problem, sample):
     return sum(sample.response_ids.tolist()) % 2
@@ -67,7 +70,10 @@ ONE_HOST = (f"cluster.num_cpus={2 + REPLICAS[1]}",)
 TRAINER, ROLLOUT, LOGPROB = "TrainerRank", "RolloutActor", "ScoreRank"
 KINDS = (
     *(f"{what} {whom}" for whom in (TRAINER, ROLLOUT, LOGPROB) for what in ("kill", "kill", "pause", "stop")),
-    *("command killed", "command killed", "command ended", "group ended", "gcs killed"),
+    *("command killed", "command killed", "command ended", "gcs killed"),
+    *("group SIGTERM", "group SIGINT", "group SIGHUP"),
+    *("damage checkpoint", "damage checkpoint", "damage checkpoint", "damage checkpoint of the trainer", "damage pointer"),
+    *("damage model", "damage record", "join without trainer"),
 )
 IN_SFT = 0.1
 """The share of events in the supervised stage."""
@@ -80,8 +86,13 @@ HOST_KINDS = (*("host gone" for _ in range(4)), *(f"kill {whom}" for whom in (TR
 ENDS = {
     "command killed": {-signal.SIGKILL},
     "command ended": {143, -signal.SIGTERM},
-    "group ended": {143, -signal.SIGTERM},
+    "group SIGTERM": {143, -signal.SIGTERM},
+    "group SIGINT": {130, -signal.SIGINT},
+    "group SIGHUP": {129, -signal.SIGHUP},
     "gcs killed": {5},
+    # The run ends if groups that it needs again were forgotten with the damaged checkpoint.
+    "damage checkpoint of the trainer": {5},
+    **{f"damage {what}": {-signal.SIGKILL, 143, -signal.SIGTERM} for what in ("checkpoint", "pointer", "model", "record")},
     "fill disk": {5},
     "fill memory": {3, 5},
 }
@@ -93,6 +104,10 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 DISK, MEMORY = "512m", "256m"
 END_S = 300.0
 """In which a run that nothing disturbs any more has to go on."""
+MARK = "MTPCTL_CHAOS_RUN"
+"""A variable in the environment of all processes of a run, with a value of its own."""
+LEFT_S = 60.0
+"""In which all processes of a command have to end after it, and its shared memory has to be freed."""
 
 
 @dataclass
@@ -189,6 +204,8 @@ class Disturbed:
     exits: list[int] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
     replicas: int = REPLICAS[1]
+    damages: list[Damage] = field(default_factory=list)
+    _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _released: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     @property
@@ -220,7 +237,7 @@ class Disturbed:
         sets = [part for text in (*SETTINGS, *self.sets, *own) for part in ("--set", text)]
         command = [*self.space.enter, sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--plain", *sets]
         with self.log.open("ab") as log:
-            environment = with_tree(**ENVIRONMENT)
+            environment = with_tree(**ENVIRONMENT, **{MARK: self._mark})
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment, start_new_session=True)
 
     def actors(self, kind: str) -> list[psutil.Process]:
@@ -262,19 +279,75 @@ class Disturbed:
                 return f"killed the raylet of {lost[:8]}, another joins after {seconds:.0f} s"
             case "scale":
                 return self._scale(draw.choice([count for count in range(REPLICAS[0], REPLICAS[1] + 1) if count != self.replicas]))
+            case "damage":
+                return self._damage(whom, draw)
+            case "join":
+                return self._join(draw)
             case "command":
                 number = signal.SIGKILL if whom == "killed" else signal.SIGTERM
                 self.process.send_signal(number)
                 return f"sent {number.name}"
             case "group":
-                os.killpg(self.process.pid, signal.SIGTERM)
-                return "sent SIGTERM to the group"
+                os.killpg(self.process.pid, signal.Signals[whom])
+                return f"sent {whom} to the group"
             case "gcs":
                 if not (servers := [child for child in psutil.Process(self.process.pid).children() if child.name() == "gcs_server"]):
                     return "nobody was there"
                 servers[0].kill()
                 return f"killed {servers[0].pid}"
         raise AssertionError(f"no event is called {event.kind}")
+
+    def _damage(self, what: str, draw: random.Random) -> str:
+        """Damage files of the run: of a checkpoint while the trainer is killed, of others while no command runs."""
+        assert self.process is not None
+        root, log = self.seen / "checkpoints", self.log
+        if what == "pointer" and draw.random() < 0.5:
+            return damage_pointer(root, draw)
+        end = time.monotonic() + LEFT_S
+        while what.startswith("checkpoint") and len(whole_in(root)) < 2 and time.monotonic() < end and self.process.poll() is None:
+            self._release()
+            time.sleep(0.2)
+        if what == "checkpoint of the trainer":
+            trainers = self._wait_for_actors(TRAINER)
+            told, damage = damage_checkpoint(root, draw, log.stat().st_size)
+            for trainer in trainers if damage is not None else ():
+                with suppress(psutil.Error):
+                    trainer.kill()
+            told += f", killed {len(trainers)} rank(s)"
+        else:
+            number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
+            self.process.send_signal(number)
+            self._wait_for_end()
+            logged = log.stat().st_size
+            match what:
+                case "checkpoint":
+                    told, damage = damage_checkpoint(root, draw, logged)
+                case "model":
+                    told, damage = damage_model(self.seen, draw, logged)
+                case "record":
+                    told, damage = damage_record(self.seen, draw, logged)
+                case "pointer":
+                    told, damage = damage_pointer(root, draw), None
+                case _:
+                    raise AssertionError(what)
+            told = f"sent {number.name}, {told}"
+        if damage is not None:
+            self.damages.append(damage)
+        return told
+
+    def _join(self, draw: random.Random) -> str:
+        """Kill the trainer, and have a replica join while it is being started again: another one, or one that is killed as well."""
+        for actor in (trainers := self._wait_for_actors(TRAINER)):
+            with suppress(psutil.Error):
+                actor.kill()
+        told = f"killed {len(trainers)} trainer rank(s)"
+        if ELASTIC in self.sets and self.replicas < REPLICAS[1]:
+            return f"{told}, {self._scale(self.replicas + 1)}"
+        if not (engines := self.actors(ROLLOUT)):
+            return f"{told}, nobody else was there"
+        engine = draw.choice(engines)
+        engine.kill()
+        return f"{told}, killed engine {engine.pid}"
 
     def _scale(self, replicas: int) -> str:
         """Have `mtpctl scale` ask the run for another number of rollout replicas, until it answers. Returns what it was told."""
@@ -333,8 +406,15 @@ class Disturbed:
                     self.exits.append(code)
                     self._record()
                     if code == 0:
+                        self._check_left()
+                        assert not (mistakes := self.unnoticed()), f"{mistakes}\n{self._told()}"
                         return
-                    assert code in may_end, f"the run ended by itself with {code}\n{self._told()}"
+                    if code == 2 and code not in may_end and (damage := self._remedied()) is not None:
+                        damage.remove()
+                    else:
+                        assert code in may_end, f"the run ended by itself with {code}\n{self._told()}"
+                    if code > 0 or draw.random() < 0.5:  # A killed command is also started again while its processes end.
+                        self._check_left()
                     self._release(everything=True)
                     may_end, moved = set(), time.monotonic()
                     self.start()
@@ -355,11 +435,52 @@ class Disturbed:
             self._release(everything=True)
             self.kill()
 
+    def _remedied(self) -> Damage | None:
+        """The damage that the error of the last command names, with a remedy."""
+        log = self.log.read_text(errors="replace")
+        return next((damage for damage in reversed(self.damages) if damage.remedy is not None and damage.lines(log)), None)
+
     def _wait_for(self, phase: str, seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds
         assert self.process is not None
         while not self._in_phase(phase) and time.monotonic() < end and self.process.poll() is None:
             time.sleep(0.002)
+
+    def _wait_for_end(self) -> None:
+        """Wait until the command has ended and has left no process and no shared memory. Raises AssertionError after `LEFT_S`."""
+        assert self.process is not None
+        end = time.monotonic() + END_S
+        while self.process.poll() is None and time.monotonic() < end:
+            self._release()
+            time.sleep(0.05)
+        assert self.process.poll() is not None, f"the command does not end\n{self._told()}"
+        self._check_left()
+
+    def _check_left(self) -> None:
+        """Wait until nothing is left of the command that has ended: no process, and no segment of shared memory."""
+        end = time.monotonic() + LEFT_S
+        while (left := [*self._processes(), *self._segments()]) and time.monotonic() < end:
+            self._release()
+            time.sleep(0.2)
+        assert not left, f"left after the end of the command: {left}\n{self._told()}"
+
+    def _processes(self) -> list[str]:
+        """The processes that commands of the run have started, directly or not."""
+        marked = []
+        for process in psutil.process_iter() if self.hosts is None else ():
+            with suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self._mark and runs(process):
+                    marked.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+        return marked
+
+    def _segments(self) -> list[str]:
+        """The files of the run's own shared memory, if it has one."""
+        folder = self.space.seen(Path("/dev/shm"))
+        return [path.name for path in folder.iterdir() if path.name != "filler"] if self.space.works else []
+
+    def unnoticed(self) -> list[str]:
+        """The damage that the log does not tell."""
+        return unnoticed(self.damages, self.seen / "checkpoints", self.log.read_text(errors="replace"))
 
     def _record(self) -> None:
         lines = [json.dumps(asdict(event)) for event in self.events]
