@@ -102,6 +102,7 @@ class Sample:
     that token's version. `teacher_logprobs`: those of a teacher (`train.rl.teacher`), None without one; `candidates` and
     `candidate_logprobs`: the teacher's likeliest tokens where they are asked for, equally many a response token, one after another.
     `earlier`: the samples that an agent's trajectory began before this one, which is its last; they have its reward.
+    `cached_tokens`: tokens of the prompt that the engine found in its prefix cache, None for an engine without one.
     """
 
     prompt_id: str
@@ -126,6 +127,7 @@ class Sample:
     teacher_logprobs: Logprobs | None = None
     candidates: Ids | None = None
     candidate_logprobs: Logprobs | None = None
+    cached_tokens: int | None = None
 
     if TYPE_CHECKING:
 
@@ -153,6 +155,7 @@ class Sample:
             teacher_logprobs: Iterable[float] | None = None,
             candidates: Iterable[int] | None = None,
             candidate_logprobs: Iterable[float] | None = None,
+            cached_tokens: int | None = None,
         ) -> None:
             """What a dataclass takes, with any iterable in the place of an array."""
 

@@ -29,6 +29,13 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
     return metrics
 
 
+def prefix_cache(samples: list[Sample]) -> dict[str, float]:
+    """`rollout/prefix_cache_hit_rate`: share of the prompts' tokens that engines did not compute again. Empty without a prefix cache."""
+    cached = [(sample.cached_tokens, len(sample.prompt_ids)) for sample in samples if sample.cached_tokens is not None]
+    tokens = sum(length for _, length in cached)
+    return {"rollout/prefix_cache_hit_rate": sum(hits for hits, _ in cached) / tokens} if tokens else {}
+
+
 def reward_parts(samples: list[Sample]) -> dict[str, float]:
     """`reward/<part>`: the mean of each part over the trajectories whose reward came with it."""
     names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
@@ -103,4 +110,5 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
         "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    return metrics | teacher_kl(samples) | reward_parts(trajectories) | speculation(samples) | environment_use(trajectories)
+    metrics |= teacher_kl(samples) | reward_parts(trajectories) | speculation(samples) | prefix_cache(samples)
+    return metrics | environment_use(trajectories)

@@ -49,6 +49,10 @@ from mtpctl.rl.rewards.outcome import Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
+COLD_CACHE = (
+    "It holds whole blocks, which are hundreds of tokens long in models with linear attention; with drafts the last block that matches is "
+    "computed again (rollout/prefix_cache_hit_rate)"
+)
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Publishes the trainer's weights under a version and waits until every target has them. Returns `sync/*`."""
 
@@ -98,6 +102,7 @@ class RlStage:
         self._skipped_in_a_row = 0
         self._reported_choices = {""}  # of draft tokens, in the words of the engines
         self._deadline_cuts_reported = False
+        self._cold_cache_reported = False
 
     def _restore_payback(self) -> None:
         auto = self.recipe.mtp.trains and self.recipe.train.rl.train_mtp == "auto"
@@ -246,6 +251,7 @@ class RlStage:
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
         metrics |= of_trajectories(trajectories, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
         self._warn_of_deadlines(metrics["response/deadline_fraction"], len(trajectories))
+        self._warn_of_cold_cache(metrics)
         self.state.step += 1
         self.state.updating = False
         self._updated.set()
@@ -398,3 +404,12 @@ class RlStage:
             self._deadline_cuts_reported = True
             cut = f"{round(share * responses)} of {responses} responses were cut by rollout.deadline_s: {self.recipe.rollout.deadline_s:g}"
             self.telemetry.event("rollout", f"{cut}; raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)")
+
+    def _warn_of_cold_cache(self, metrics: Mapping[str, float]) -> None:
+        """An event if the first update's prompts were not in the prefix cache at all; from then on the metric shows the rate."""
+        reported, self._cold_cache_reported = self._cold_cache_reported, True
+        group = self.recipe.train.rl.group_size
+        if not reported and group > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:
+            self.telemetry.event(
+                "rollout", f"the prefix cache held no prompt token: engines compute each prompt {group} times. {COLD_CACHE}"
+            )

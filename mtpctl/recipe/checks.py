@@ -330,6 +330,12 @@ def _served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> 
     if recipe.device == "cpu":
         dtype = recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype
         yield from unsupported_by_vllm_cpu(shape, dtype)
+        cached, drafts = recipe.rollout.engine_args.get("enable_prefix_caching"), recipe.rollout.speculation.num_tokens
+        if "linear_attention" in shape.layer_kinds and cached and drafts:
+            yield (
+                "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with drafts; leave enable_prefix_caching out, "
+                "or set rollout.speculation.num_tokens: 0"
+            )
         lora = recipe.train.lora
         if shape.moe and lora and "adapter" in recipe.sync.sections and EXPERT_TARGETS & set(lora.targets):
             yield (

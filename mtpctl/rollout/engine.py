@@ -34,7 +34,8 @@ class GenerationChunk:
     """What an engine generated for one request between its submission and its end: tokens, log-probs (nats), versions, finish reason.
 
     A response is one chunk, or several where it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes`
-    begin with the first token of the request's prompt that the sample had no routes of.
+    begin with the first token of the request's prompt that the sample had no routes of. `cached`: tokens of the prompt that were in the
+    prefix cache, None without one.
     """
 
     tokens: list[int]
@@ -43,6 +44,7 @@ class GenerationChunk:
     finish_reason: str | None
     speculation: Speculation = field(default_factory=Speculation)
     routes: Routes | None = None
+    cached: int | None = None
 
     def trim_to_both(self) -> None:
         """Drop tokens without log-probs and log-probs without tokens: after an abort one list may be longer than the other."""
@@ -158,6 +160,8 @@ class Engine(ABC):
             chunk.trim_to_both()
         if len(chunk.tokens) != len(chunk.logprobs):
             raise self._died(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
+        if not sample.response_ids:
+            sample.cached_tokens = chunk.cached
         for start, end, version in chunk.spans:
             sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version)
         if chunk.routes is not None and chunk.tokens:

@@ -77,6 +77,7 @@ METRICS: dict[str, Metric] = {
     "rollout/spec_drafts": Metric("drafts a step", "tokens", "Draft tokens a step that the engines chose (rollout.speculation.auto)."),
     "rollout/spec_drafted": Metric("drafted", "tokens", "Draft tokens proposed for the batch's responses."),
     "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens of those that the target accepted."),
+    "rollout/prefix_cache_hit_rate": Metric("prompts cached", "share", "Prompt tokens that vLLM found in its prefix cache."),
     "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens a second of all engines together, held-out ones included."),
     "rollout/replicas": Metric("replicas", "number", "Rollout engines that served at the sync."),
     "teacher/kl": Metric("KL to the teacher", "nats", "Log-prob of the policy less the teacher's, mean over the tokens that it sampled."),

@@ -97,7 +97,8 @@ class VllmEngine(Engine):
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
         if output.outputs[0].finish_reason == "error":
             raise UserError("response_format: vLLM cannot follow it; send a simpler schema or grammar")
-        return _chunk(output.outputs[0], self._settings.routes)
+        cached = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
+        return _chunk(output.outputs[0], self._settings.routes, cached)
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
@@ -206,7 +207,7 @@ def check_heads(args: AsyncEngineArgs) -> None:
         raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")
 
 
-def _chunk(completion: CompletionOutput, layers: tuple[int, ...]) -> GenerationChunk:
+def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | None) -> GenerationChunk:
     from vllm.logprobs import FlatLogprobs
 
     metrics, logprobs, routes = completion.spec_decode_metrics, completion.logprobs, completion.routed_experts
@@ -218,4 +219,5 @@ def _chunk(completion: CompletionOutput, layers: tuple[int, ...]) -> GenerationC
         speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),
         # vLLM numbers all layers of the decoder; those without experts stay 0.
         routes=routes[:, list(layers)] if layers and routes is not None else None,
+        cached=cached,
     )

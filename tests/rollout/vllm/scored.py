@@ -28,7 +28,8 @@ def main(folder: str, file: str) -> None:
     from mtpctl.trainer.policy_objective import scoring_sequence
 
     samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())]
-    config = EngineConfig(ParallelConfig(), precision="bf16", mtp=MtpConfig(mode="off"), tokens_per_microbatch=512, train=False)
+    tokens = max(512, *(sample.length for sample in samples))
+    config = EngineConfig(ParallelConfig(), precision="bf16", mtp=MtpConfig(mode="off"), tokens_per_microbatch=tokens, train=False)
     engine = MegatronEngine(HfFolder.open(folder), config)
     found: dict[str, dict[str, Any]] = {}
     for replay in (False, True):

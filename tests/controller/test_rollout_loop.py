@@ -1,0 +1,92 @@
+"""What the rollout loop admits, and what it does if the engines stop accepting drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mtpctl.errors import RuntimeFailure
+from mtpctl.samples import Sample, Speculation
+from tests.controller.test_rl import FakeGenerator, World, recipe_of, stage_of
+
+
+class Silent(FakeGenerator):
+    """Answers nothing."""
+
+    async def wait(self, sample: Sample) -> None:
+        await asyncio.Event().wait()
+
+
+class Drafting(FakeGenerator):
+    """Accepts four of five drafts up to weight version 2, and none after it."""
+
+    async def wait(self, sample: Sample) -> None:
+        accepted = 40 if self.world.version <= 2 else 0
+        sample.speculation = Speculation(50, accepted, [accepted], 50)
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_groups_in_flight_do_not_depend_on_data_parallel_ranks(tmp_path: Path, dp: int) -> None:
+    recipe = recipe_of(staleness=0.5)
+    parallel = recipe.train.parallel.model_copy(update={"dp": dp})
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"parallel": parallel})})
+
+    async def scenario() -> int:
+        world = World()
+        stage = stage_of(recipe, world, tmp_path, generator=Silent(world, lambda s: ""))
+        running = asyncio.ensure_future(stage.run())
+        while stage.rollout.admission.open:
+            await asyncio.sleep(0.001)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return stage.buffer.pending
+
+    assert asyncio.run(scenario()) == 6, "half as many again as an update trains on"
+
+
+@pytest.mark.parametrize("on_collapse", ["warn", "error"])
+def test_drafts_that_are_no_longer_accepted_after_a_sync_warn_or_end_the_run(tmp_path: Path, on_collapse: str) -> None:
+    recipe = recipe_of(steps=12, staleness=0.0)
+    recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"on_collapse": on_collapse})})
+    world = World()
+
+    async def scenario() -> None:
+        stage = stage_of(recipe, world, tmp_path, generator=Drafting(world, lambda s: str(s.index)))
+        await stage.publish()
+        await asyncio.wait_for(stage.run(), 20)
+
+    told = "fell to 0.0% over the .* drafts after the sync of version 3, from 80.0%"
+    if on_collapse == "error":
+        with pytest.raises(RuntimeFailure, match=f"sync.on_collapse: .*{told}"):
+            asyncio.run(scenario())
+        return
+    asyncio.run(scenario())
+    kind, message = world.events[0]
+    assert kind == "alarm" and "after the sync of version 3, from 80.0%" in message
+
+
+class Cached(FakeGenerator):
+    """Finds a share of each prompt in the prefix cache."""
+
+    def __init__(self, world: World, share: float | None) -> None:
+        super().__init__(world, lambda s: str(s.index))
+        self.share = share
+
+    async def wait(self, sample: Sample) -> None:
+        sample.cached_tokens = None if self.share is None else int(self.share * len(sample.prompt_ids))
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(("share", "events"), [(None, 0), (0.0, 1), (1.0, 0)])
+def test_prompts_that_are_never_in_the_prefix_cache_are_reported_once(tmp_path: Path, share: float | None, events: int) -> None:
+    world = World()
+    asyncio.run(asyncio.wait_for(stage_of(recipe_of(), world, tmp_path, generator=Cached(world, share)).run(), 20))
+    rates = {metrics.get("rollout/prefix_cache_hit_rate") for _, metrics in world.rows}
+    assert rates == {share}
+    assert len(world.events) == events
+    assert all(kind == "rollout" and "engines compute each prompt 2 times" in message for kind, message in world.events)
