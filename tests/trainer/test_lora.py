@@ -169,3 +169,19 @@ def test_peft_reads_what_is_exported():
     names = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
     config = peft_config(names, LORA, "some/model")
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, ["q_proj", "up_proj"])
+
+
+def test_mtp_layers_that_are_only_loaded_stay_the_folders_through_updates_of_an_adapter(tmp_path):
+    folder = mimo(tmp_path / "model")
+    tensors = load_file(folder.path / "model.safetensors")
+    drafter = {name: tensor for name, tensor in tensors.items() if section_of(name, folder.shape) == "draft"}
+    with engine(folder, mtp=MtpConfig(mode="load"), lora=LORA) as made:
+        made.set_optimizer(FAST)
+        untrained = {name: tensor.clone() for name, tensor in made.export_adapter()}
+        for _ in range(3):
+            made.update(sequences(), NextToken())
+        trained = dict(made.export_adapter())
+        assert not any(torch.equal(untrained[name], trained[name]) for name in trained)
+        sent = {name: tensor.clone() for name, tensor in made.export(["draft"], merged=False)}
+    assert drafter and sent.keys() == drafter.keys()
+    assert all(torch.equal(sent[name], drafter[name]) for name in drafter)

@@ -250,6 +250,51 @@ def test_an_update_during_generation(engine: VllmEngine, run: Loop, weights: Wei
         assert_matches(sample, weights.made.__getitem__)
 
 
+def assert_labelled(sample: Sample, weights: Weights, version: int, neighbour: int) -> None:
+    """All tokens are of one version, and their log-probs are its own and not those of its neighbour."""
+    assert [(span.start, span.end, span.version) for span in sample.version_spans] == [(0, 40, version)]
+    assert_matches(sample, weights.made.__getitem__)
+    with pytest.raises(AssertionError):
+        assert_matches(sample, lambda _: weights.made[neighbour])
+
+
+def test_a_sync_between_submission_and_first_token_labels_every_token_with_the_new_version(
+    engine: VllmEngine, run: Loop, weights: Weights
+) -> None:
+    async def sync() -> Sample:
+        await engine.pause("keep")
+        task = asyncio.ensure_future(engine.generate(request(61)))
+        while not engine._in_flight:
+            await asyncio.sleep(0)
+        await engine.update(weights.publish(), verify=True)
+        await engine.resume()
+        return await task
+
+    before = engine.version
+    assert_labelled(run(sync()), weights, before + 1, before)
+
+
+def test_a_sync_between_last_token_and_answer_labels_no_token_with_the_new_version(
+    engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine._llm.engine_core
+    outputs_of_core = core.get_output_async
+    updated = asyncio.Event()
+
+    async def late() -> Any:
+        outputs = await outputs_of_core()
+        if any(each.finish_reason is not None for each in outputs.outputs) and not updated.is_set():
+            await engine.update(weights.publish(), verify=True)
+            updated.set()
+        return outputs
+
+    monkeypatch.setattr(core, "get_output_async", late)
+    before = engine.version
+    sample = run(engine.generate(request(62)))
+    assert updated.is_set() and engine.version == before + 1
+    assert_labelled(sample, weights, before, before + 1)
+
+
 def test_an_update_of_the_drafter_alone_changes_no_policy(engine: VllmEngine, run: Loop, weights: Weights) -> None:
     run(engine.update(weights.publish(), verify=True))
     last = weights.newest

@@ -34,16 +34,19 @@ MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
 """Config, draft tokens a step, precision."""
 
 
+def models(engine: VllmEngine) -> dict[str, torch.nn.Module]:
+    """The live models: the target, and the drafter of an engine that has one."""
+    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    drafter = getattr(runner, "drafter", None)
+    return {"target": runner.get_model()} | ({} if drafter is None else {"draft": drafter.model})
+
+
 def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
     """Everything that the live models hold."""
     from mtpctl.rollout.vllm.patches.packed import plain_weight
 
-    runner = engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    models = {"target": runner.get_model()}
-    if getattr(runner, "drafter", None) is not None:
-        models["draft"] = runner.drafter.model
     found = {}
-    for place, model in models.items():
+    for place, model in models(engine).items():
         for name, parameter in model.named_parameters():
             path, _, leaf = name.rpartition(".")
             found[f"{place} {name}"] = plain_weight(model.get_submodule(path), leaf).clone()
@@ -97,6 +100,24 @@ def test_a_sync_leaves_what_loading_leaves(served: Any, loop: Loop, bucket_bytes
     assert [name for name in loaded if not torch.equal(loaded[name], after[name])] == []
     again = ask(engine, loop)
     assert (again.response_ids, again.behaviour_logprobs) == (answer.response_ids, answer.behaviour_logprobs)
+
+
+def test_syncs_of_the_target_alone_leave_the_drafter_of_the_folder(served: Any, loop: Loop) -> None:
+    engine, tensors, store, section = served
+    live = models(engine)
+    if "draft" not in live:
+        pytest.skip("no MTP layer drafts")
+    shared = {parameter.data_ptr() for parameter in live["target"].parameters()}
+    own = {f"draft {name}" for name, parameter in live["draft"].named_parameters() if parameter.data_ptr() not in shared}
+    before = parameters(engine)
+    publisher = Publisher(store, bucket_bytes=3000, sections=["target"], section_of=section)
+    for turn in (1, 0, 1, 0):
+        manifest = publisher.publish(tensors[turn].items(), engine.version + 1, checksums=True)
+        assert loop(engine.update(manifest, verify=True)).verified == sum(section(name) == "target" for name in tensors[turn])
+        after = parameters(engine)
+        drafter = [name for name in after if name.removesuffix(" as it is used") in own]
+        assert drafter and [name for name in drafter if not torch.equal(before[name], after[name])] == []
+        assert all(torch.equal(before[name], after[name]) for name in before) == (turn == 0), "the target moves"
 
 
 def test_what_is_missing_is_listed(served: Any, loop: Loop) -> None:

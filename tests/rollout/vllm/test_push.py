@@ -37,7 +37,7 @@ RANK = 4
 PEFT = {
     "peft_type": "LORA",
     "r": RANK,
-    "lora_alpha": 8,
+    "lora_alpha": 16,
     "target_modules": ["o_proj", "down_proj"],
     "bias": "none",
     "task_type": "CAUSAL_LM",

@@ -122,13 +122,37 @@ def test_every_row_is_the_routers_own(glm: Served) -> None:
     assert sum(s.speculation.drafted - s.speculation.accepted for s in samples) > 20, "drafts were rejected"
 
 
-def test_turns_of_an_environment_have_their_routes(glm: Served) -> None:
-    (sample,) = prompts(1, "turns")
-    for turn in range(3):
-        sample = glm.loop(glm.answer(sample, 10 * (turn + 1) - 4))
-        if turn < 2:
+def turns(served: Served, cuts: int) -> Sample:
+    """A response of three turns with an environment's replies between them. Each turn is aborted `cuts` times, each time by a sync."""
+    (sample,) = prompts(1, f"turns{cuts}")
+
+    def steps() -> int:
+        return sum(len(rows) for name, rows in served.log.rows.items() if name.startswith(f"{sample.name}/"))
+
+    async def turn(tokens: int) -> Sample:
+        for _ in range(cuts):
+            begun = steps()
+            task = asyncio.ensure_future(served.engine.generate(GenerationRequest(sample, tokens, seed=begun)))
+            while steps() < begun + 2:
+                await asyncio.sleep(0)
+            await served.engine.pause("abort")
+            await served.sync()
+            await served.engine.resume()
+            assert (await task).finish_reason == ABORTED
+        return await served.answer(sample, tokens)
+
+    for number in range(3):
+        sample = served.loop(turn(30 * (number + 1) - 4))
+        if number < 2:
             sample.cut(len(sample.response_ids) - 2)
-            sample.append([9, 8, 7 + turn], [0.0] * 3, glm.engine.version, trained=False)
+            sample.append([9, 8, 7 + number], [0.0] * 3, served.engine.version, trained=False)
+    return sample
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_turns_of_an_environment_have_their_routes(glm: Served, cuts: int) -> None:
+    sample = turns(glm, cuts)
+    assert len({span.version for span in sample.version_spans}) == 1 + 3 * cuts
     glm.check([sample])
 
 
@@ -147,7 +171,7 @@ def test_every_family_with_any_number_of_drafts(family: str, drafts: int, run: L
         pytest.skip("no MTP layer drafts")
     served = Served(family, drafts, tmp_path, run)
     try:
-        served.check(drive(served))
+        served.check([*drive(served), turns(served, 1)])
     finally:
         run(served.engine.shutdown())
 
