@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Literal
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Literal, cast
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 
@@ -46,6 +48,35 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
     finally:
         work.cancel()
         waiting.cancel()
+
+
+async def in_thread[T](call: Callable[[], T]) -> T:
+    """Call a function in a thread, and return its result.
+
+    Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the event loop nor that of the process.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # It was cancelled.
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # The event loop has ended.
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
 
 
 def one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from mtpctl.cluster.deadlines import one_line
+from mtpctl.cluster.deadlines import in_thread, one_line
 from mtpctl.cluster.hosts import draining, living
 from mtpctl.cluster.seats import Claim, Seats
 from mtpctl.controller.state import RunState
@@ -86,8 +86,11 @@ class ElasticRollout:
         try:
             while True:
                 self._answer_requests()
-                if self._membership is not None:
-                    self._look(self._membership)
+                if self._membership is not None and not self._state.stopping.is_set():
+                    # If Ray's server has ended, it takes a minute until Ray says so: the run saves its checkpoint meanwhile.
+                    alive, drained = await in_thread(lambda: (living(), draining()))
+                    if self._membership is not None:
+                        self._look(self._membership, alive, drained)
                 await asyncio.sleep(LOOK_S)
         except Exception as error:
             self._tell(f"replicas neither join nor leave any more: {one_line(error)}")
@@ -114,8 +117,7 @@ class ElasticRollout:
         self._tell(told)
         return Answer(told)
 
-    def _look(self, membership: Membership) -> None:
-        alive, drained = living(), draining()
+    def _look(self, membership: Membership, alive: set[str], drained: set[str]) -> None:
         for index in membership.taken:
             node = self._seats.seats[_actor(index)].node
             if node not in alive or node in drained:

@@ -44,7 +44,8 @@ class Stops:
         """
         for each in self._signals:
             asyncio.get_running_loop().add_signal_handler(each, self._take, each)
-        watching = asyncio.create_task(self._watch(), name="cluster")
+        over = threading.Event()
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), over), name="cluster", daemon=True).start()
         try:
             yield
         except MtpctlError as error:
@@ -52,7 +53,7 @@ class Stops:
                 raise lost from error
             raise
         finally:
-            watching.cancel()
+            over.set()
         if (lost := self._lost()) is not None and self.number is None and self.state.stopping.is_set():
             raise lost
 
@@ -69,13 +70,23 @@ class Stops:
         # Out of the event loop, which then cancels its tasks.
         raise StopRequested(number)
 
-    async def _watch(self) -> None:
-        """Stop the run as on a signal once a daemon of its cluster has ended."""
+    def _watch(self, loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
+        """Stop the run as on a signal once a daemon of its cluster has ended.
+
+        In a thread: a call of Ray that needs a server which has ended blocks the event loop, until Ray ends the process without a word.
+        """
         while (lost := self._lost()) is None:
-            await asyncio.sleep(LOOK_S)
+            if over.wait(LOOK_S):
+                return
+        if over.is_set():
+            return
+        _end_after(LOST_S, lost.exit_code, f"error: {lost}")
+        with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(self._stop_after_loss, lost)
+
+    def _stop_after_loss(self, lost: RuntimeFailure) -> None:
         self.state.stopping.set()
         self.tell(f"{lost}; stopping after this step")
-        _end_after(LOST_S, lost.exit_code, f"error: {lost}")
 
     def _lost(self) -> RuntimeFailure | None:
         """The loss of the cluster, if a daemon of it has ended."""

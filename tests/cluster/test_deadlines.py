@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
-from mtpctl.cluster.deadlines import finished_before
+from mtpctl.cluster.deadlines import finished_before, in_thread
 from tests.cluster.test_replicas import in_loop
 
 
@@ -58,3 +60,23 @@ async def test_an_error_of_the_work_is_for_its_result() -> None:
     assert await finished_before(task, asyncio.Event())
     with pytest.raises(ValueError, match="refused"):
         task.result()
+
+
+@in_loop
+async def test_call_in_a_thread_has_its_result_or_its_error() -> None:
+    assert await in_thread(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 / 0)
+
+
+def test_call_that_hangs_in_a_thread_does_not_delay_the_end_of_the_loop() -> None:
+    never = threading.Event()
+
+    async def scenario() -> None:
+        await asyncio.wait_for(in_thread(never.wait), 0.01)
+
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+    never.set()
+    assert time.monotonic() - begin < 30

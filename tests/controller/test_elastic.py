@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -99,7 +100,10 @@ async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int =
         fleet = Fleet(lambda index: FakeReplica(tick_s=0.001))
         pool = await fleet.pool(least, **options)
         said: list[str] = []
-        state, waits = cast(RunState, type("State", (), {"lost": False})()), Waits(lambda lines: None, run.logs)
+        state, waits = (
+            cast(RunState, type("State", (), {"lost": False, "stopping": asyncio.Event()})()),
+            Waits(lambda lines: None, run.logs),
+        )
         rollout = VllmConfig(replicas=ReplicaRange(min=least, max=most))
         elastic = ElasticRollout(rollout, run, cast(Seats, hosts), state, waits, said.append)
         async with elastic.watching(), elastic.following(pool.membership, Claim("rollout-0", 1.0)):
@@ -115,6 +119,19 @@ def in_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path
 
     run.__doc__, run.__name__ = test.__doc__, test.__name__
     return run
+
+
+@in_loop
+async def test_hosts_that_ray_does_not_tell_delay_nothing_else(tmp_path: Path) -> None:
+    never = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        async with world(tmp_path, {"a": 1}) as it:
+            await it.settled_on("a")
+            looking = threading.Event()
+            patch.setattr("mtpctl.controller.elastic.living", lambda: looking.set() or (never.wait() and set()))
+            await it.until(looking.is_set)
+            await collect(it.pool, requests(20, max_tokens=10))
+    never.set()
 
 
 @in_loop

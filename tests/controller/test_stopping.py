@@ -91,6 +91,31 @@ def test_errors_of_a_run_whose_cluster_lives_are_left_alone(tmp_path: Path, dead
         asyncio.run(scenario())
 
 
+BLOCKED = """
+import asyncio, time
+from pathlib import Path
+from types import SimpleNamespace
+from mtpctl.controller import stopping
+from mtpctl.controller.state import RunState
+from mtpctl.recipe.train import TrainConfig
+
+stopping.LOOK_S, stopping.LOST_S = 0.01, 0.1
+daemons = SimpleNamespace(ended=lambda: "gcs_server has ended with signal 9")
+
+async def scenario():
+    with stopping.Stops(RunState(Path("."), TrainConfig()), print, daemons).handled():
+        time.sleep(600)
+
+asyncio.run(scenario())
+"""
+
+
+def test_lost_cluster_ends_a_run_whose_event_loop_is_blocked_by_a_call_of_ray() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120, env=with_tree())
+    line = "error: Ray on this machine: gcs_server has ended with signal 9; start the same command again to continue"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (5, line)
+
+
 HANGING = """
 import asyncio, signal, time
 from pathlib import Path
