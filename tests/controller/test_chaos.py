@@ -1,4 +1,4 @@
-"""The main job under random events: actors killed and stopped, replicas added and removed, the command killed, disk and memory full.
+"""The main job under random events: actors killed and stopped, replicas added and removed, disk and memory full, files damaged, signals.
 
 What has to hold is checked from the records that each run leaves: `metrics.jsonl`, `samples/` and the last checkpoint. How many events
 there are, and which, say the variables `MTPCTL_CHAOS_EVENTS`, `MTPCTL_CHAOS_SEED` and `MTPCTL_CHAOS_KINDS` (separated by commas).
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -21,10 +22,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.finding import newest, settle
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
+from tests.checkpoint.folders import write_checkpoint
 from tests.controller.chaos import (
     ELASTIC,
     FILLS,
@@ -41,6 +43,7 @@ from tests.controller.chaos import (
     seed_asked,
     space,
 )
+from tests.controller.chaos_damage import damage_checkpoint, unnoticed
 from tests.environment import with_tree
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
@@ -136,6 +139,20 @@ def test_the_test_of_lengths_tells_cut_responses_from_whole_ones() -> None:
     whole, others, cut = draw.integers(3, 20, 800), draw.integers(3, 20, 800), np.minimum(draw.integers(3, 20, 800), 15)
     assert shorter(others.tolist(), whole.tolist()) > 0.01 > shorter(cut.tolist(), whole.tolist())
     assert shorter(whole.tolist(), cut.tolist()) > 0.01, "longer ones are none of its business"
+
+
+def test_damage_that_the_log_does_not_tell_is_unnoticed(tmp_path: Path) -> None:
+    root, draw = tmp_path / "run" / "checkpoints", random.Random(0)
+    for name in ("rl-000002", "rl-000004"):
+        write_checkpoint(tmp_path / "run", name)
+    told, damage = damage_checkpoint(root, draw, len("before\n"))
+    assert damage is not None and damage.file.parent.name == "rl-000004" and told.startswith("rl-000004/")
+    assert damage_checkpoint(root, draw, 0)[1] is None, "one checkpoint stays whole"
+    assert unnoticed([damage], root, "before\nrl goes on after step 4, from rl-000004\n")
+    line = settle(root).lines[0]
+    assert not unnoticed([damage], root, f"before\n{line}\nrl goes on after step 2, from rl-000002\n")
+    shutil.rmtree(root / "rl-000004.damaged")
+    assert unnoticed([damage], root, f"before\n{line}\n") == ["rl-000004 was damaged, and is not kept"]
 
 
 def test_random_events_lose_and_double_nothing(tmp_path: Path) -> None:
