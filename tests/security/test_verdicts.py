@@ -799,6 +799,7 @@ def test_a_verdict_that_is_repeated_or_out_of_order_voids_all(order: tuple[int, 
 @pytest.mark.parametrize(
     "frame",
     [b"\0\0\0\0", b'\0\0\0\x02""', b"\xff\xff\xff\xff", b"\0\0\0\x22" + bytes(32) + b'""', *frames((0, ""), key=new_key())],
+    ids=["empty", "text", "length", "zero signature", "other key"],
 )
 def test_a_verdict_without_the_key_voids_all(frame: bytes) -> None:
     key = new_key()
