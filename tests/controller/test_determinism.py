@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from mtpctl.telemetry.history import load_history
 from tests.controller.test_end_to_end import RECIPE, SETTINGS
+from tests.controller.test_families import command, recipe
 
 # An entropy bonus gives every update a gradient, although a model this raw is never rewarded.
 DETERMINISTIC = ("async.deterministic=true", "train.rl.entropy_coef=0.01")
@@ -31,3 +35,37 @@ def test_two_deterministic_runs_are_the_same(tmp_path: Path) -> None:
     assert first == second
     assert len(first["actor/grad_norm"]) == 5
     assert min(first["actor/grad_norm"]) > 0
+
+
+COMPUTED = ("actor/", "mtp/", "moe/", "sft/", "reward/mean", "response/", "rollout/spec_accept", "rollout_corr/")
+"""Metrics that no clock is part of."""
+
+
+def computed(root: Path) -> list[dict[str, Any]]:
+    """The rows of a run of a mixture of experts: two context-parallel ranks, and three drafts a step of one MTP layer."""
+    path = recipe("glm4-moe", "fp32", "cpu", root)
+    tree: dict[str, Any] = yaml.safe_load(path.read_text())
+    tree["async"] = {"deterministic": True}
+    tree["mtp"] = {"repeat": 3}
+    tree["train"] |= {"parallel": {"cp": 2}, "checkpoint_every": 0}
+    tree["train"]["rl"] |= {"steps": 3, "entropy_coef": 0.01}
+    tree["rollout"]["speculation"] = {"num_tokens": 3}
+    del tree["logprob"]
+    path.write_text(yaml.safe_dump(tree))
+    command("-m", "mtpctl", "train", path, "--plain")
+    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if any(name.startswith(COMPUTED) for name in row)]
+    return [{name: value for name, value in row.items() if name in ("phase", "step") or name.startswith(COMPUTED)} for row in updates]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_deterministic_runs_of_experts_over_context_parallel_ranks_are_the_same(tmp_path: Path) -> None:
+    roots = [tmp_path / name for name in ("first", "second")]
+    for root in roots:
+        root.mkdir()
+    first, second = (computed(root) for root in roots)
+    assert first == second
+    updates = [row for row in first if row["phase"] == "rl" and "actor/grad_norm" in row]
+    assert len(updates) == 3
+    assert all(row["actor/grad_norm"] > 0 and row["mtp/loss_3"] > 0 and "moe/replay_agreement" in row for row in updates)

@@ -77,3 +77,29 @@ def test_each_layer_is_accepted_as_often_as_its_depth_is_expected_to_be(family: 
     for mine, theirs in zip(expected, served, strict=True):
         error = math.sqrt(mine * (1 - mine) / steps)
         assert abs(mine - theirs) < 4 * error + SLACK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize(("family", "precision"), [("qwen3.5", "bf16"), ("deepseek-v3", "fp32")])
+def test_first_update_after_a_warm_start_expects_the_acceptance_that_was_served(
+    family: str, precision: str, temperature: float, tmp_path: Path
+) -> None:
+    """One layer drafts two tokens. The update measures the weights that sampled, so there is no slack beyond chance."""
+    path = recipe(family, precision, "cpu", tmp_path)
+    tree: dict[str, Any] = yaml.safe_load(path.read_text())
+    tree["mtp"] = {"repeat": 2}
+    tree["train"]["sft"] = {"steps": 60, "batch_size": 32, "optimizer": {"lr": 5e-3}}
+    tree["train"]["rl"] |= {"steps": 1, "prompts_per_step": 32, "group_size": 8}
+    tree["train"]["checkpoint_every"] = 0
+    tree["rollout"] |= {"max_in_flight": 64, "temperature": temperature}
+    tree["rollout"]["speculation"] = {"num_tokens": 2, "draft_method": "probabilistic"}
+    del tree["logprob"]
+    path.write_text(yaml.safe_dump(tree))
+    command("-m", "mtpctl", "train", path, "--plain")
+    (row,) = updates(tmp_path / "run")
+    steps = row["rollout/spec_drafted"] / 2
+    for position in (1, 2):
+        served, expected = row[f"rollout/spec_accept_rate_{position}"], row[f"mtp/expected_rate_{position}"]
+        print(f"{family} at {temperature}, position {position}: served {served:.1%}, expected {expected:.1%}, {steps:.0f} steps")
+        assert served > 0 and abs(expected - served) < 4 * math.sqrt(expected * (1 - expected) / steps)
