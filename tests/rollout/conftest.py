@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import pytest
 
 from mtpctl.recipe.rollout import SglangConfig, SpeculationConfig, VllmConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.actor import EngineSettings
 from mtpctl.rollout.engine import Engine
 from mtpctl.rollout.sglang.settings import SglangSettings, sglang_engine_settings
@@ -19,19 +20,25 @@ T = TypeVar("T")
 
 
 def cpu_settings(
-    folder: Path, *, k: int = 1, routes: tuple[int, ...] = (), precision: Literal["fp32", "bf16"] = "fp32", **rollout: Any
+    folder: Path,
+    *,
+    k: int = 1,
+    routes: tuple[int, ...] = (),
+    precision: Literal["fp32", "bf16"] = "fp32",
+    adapter: LoraConfig | None = None,
+    **rollout: Any,
 ) -> VllmSettings:
     """Settings of a tiny engine on one CPU thread. `routes`: see `VllmSettings`."""
     options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return engine_settings(config, model=str(folder), precision=precision, device="cpu", seed=0, routes=routes)
+    return engine_settings(config, model=str(folder), precision=precision, device="cpu", seed=0, routes=routes, adapter=adapter)
 
 
-def card_settings(folder: Path, *, k: int = 1, **rollout: Any) -> VllmSettings:
+def card_settings(folder: Path, *, k: int = 1, adapter: LoraConfig | None = None, **rollout: Any) -> VllmSettings:
     """Settings of a tiny vLLM engine on a card."""
     options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "kv_cache_bytes": 1 << 30, "gpu_memory": 0.2, "eager": True}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return engine_settings(config, model=str(folder), precision="bf16", device="cuda", seed=0)
+    return engine_settings(config, model=str(folder), precision="bf16", device="cuda", seed=0, adapter=adapter)
 
 
 def sglang_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
