@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, newest, next_number, saved_in, settle
-from mtpctl.checkpoint.listing import LISTING, Damaged
+from mtpctl.checkpoint.listing import LISTING, Damaged, Listing
 from mtpctl.checkpoint.pointer import point_to
 from mtpctl.errors import UserError
 from tests.checkpoint.folders import SHARD, flip, without_checksum, write_checkpoint
+from tests.controller.chaos_damage import WAYS, apply
 
 LINE = '{"number": 1}\n'
 
@@ -111,13 +113,22 @@ def test_damaged_newest_checkpoint_is_told_kept_and_the_one_before_is_taken(run:
 
 
 def test_every_flipped_bit_of_a_listing_is_damage(run: Path) -> None:
-    listing = run / "checkpoints" / "rl-000004" / LISTING
-    saved = listing.read_bytes()
-    for at in range(len(saved)):
-        for bit in range(8):
-            listing.write_bytes(saved[:at] + bytes([saved[at] ^ 1 << bit]) + saved[at + 1 :])
-            with pytest.raises(Damaged):
-                check(listing.parent, contents=True, of_run=True)
+    saved = (run / "checkpoints" / "rl-000004" / LISTING).read_bytes()
+    for at in range(8 * len(saved)):
+        byte, bit = divmod(at, 8)
+        with pytest.raises(Damaged):
+            Listing.of(saved[:byte] + bytes([saved[byte] ^ 1 << bit]) + saved[byte + 1 :])
+
+
+def test_random_damage_of_any_file_is_noticed(run: Path) -> None:
+    draw, path = random.Random(0), run / "checkpoints" / "rl-000004"
+    saved = {file: file.read_bytes() for file in sorted(path.iterdir())}
+    for _ in range(100):
+        damage = apply(draw.choice([*saved]), draw.choice(WAYS), draw)
+        with pytest.raises(Damaged):
+            pytest.fail(f"{damage}: whole" if check(path, contents=True, of_run=True) else f"{damage}: unverified")
+        for file, contents in saved.items():
+            file.write_bytes(contents)
 
 
 def test_flipped_number_of_a_listing_does_not_change_the_order(run: Path) -> None:

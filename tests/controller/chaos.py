@@ -292,7 +292,9 @@ class Disturbed:
                 self.process.send_signal(number)
                 return f"sent {number.name}"
             case "group":
-                os.killpg(self.process.pid, signal.Signals[whom])
+                if self.process.poll() is not None:
+                    return "nobody was there"
+                os.killpg(self.process.pid, signal.Signals[whom])  # Until it is waited for, its id is its own.
                 return f"sent {whom} to the group"
             case "gcs":
                 if not (servers := [child for child in psutil.Process(self.process.pid).children() if child.name() == "gcs_server"]):
