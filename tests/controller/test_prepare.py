@@ -115,7 +115,7 @@ def test_rows_as_gsm8k_has_them_are_trained_on(tmp_path: Path) -> None:
     ("row", "checker", "told"),
     [
         (WRONG, "exact", r"own solution \(answer '2'\), as for 1 of 1 training problems looked at: no .* reward\.function: math$"),
-        ({"prompt": "a cat is", "answer": "an animal"}, "math", r"own answer \(answer 'an animal'\).* reward\.function: exact$"),
+        ({"prompt": "age?", "answer": "It is 7. No, 8."}, "math", r"own answer \(answer 'It is 7\. No, 8\.'\).* reward\.function: exact$"),
     ],
 )
 def test_problems_of_which_no_solution_is_right_are_refused(row: dict[str, str], checker: str, told: str, tmp_path: Path) -> None:
