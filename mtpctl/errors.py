@@ -12,7 +12,7 @@ class MtpctlError(Exception):
 
 
 class UserError(MtpctlError):
-    """The user's mistake: the message names the recipe field, or file and line, and the mend."""
+    """The user's mistake: the message names the recipe field, or file and line, and the fix."""
 
     exit_code = 2
 

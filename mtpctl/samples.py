@@ -309,7 +309,7 @@ def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What else changes the distribution that tokens are drawn from: settings of served requests, which no objective of training knows.
+    """Further settings of the sampling distribution, for served requests. Training objectives do not support them.
 
     The penalties and `min_p` are vLLM's. `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of
     vLLM's `StructuredOutputsParams`; empty for free text.
@@ -327,7 +327,7 @@ class Steering:
 
     @property
     def changed(self) -> list[str]:
-        """The names of the settings that are not as in training."""
+        """The names of the settings that differ from their defaults."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_AS_TRAINED, each.name)]
 
 

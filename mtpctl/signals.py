@@ -1,4 +1,4 @@
-"""The signals that ask a command to stop, and the exit codes that they lead to."""
+"""Signals that request a stop, and the exit codes that result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal asks the command to stop. Libraries treat it as Ctrl-C."""
+    """A signal requested a stop. Libraries treat it like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -25,7 +25,7 @@ def exit_code(number: int) -> int:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The stop signals that this process handles. `nohup` ignores SIGHUP for the command that it starts, and so does the command then."""
+    """The stop signals that this process handles. SIGHUP is left out if it is ignored, as under `nohup`."""
     return [each for each in STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
 
@@ -38,7 +38,7 @@ def raise_on_stop() -> None:
 
 @contextmanager
 def raising_on_stop() -> Iterator[None]:
-    """`raise_on_stop` while the block runs, except that a SIGINT which the caller ignores or handles itself is left alone."""
+    """`raise_on_stop` while the block runs. If the caller ignores or handles SIGINT, its handler is kept."""
     before = {each: signal.signal(each, _raise) for each in stop_signals() if each != signal.SIGINT}
     try:
         yield

@@ -70,7 +70,7 @@ def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
 
 
 def from_environment(args: Mapping[str, object], field: str) -> dict[str, object]:
-    """The arguments with each text `env:NAME`, at any depth, replaced by that environment variable. Raises UserError if it is not set."""
+    """The arguments with each text `env:NAME`, at any depth, replaced by that variable's value. Raises UserError if it is not set."""
 
     def read(value: object, at: str) -> object:
         if isinstance(value, str) and value.startswith("env:"):

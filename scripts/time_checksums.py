@@ -1,8 +1,8 @@
-"""What the checksums of a checkpoint cost: shards written by megatron-core's writer with and without them, in turns.
+"""Measure the cost of checkpoint checksums: megatron-core's writer with and without them, alternately.
 
     python scripts/time_checksums.py FOLDER [--gib 1] [--rounds 5]
 
-FOLDER is on the disk to measure. Each round writes the same tensors twice, and brings them to the disk.
+FOLDER is on the disk to measure. Each round writes the same tensors twice, and flushes them to disk.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ A copy has the layout of a run directory, so that whoever downloads it has a run
     checkpoints/NAME/…                                           the newest `keep`
     checkpoints/latest                                           the name of the newest one
 
-Objects cannot be renamed, so a folder counts by its listing (`mtpctl.checkpoint.listing`), which is written last and removed first. A
-folder without one, or with a file that differs from it, is not taken. A checkpoint has the same listing on the disk, so that one that was
-damaged there is not copied, and one that was fetched can be verified again.
+Objects cannot be renamed, so a folder is complete only if it has its listing (`mtpctl.checkpoint.listing`), which is written last and
+removed first. A folder without a listing, or with a file that differs from it, is not used. A checkpoint has the same listing on disk, so
+that a checkpoint that is damaged on disk is not copied, and a fetched one can be verified again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which checkpoint of a run is the newest that is whole, and what is wrong with the others. Reads no tensor and needs no torch.
+"""Finds the newest whole checkpoint of a run, and the damage of newer ones. Reads no tensors and does not import torch.
 
-Checkpoints are ordered by the number in their listing, which counts them; those from before there were listings by how far their run had
-come. Neither the file `latest` nor the clock of a file system has a part in it.
+Checkpoints are ordered by the number in their listing, which counts the checkpoints of a run. Older checkpoints without a listing are
+ordered by the progress of their run. Neither the file `latest` nor file times are used.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mtpctl.errors import UserError
 ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
 """Files of a checkpoint: the engine's record, the run's state, the groups that waited for the trainer, megatron-core's format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
-"""Ends of names: of a checkpoint that is being written, of one in whose place another is put, of one that is damaged."""
+"""Suffixes of checkpoints that are being written, are being replaced, or are damaged."""
 _SET_ASIDE = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
 
 type Order = tuple[float, int, int, bool]
-"""The number of a checkpoint, and how far its run had come: the stages that had ended before, the step, whether the stage had ended."""
+"""The number of a checkpoint and the progress of its run: the number of completed stages, the step, whether the stage had ended."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest whole checkpoint of a folder, None if it has no checkpoint.
+    """The newest whole checkpoint of a folder; None if it has no checkpoint.
 
-    damaged: the newer ones, with what is wrong. verified: False if it has no checksums.
+    damaged: the newer checkpoints, each with its damage. verified: False if the checkpoint has no checksums.
     """
 
     path: Path | None
@@ -43,7 +43,7 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """What a user has to know of this choice, a line each."""
+        """Lines to report to the user about damaged and unverified checkpoints."""
         assert self.path is not None or not self.damaged
         lines = [f"{path}/{damage}; {self.path.name} is used instead" for path, damage in self.damaged if self.path is not None]
         if not self.verified and self.path is not None:
@@ -52,21 +52,21 @@ class Choice:
 
 
 def saved_in(root: Path) -> list[Path]:
-    """The checkpoints under `root`, the newest first, whole or not; without those that are being written or were set aside."""
+    """All checkpoints under `root`, newest first, except those that are being written or were set aside. They may be damaged."""
     return sorted(_folders(root), key=order_of, reverse=True)
 
 
 def choose(root: Path, *, contents: bool) -> Choice:
-    """The newest whole checkpoint under `root`. With `contents` its files are read, and compared with their checksums.
+    """The newest whole checkpoint under `root`. If `contents` is set, files are read and compared with their checksums.
 
-    Raises UserError if all that there are are damaged.
+    Raises UserError if every checkpoint is damaged.
     """
     damaged: list[tuple[Path, Damaged]] = []
     for path in saved_in(root):
         try:
             return Choice(path, damaged, check(path, contents=contents, of_run=True))
         except Damaged as damage:
-            if not path.exists():  # A run that goes on has deleted it meanwhile.
+            if not path.exists():  # A running job has deleted it in the meantime.
                 return choose(root, contents=contents)
             damaged.append((path, damage))
     if damaged:
@@ -80,9 +80,9 @@ def choose(root: Path, *, contents: bool) -> Choice:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint under `root` whose files are all there, in their sizes; None if there is no checkpoint.
+    """The newest checkpoint under `root` whose files exist and have their sizes; None if there is no checkpoint.
 
-    Raises UserError if all that there are are damaged.
+    Raises UserError if every checkpoint is damaged.
     """
     return choose(root, contents=False).path
 
@@ -96,9 +96,9 @@ def check(path: Path, *, contents: bool, of_run: bool = False) -> bool:
     if listing is not None:
         check_listing(path, listing, contents=contents)
         if contents and METADATA in listing.files:
-            shard_sizes(path)  # A listing says nothing about who wrote it.
+            shard_sizes(path)  # A listing does not prove who wrote the file.
         return True
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # Which is told below.
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # Reported below.
         if _number_in_record(path):
             raise Damaged(LISTING, "is missing")
     for name in (FORMAT, ENGINE, RUN):
@@ -116,9 +116,9 @@ def check(path: Path, *, contents: bool, of_run: bool = False) -> bool:
 
 
 def settle(root: Path) -> Choice:
-    """`choose` with contents, for the run that goes on in `root`: damaged checkpoints get another name, so that nothing takes their place.
+    """`choose` with contents, for the run that resumes in `root`. Renames damaged checkpoints, so that they are not overwritten.
 
-    Only for whoever holds the run's lock.
+    The caller must hold the run's lock.
     """
     for path in root.glob(f"*{REPLACED}"):
         if not (own := path.with_name(path.name.removesuffix(REPLACED))).exists():
@@ -132,9 +132,9 @@ def settle(root: Path) -> Choice:
 
 
 def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -> None:
-    """Have `latest` name `path`, and delete the older checkpoints next to it but for the `keep` newest and those that are `needed`.
+    """Point `latest` to `path`, and delete older checkpoints except the `keep` newest and those that are `needed`.
 
-    What is newer than `path`, or was set aside as damaged, is never deleted.
+    Checkpoints that are newer than `path` or were set aside as damaged are never deleted.
     """
     point_to(path)
     flush(path.parent)
@@ -147,7 +147,7 @@ def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is kept and never taken. Returns its new path."""
+    """Rename a damaged checkpoint, so that it is kept but never used. Returns its new path."""
     places = (path.with_name(f"{path.name}{DAMAGED}{'' if count == 1 else f'-{count}'}") for count in range(1, 1 << 16))
     place = next(place for place in places if not place.exists())
     path.rename(place)
@@ -161,13 +161,13 @@ def damaged_in(root: Path) -> list[Path]:
 
 
 def next_number(root: Path) -> int:
-    """The number of a checkpoint that is saved in `root` now: one more than any there has."""
+    """The number for the next checkpoint in `root`: one more than the largest one there."""
     numbers = (order_of(path)[0] for path in root.iterdir() if path.is_dir() and _is_checkpoint(path)) if root.is_dir() else iter(())
     return 1 + int(max((number for number in numbers if number != math.inf), default=0))
 
 
 def is_older(path: Path, than: Path) -> bool:
-    """Whether the run saved `path` before `than`. Of two without numbers, the one that had come less far."""
+    """Whether the run saved `path` before `than`. Checkpoints without numbers are compared by progress."""
     one, other = order_of(path), order_of(than)
     if one[0] == other[0]:
         return one[1:] < other[1:]
@@ -175,7 +175,7 @@ def is_older(path: Path, than: Path) -> bool:
 
 
 def order_of(path: Path) -> Order:
-    """The place of a checkpoint among those of its run. One that does not tell its place counts as the newest, until it is checked."""
+    """The sort key of a checkpoint. If it cannot be read, the checkpoint sorts as the newest, so that it is checked first."""
     try:
         state = json.loads((path / RUN).read_bytes())
         stage, ended = str(state["stage"]), list(state["ended"])
@@ -193,7 +193,7 @@ def order_of(path: Path) -> Order:
 
 
 def _number_in_record(path: Path) -> int:
-    """The number in the engine's record, which is there also if the listing is lost; 0 in records from before there were listings.
+    """The number in the engine's record, which is available even if the listing is lost; 0 in older records.
 
     Raises OSError, ValueError, TypeError or AttributeError if the record cannot be read.
     """

@@ -1,8 +1,8 @@
-"""The listing of a folder: the size and checksum of each of its files, by which damage is detected.
+"""The listing of a folder: the size and checksum of each file, used to detect damage.
 
-`files.json` is written last. A checkpoint has one on the disk, and every folder of a copy has one in object storage. Checksums are XXH3 of
-64 bits, which is faster than a disk; older copies have CRC-32. They detect damage. They do not detect forgery: whoever can change a file
-can change the listing too.
+`files.json` is written last. Checkpoints on disk have a listing, and so does every folder of a copy in object storage. Checksums are
+64-bit XXH3, which is faster than a disk; older copies have CRC-32. They do not detect forgery: anyone who can change a file can change the
+listing too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mtpctl.checkpoint.pointer import flush
 
 LISTING = "files.json"
 _FORMAT = 3
-"""Formats 1 and 2 have no checksum of the listing itself: there a flipped digit of `number` changes the order of checkpoints."""
+"""Formats 1 and 2 have no checksum of the listing itself, so a changed digit of `number` is not detected."""
 _XXH3, _CRC = "xxh3", "crc32"
 _CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
 _CHUNK = 4 << 20
 _THREADS = 8
-"""The most files that are read at a time: enough for an array of disks."""
+"""Maximum number of files read concurrently: enough for an array of disks."""
 
 
 class Damaged(Exception):
-    """A folder is not as it was written. `file` is relative to the folder; `what` says what is wrong with it."""
+    """A folder differs from what was written. `file` is relative to the folder; `what` describes the damage."""
 
     def __init__(self, file: str, what: str) -> None:
         super().__init__(f"{file} {what}")
@@ -49,7 +49,7 @@ class Checksum:
     """The entry of a file, computed as its bytes are written or read."""
 
     def __init__(self, algorithm: str = _XXH3) -> None:
-        import xxhash  # Here, since most commands read no checksums.
+        import xxhash  # Imported here, because most commands read no checksums.
 
         self._algorithm, self._size, self._crc = algorithm, 0, 0
         self._xxh3 = xxhash.xxh3_64()
@@ -101,7 +101,7 @@ class Listing:
 
     @classmethod
     def of(cls, contents: bytes) -> Listing:
-        """Raises Damaged for anything but a listing."""
+        """Parse a listing. Raises Damaged if it is invalid."""
         try:
             record = json.loads(contents)
             checksum = record.pop("checksum", None)
@@ -114,7 +114,7 @@ class Listing:
 
 
 def _checksum_of(record: dict[str, object]) -> str:
-    """The checksum of a listing, over all of it but the checksum."""
+    """The checksum of a listing, over all fields except the checksum itself."""
     return entry_of_text(json.dumps(record)).checksum
 
 
@@ -127,7 +127,7 @@ def _inside(name: str) -> str:
 
 
 def _entry(record: dict[str, object]) -> Entry:
-    """An entry as it is stored. Format 1 has `crc`, a number. Raises ValueError, TypeError or KeyError for anything else."""
+    """Parse a stored entry. Format 1 has a number `crc`. Raises ValueError, TypeError or KeyError if it is invalid."""
     size = record["size"]
     checksum = f"{_CRC}:{record['crc']:08x}" if "crc" in record else record["checksum"]
     if not isinstance(size, int) or not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
@@ -136,7 +136,7 @@ def _entry(record: dict[str, object]) -> Entry:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """The files of a folder that its listing has: all but the listing."""
+    """The files of a folder, except the listing."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / LISTING)
 
 
@@ -151,7 +151,7 @@ def read_listing(folder: Path) -> Listing | None:
 
 
 def write_listing(folder: Path, number: int, known: Mapping[str, Entry], *, without: Collection[str] = ()) -> Listing:
-    """Write the listing of a folder, `without` these files. Files whose entries are not `known` are read."""
+    """Write the listing of a folder, leaving out the files in `without`. Files whose entries are not in `known` are read."""
     files = {file.relative_to(folder).as_posix(): file for file in files_in(folder) if file.name not in without}
     listing = Listing(number, {name: known.get(name) or entry_of(file) for name, file in files.items()})
     save_listing(folder, listing)
@@ -159,7 +159,7 @@ def write_listing(folder: Path, number: int, known: Mapping[str, Entry], *, with
 
 
 def save_listing(folder: Path, listing: Listing) -> None:
-    """Write a listing into its folder, whole or not at all, and bring it to the disk."""
+    """Write a listing into its folder atomically, and flush it to disk."""
     aside = folder / f"{LISTING}.partial"
     aside.write_bytes(listing.to_json())
     flush(aside)
@@ -167,7 +167,7 @@ def save_listing(folder: Path, listing: Listing) -> None:
 
 
 def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
-    """Compare the files of a folder with its listing: their sizes, and with `contents` their checksums, at the speed of the disk.
+    """Compare the sizes of a folder's files with its listing and, if `contents` is set, their checksums.
 
     Raises Damaged for the first file that differs.
     """

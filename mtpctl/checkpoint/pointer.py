@@ -1,4 +1,4 @@
-"""The file `latest`, which names the newest checkpoint of a folder for whoever looks at it. What resumes does not rely on it."""
+"""The file `latest`, which names the newest checkpoint of a folder for human readers. Resuming does not use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def pointer_of(root: Path) -> Path:
 
 
 def point_to(path: Path) -> None:
-    """Name `path` the newest of its folder, atomically. If that cannot be written, the file names the one before, or none."""
+    """Atomically write the name of `path` to `latest` in its folder. If that fails, the file keeps its previous contents."""
     pointer = pointer_of(path.parent)
     aside = pointer.with_name(f"{_NAME}.partial")
     with contextlib.suppress(OSError):

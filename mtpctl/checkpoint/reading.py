@@ -1,4 +1,4 @@
-"""Readers of megatron-core's checkpoints that run nothing of what a checkpoint holds, and tell damage in one line."""
+"""Readers of megatron-core's checkpoints that run no code from a checkpoint, and report damage in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtpctl.errors import MtpctlError, UserError
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Read the checkpoint at `path` in the block. Raises UserError, of one line, for what cannot be read."""
+    """Read the checkpoint at `path` in the block. Raises a one-line UserError if it cannot be read."""
     checkpoint_reading.install(RestrictedUnpickler)
     try:
         yield

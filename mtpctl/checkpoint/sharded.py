@@ -3,8 +3,8 @@
 A checkpoint is a folder: the shards and their metadata, `engine.json` with step counts and the caller's state, and the listing of its files
 with their checksums. It is written under a temporary name and renamed, so that a folder under its own name is whole.
 
-A thread writes, and computes the checksums of what it writes. `Save` plans what is written and copies it to host memory before the thread
-starts, and all collectives run there and in `finish`, so that the thread's never mix with those of a training step.
+A thread writes the shards and computes their checksums. `Save` plans the shards and copies them to host memory before the thread starts.
+All collectives run there and in `finish`, so that they never overlap with those of a training step.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class AdapterRecord(TypedDict):
 class EngineRecord(TypedDict):
     """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's.
 
-    number: that of the listing. group_steps: the steps that the moments of each group of parameters come from, fewer where a group was
-    frozen for some. Checkpoints of earlier releases lack both.
+    number: that of the listing. group_steps: optimizer steps of each parameter group, fewer if the group was frozen for some of them.
+    Checkpoints of earlier releases lack both.
     """
 
     format: int

@@ -1,7 +1,7 @@
-"""The `.metadata` of a checkpoint, a pickle, read without running what it may hold.
+"""Reads the `.metadata` of a checkpoint, a pickle, without running code from it.
 
-A pickle may call any function that it names. `.metadata` needs a few data classes of torch; a name that is not among them is refused, since
-it can only be there to run code. Shards hold tensors and small objects, which torch reads by an allow-list of its own.
+A pickle may call any function that it names. `.metadata` needs a few data classes of torch; any other name is rejected, because its only
+use would be to run code. Shards contain tensors and small objects, which torch reads with its own allow-list.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TYPES = {
 """Dtypes, which a pickle names as attributes of `torch`."""
 
 Resolve = Callable[[str, str], object]
-"""From module and name to the object that is used in its place."""
+"""Maps a module and name to the object to use for it."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -62,13 +62,13 @@ class RestrictedUnpickler(pickle.Unpickler):
         if (module, name) in _NAMES or (module == "torch" and name in _TYPES):
             return self._resolve(module, name)
         raise UserError(
-            f"{self._path}: names {module}.{name}, which no checkpoint needs and which may run code; do not use this checkpoint, "
-            "unless you can get it again from whoever made it"
+            f"{self._path}: names {module}.{name}, which no checkpoint needs and which may run code; do not use this checkpoint "
+            "unless you can get it again from a source that you trust"
         )
 
 
 class _Record:
-    """Stands for an object of torch: what it was made from, and its state."""
+    """Stand-in for a torch object: its constructor arguments and its state."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -79,9 +79,9 @@ class _Record:
 
 
 def shard_sizes(checkpoint: Path) -> dict[str, int]:
-    """The least size of each file that holds shards, by its name. Imports no torch.
+    """The minimum size of each shard file, by name. Does not import torch.
 
-    Raises Damaged if the metadata cannot be read, UserError if it names what may run code.
+    Raises Damaged if the metadata cannot be read, UserError if it contains a name that may run code.
     """
     path = checkpoint / METADATA
     sizes: dict[str, int] = {}

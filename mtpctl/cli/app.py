@@ -60,7 +60,7 @@ class _Commands(TyperGroup):
         return name, _imported(name) if name and listed else None, rest
 
     def invoke(self, ctx: Context) -> object:
-        # A scheduler's SIGTERM and a closed terminal end a command as Ctrl-C does, with everything that it has started.
+        # SIGTERM from a scheduler and a closed terminal end a command as Ctrl-C does, together with all processes that it started.
         with raising_on_stop():
             return self._invoked(ctx)
 
@@ -125,7 +125,7 @@ def _everywhere(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 128 and its number after a signal that asks for a stop (130 for
+    Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 128 plus the signal number after a stop signal (130 for
     Ctrl-C), 1 for a bug, with its traceback.
     """
     if os.getpid() == 1:

@@ -19,9 +19,7 @@ MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–
 
 
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run: compare its checkpoints with their checksums, and nothing else.")
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run: only verify its checkpoints against their checksums.")] = None,
     as_json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the self-check, which samples and scores for real.")] = False,
     cluster: Annotated[
@@ -31,7 +29,7 @@ def doctor(
 ) -> None:
     """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
 
-    Exit code 3 where something needed is missing, 6 where the log-probs differ, a link between hosts is slow, or a checkpoint is damaged.
+    Exit code 3 if something required is missing, 6 if the log-probs differ, a link between hosts is slow, or a checkpoint is damaged.
     """
     from rich.console import Console
 

@@ -152,10 +152,10 @@ def dry_run(recipe: Recipe) -> Plan:
 
 
 def _resumes(recipe: Recipe) -> list[str]:
-    """The checkpoint that a start would resume from, in lines. Raises UserError if none of those that are there is whole."""
+    """Lines about the checkpoint that a start would resume from. Raises UserError if every checkpoint is damaged."""
     if not RunDirectory(recipe.run_path).checkpoints.is_dir():
         return []
-    # Here, since it imports much that a plan without a run does not need.
+    # Imported here: a plan without a run does not need these modules.
     from mtpctl.controller.resuming import describe_start
 
     return describe_start(recipe)

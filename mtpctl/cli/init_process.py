@@ -1,8 +1,8 @@
 """The command as the first process of a container.
 
 The kernel discards signals to process 1 that it has no handler for, so a second SIGTERM would never end it. Processes whose parents have
-ended become its children, and stay as zombies until it waits for them. So process 1 does these two things alone, and the command runs in
-its child.
+ended become its children, and stay as zombies until it waits for them. So process 1 only forwards signals and reaps children, and the
+command runs in a child process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtpctl.signals import exit_code
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 END_S = 10.0
-"""Seconds that the other processes of the container have to end after the command."""
+"""Seconds to wait for the other processes of the container after the command has ended."""
 _LOOK_S = 0.05
 
 
@@ -47,7 +47,7 @@ def fork_command() -> None:
 
 
 def _lead_group() -> None:
-    """Lead a process group, in the foreground if there is a terminal: a signal to the group of process 1 comes from that one alone."""
+    """Become the leader of a process group, in the foreground if there is a terminal, so that signals arrive only from process 1."""
     os.setpgid(0, 0)
     with suppress(OSError):  # no terminal, or that of another session
         os.tcsetpgrp(0, os.getpgid(0))
@@ -63,7 +63,7 @@ def _reap(command: int) -> int | None:
 
 
 def _reap_one() -> tuple[int, int] | None:
-    """The id and status of a child that has ended, (0, 0) as long as none has, None without children."""
+    """The id and status of a child that has ended; (0, 0) if all are running, None if there are no children."""
     try:
         return os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

@@ -163,7 +163,7 @@ _ABSENT = object()
 
 
 def _end_tokens(recipe: Recipe) -> list[str]:
-    """The tokens that end a response, a line each, and what is missing to know them all."""
+    """A line for each end token, and one if a file that names further tokens is missing."""
     from mtpctl.data.end_tokens import recipe_end_tokens
     from mtpctl.errors import MtpctlError
 
@@ -171,7 +171,7 @@ def _end_tokens(recipe: Recipe) -> list[str]:
         return []
     try:
         ends, missing = recipe_end_tokens(recipe.model, recipe.rollout)
-    except MtpctlError as error:  # the recipe can be shown all the same
+    except MtpctlError as error:  # the rest of the recipe can still be shown
         return [f"end tokens: {error}"]
     return [f"end token {token}" for token in ends.tokens] + ([f"end tokens: {missing}"] if missing else [])
 

@@ -202,7 +202,7 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
 
 
 def _other_ends(source: Source) -> list[int]:
-    """The end tokens but for the tokenizer's; if that is not among them, all of them."""
+    """The end tokens other than the tokenizer's EOS token; if that is not an end token, -1 and all of them."""
     eos, ids = source.tokenizer.eos_id, list(source.ends.ids)
     return [token for token in ids if token != eos] if eos in ids else [-1, *ids]
 

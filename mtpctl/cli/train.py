@@ -30,7 +30,7 @@ def train(
     ] = False,
     over: Annotated[
         bool,
-        typer.Option("--start-over", help="Begin the run again; its directory is kept under another name, with all of its checkpoints."),
+        typer.Option("--start-over", help="Begin the run again at update 1; its directory is renamed, with all checkpoints."),
     ] = False,
     as_json: Json = False,
     profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,
@@ -43,7 +43,7 @@ def train(
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
     if over and (start is not None or dry_run):
-        raise UserError(f"--start-over: takes no {'--from; name a new run_dir' if start is not None else '--dry-run'}")
+        raise UserError(f"--start-over: cannot be combined with {'--from; name a new run_dir' if start is not None else '--dry-run'}")
     sets = [*(sets or []), *(["telemetry.profile=true"] if profile else [])]
     found, beginning = _asked(recipe, start, overlay, sets)
     loaded = found.loaded

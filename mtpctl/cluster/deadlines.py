@@ -53,7 +53,7 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
 async def in_thread[T](call: Callable[[], T]) -> T:
     """Call a function in a thread, and return its result.
 
-    Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the event loop nor that of the process.
+    Unlike `asyncio.to_thread`, a call that hangs does not delay the end of the event loop or the process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

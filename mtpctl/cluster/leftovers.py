@@ -26,7 +26,7 @@ PREFIX = "mtpctl-"
 
 MARK = ".mtpctl-owner"
 ENDED = "ZX"
-"""States of processes that have ended, of which some are not yet waited for."""
+"""States of processes that have ended, including zombies."""
 _GOING = f".{PREFIX}going-"
 _NAMESPACE = "/proc/self/ns/pid"
 
@@ -64,7 +64,7 @@ def unmark(folder: Path) -> None:
 
 
 def make_marked(folder: Path) -> None:
-    """Make `folder` with the mark of this process in it from the first moment on. No other user can read it."""
+    """Create `folder`, private to this user, atomically with the mark of this process in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -195,7 +195,7 @@ def _own(root: Path, pattern: str) -> list[Path]:
 
 
 def sessions() -> Path:
-    """The folder of the sessions of local Ray clusters, within one that is this user's own: Ray lets everyone write into it."""
+    """The folder for sessions of local Ray clusters. Its parent is private to the user, because Ray makes the folder world-writable."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / f"{PREFIX}{os.getuid()}" / "ray"
 
 

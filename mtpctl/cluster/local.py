@@ -67,7 +67,7 @@ def _too_few(name: str, need: float, have: float, field: str) -> ClusterResource
 
 
 def check_shared_memory() -> None:
-    """Raise EnvironmentMissing if the shared memory of this host is full. Processes keep their semaphores there, if nothing else."""
+    """Raise EnvironmentMissing if the shared memory of this host is full. Every process at least keeps its semaphores there."""
     memory = leftovers.SHARED_MEMORY
     if memory.is_dir() and (free := shutil.disk_usage(memory).free) < SHARED_BYTES:
         raise EnvironmentMissing(
@@ -91,7 +91,7 @@ def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
     """Variables of all actors."""
     interface, named = config.interface, {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     if interface is None and config.address is None:
-        # On one host ranks need no other interface. Nothing that they listen on is authenticated.
+        # On one host, ranks need no other interface, and their ports have no authentication.
         interface, named = LOOPBACK, named - os.environ.keys()
     talking = {} if interface is None else dict.fromkeys(sorted(named), interface)
     return talking | (folder_for_all(logs) if logs else {})
@@ -118,7 +118,7 @@ class Daemons:
         return None
 
     def close(self) -> None:
-        """End all of them that are left, and what they have started."""
+        """Kill the remaining daemons and the processes that they started."""
         self._watchdog.close()
 
 
@@ -142,9 +142,9 @@ def keep_token_private() -> None:
 
 
 def make_private_sessions() -> Path:
-    """Make the folder of Ray's sessions, where no other user can reach it.
+    """Create the folder for Ray's sessions, inaccessible to other users.
 
-    Raises EnvironmentMissing if another user has made the folder that it belongs into, and if it cannot be made.
+    Raises EnvironmentMissing if its parent belongs to another user, or if it cannot be created.
     """
     sessions = leftovers.sessions()
     private = sessions.parent
@@ -201,7 +201,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
 
 
 def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) -> Any:
-    """What `ray.init` returns. Raises EnvironmentMissing if it fails."""
+    """The return value of `ray.init`. Raises EnvironmentMissing if it fails."""
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -225,5 +225,5 @@ def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None
             raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
-                # Ray's own handler ends the process at once, and what it has started is left behind.
+                # Ray's own handler ends the process at once, and leaves the processes that it started behind.
                 signal.signal(signal.SIGTERM, on_sigterm)

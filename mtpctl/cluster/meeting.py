@@ -17,9 +17,9 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """A store at a free port of `host`, by default this host's address. It ends with the returned object.
+    """A store at a free port of `host`, by default this host's address. It is closed with the returned object.
 
-    Anyone who reaches the port can read and write the store. By itself torch would listen on all interfaces.
+    Anyone who can reach the port can read and write the store. By default torch would listen on all interfaces.
     """
     host = host or _own_address()
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

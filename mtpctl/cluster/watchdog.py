@@ -21,7 +21,7 @@ from pathlib import Path
 from mtpctl.cluster import leftovers
 
 END_S = 15.0
-"""Seconds in which processes that were killed have to be gone."""
+"""Seconds to wait for killed processes to disappear."""
 _CLOSED = b"closed"
 _LOOK_S = 0.5
 _PAUSE_S = 0.02
@@ -54,7 +54,7 @@ class Watchdog:
         os.write(self._pipe, b"%d %d\n" % (os.getpid(), leftovers.started(os.getpid())))
 
     def close(self) -> None:
-        """End what is left of the daemons' sessions. Returns once it has ended."""
+        """End the remaining processes of the daemons' sessions, and wait for the watchdog."""
         if self._closed:
             return
         self._closed = True
@@ -70,7 +70,7 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What `/proc` says of a process. `started` is in clock ticks after the boot."""
+    """A process according to `/proc`. `started` is in clock ticks since boot."""
 
     pid: int
     parent: int
@@ -115,7 +115,7 @@ def end(sessions: dict[int, int]) -> None:
 
 
 def watch(command: int, started: int) -> None:
-    """Read the pipe on stdin until the command, of this id and start time, closes it or has ended. Then end the daemons."""
+    """Read the pipe on stdin until the command (given by process id and start time) closes it or ends. Then end the daemons."""
     text = b""
     while True:
         if select.select([0], [], [], _LOOK_S)[0]:

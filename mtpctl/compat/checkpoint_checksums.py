@@ -1,7 +1,7 @@
 """Compute checksums of shards while megatron-core writes them (megatron-core 0.19.2).
 
-megatron-core's writer opens each file with the `open` of its module. Here that returns a file that also computes the checksum of its
-bytes, in the thread that writes them, so that the shards are not read back.
+megatron-core's writer opens each file with the name `open` of its module. The patch replaces it by a file class that also computes the
+checksum of the bytes, in the thread that writes them, so that shards are not read back.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 PINNED = "0.19.2"
 LARGE = 1 << 20
-"""Bytes from which a buffer is worth a thread."""
+"""Minimum size of a buffer whose checksum is computed in another thread, in bytes."""
 
 
 class Running[E](Protocol):
-    """A checksum that is being computed, and the entry of a file that it ends in."""
+    """A checksum that is being computed; `entry` returns the result."""
 
     def update(self, data: Buffer) -> None: ...
 
@@ -29,7 +29,7 @@ class Running[E](Protocol):
 
 
 class _Files[E]:
-    """Opens files for writing, and holds their entries by path until they are taken."""
+    """Opens files for writing, and stores their entries by path until `take` returns them."""
 
     def __init__(self, checksum: type[Running[E]]) -> None:
         self.checksum = checksum
@@ -41,7 +41,7 @@ class _Files[E]:
 
 
 class _File[E](io.BufferedWriter):
-    """Large buffers are summed up by a thread of its own while they are written, so that writing takes no longer than without."""
+    """A file whose checksum is computed. Large buffers are processed by another thread while they are written, to overlap both."""
 
     def __init__(self, path: str, files: _Files[E]) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -74,6 +74,6 @@ def install[E](checksum: type[Running[E]]) -> None:
 
 
 def take(paths: Iterable[str]) -> dict[str, object]:
-    """The entries of these files, each of which can be taken once; files that were not written are left out."""
+    """Return and remove the entries of these files. Files that were not written are left out."""
     entries = vars(filesystem_async)["open"].entries
     return {path: entry for path in paths if (entry := entries.pop(path, None)) is not None}

@@ -1,7 +1,8 @@
 """Read checkpoints without running pickles (torch 2.13.0).
 
-torch reads `.metadata` with `pickle.load`, and objects that are saved next to tensors with `torch.load(weights_only=False)`. Both run what
-the file says, and a checkpoint may come from others. Here `.metadata` is read with an allow-list, and objects with torch's own.
+torch reads `.metadata` with `pickle.load`, and objects that are saved next to tensors with `torch.load(weights_only=False)`. Both can
+run code from the file, and a checkpoint may come from others. With this patch, `.metadata` is read with our allow-list and objects with
+torch's.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _NAME = "RMSNorm2ZeroCenteredRMSNormMapping"
 
 
 def install() -> None:
-    """Have both bridges map the norm by a plain mapping. May be called again. Raises RuntimeError for another release."""
+    """Make both bridges copy the norm unchanged. May be called again. Raises RuntimeError for another release."""
     if (found := version("megatron-bridge")) != PINNED:
         raise RuntimeError(f"{__name__} was written for megatron-bridge {PINNED}, found {found}: check whether it is still needed")
     plain = vars(importlib.import_module(_MAPPING))["AutoMapping"]

@@ -4,9 +4,9 @@ Ray 2.60 starts the GCS server, the raylet and its helpers in the process group 
 terminal that is closed signal the whole group: the daemons end first, and the driver can no longer save a checkpoint. To reproduce, start
 `ray.init()` in a script and send SIGTERM to its process group.
 
-Ray also listens on all interfaces if the host has one that is not the loopback: it resolves 127.0.0.1 to the address of that one, unless
-clusters of several hosts are switched off, which it does by default on macOS only. And it replaces the driver's handler of SIGTERM by one
-that ends the process at once.
+Ray also listens on all interfaces if the host has an interface other than loopback: it resolves 127.0.0.1 to that interface's address,
+unless multi-host clusters are disabled, which is the default on macOS only. It also replaces the driver's handler of SIGTERM by one that
+ends the process at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mtpctl.errors import UpstreamMoved
 
 PINNED = "2.60.0"
 ONE_HOST = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""The variable that, if false, has Ray use the loopback address. Ray reads it on every system, whatever its name says."""
+"""If this variable is false, Ray uses the loopback address. Ray reads it on every system, despite its name."""
 
 
 def own_sessions(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Callable[..., subprocess.Popen[bytes]]:
-    """A stand-in for `Popen` that starts each process in a session of its own and adds it to `started`, by its program.
+    """A replacement for `Popen` that starts each process in a new session and adds it to `started`, keyed by program.
 
     `register` is called in the new process before its program begins.
     """
@@ -47,7 +47,7 @@ def own_sessions(register: Callable[[], None], started: dict[str, subprocess.Pop
 
 @contextmanager
 def starting(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Have `ray.init` start its daemons by `own_sessions`, on the loopback interface, and leave the handler of SIGTERM alone.
+    """Make `ray.init` start its daemons with `own_sessions`, on the loopback interface, and keep the handler of SIGTERM.
 
     Raises UpstreamMoved for another release of Ray than the pinned one.
     """

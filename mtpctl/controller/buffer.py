@@ -183,7 +183,7 @@ class SampleBuffer:
     def saving(self, path: Path) -> Callable[[], Entry]:
         """What writes the buffer as it is now, in any thread: the waiting groups with their samples, and the problems of unfinished ones.
 
-        It returns the file's size and checksum. A line of JSON each; whole or not at all. Nobody changes the samples of a complete group.
+        It returns the file's size and checksum. One line of JSON per group, written atomically. Complete groups are immutable.
         """
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 

@@ -127,12 +127,12 @@ class Copies:
         if first:
             self._tell(f"{error}; training goes on, and it is tried again")
 
-    def _give_up(self, told: str, owed: int) -> None:
-        """Note that a checkpoint is not copied, since the copy would be no better than it is."""
+    def _give_up(self, message: str, owed: int) -> None:
+        """Report that a checkpoint is not copied, because it is damaged."""
         with self._changed:
             self._behind -= owed
             self._copying = None
-        self._tell(told)
+        self._tell(message)
 
     def _note_copied(self, checkpoint: Path, sent: int, seconds: float, owed: int) -> None:
         with self._changed:
@@ -175,10 +175,10 @@ def check_copies(recipe: Recipe) -> None:
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:
-    """Whether the run has a checkpoint that is whole."""
+    """Whether the run has a whole checkpoint."""
     try:
         return newest(directory.checkpoints) is not None
-    except UserError:  # All that it has are damaged.
+    except UserError:  # All checkpoints are damaged.
         return False
 
 

@@ -87,7 +87,7 @@ class ElasticRollout:
             while True:
                 self._answer_requests()
                 if self._membership is not None and not self._state.stopping.is_set():
-                    # If Ray's server has ended, it takes a minute until Ray says so: the run saves its checkpoint meanwhile.
+                    # If Ray's server has ended, Ray reports it only after a minute. The run saves its checkpoint in the meantime.
                     alive, drained = await in_thread(lambda: (living(), draining()))
                     if self._membership is not None:
                         self._look(self._membership, alive, drained)

@@ -1,6 +1,6 @@
-"""A dry run's look at the files that a run will open: headers of weights, the tokenizer, and the first row of each set.
+"""Checks of a dry run on the files that a run will open: headers of weights, the tokenizer, and the first row of each set.
 
-It reads no tensor and imports no torch, so that it takes about a second whatever the model's size.
+They read no tensors and do not import torch, so they take about a second for a model of any size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtpctl.recipe.schema import Recipe
 def check_weights(recipe: Recipe) -> None:
     """Check names, types, shapes and sizes of the weights in the folders of the model and of a teacher that the run serves.
 
-    A model of the hub is not fetched. Raises UserError naming the file, and the tensor if it is one, that a run could not load.
+    Models from the hub are not downloaded. Raises UserError that names the file, or the tensor, that a run could not load.
     """
     model, teacher = recipe.model, recipe.train.rl.teacher
     if model.path is not None and not model.drawn and Path(model.path).is_dir():
@@ -33,11 +33,11 @@ def check_weights(recipe: Recipe) -> None:
 def check_rows(recipe: Recipe, shape: ModelShape) -> None:
     """Load the tokenizer and render the first row of each set, as the run will.
 
-    Raises UserError for a tokenizer that is missing or does not fit the model, a chat template that is missing or does not take the row,
-    and a row that is too long.
+    Raises UserError if the tokenizer is missing or does not match the model, if the chat template is missing or rejects the row, or if the
+    row is too long.
     """
     if recipe.model.tokenizer == "bytes" and recipe.data.task is not None:
-        return  # both are the project's own, and fit each other
+        return  # both are created by mtpctl and match
     tokenizer = _tokenizer(recipe)
     if tokenizer is None:
         return
@@ -60,7 +60,7 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """The recipe's tokenizer; None if it is one of the hub, which is not asked."""
+    """The recipe's tokenizer; None if it is on the hub, which is not contacted."""
     named = recipe.model.tokenizer
     if named == "bytes":
         with tempfile.TemporaryDirectory() as made:

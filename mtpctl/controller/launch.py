@@ -20,7 +20,7 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
-from mtpctl.controller.resuming import Start, answer_ended, find_start
+from mtpctl.controller.resuming import Start, report_ended, find_start
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
@@ -55,7 +55,7 @@ from mtpctl.web.server import address_of, serving
 
 
 def run(recipe: Recipe, *, plain: bool = False) -> int:
-    """Train as the recipe says. Returns the exit code: 0, or that of the signal that asked for a stop."""
+    """Run the recipe. Returns the exit code: 0, or that of the signal that stopped the run."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     check_copies(recipe)
     tell = partial(print, flush=True)
@@ -63,7 +63,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     earlier = RunDirectory(recipe.run_path)
     checkpoint = choose(earlier.checkpoints, contents=False).path
     resumed = resumed_from(checkpoint, recipe.train)
-    if answer_ended(recipe, earlier, checkpoint, resumed, tell):
+    if report_ended(recipe, earlier, checkpoint, resumed, tell):
         return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
@@ -111,7 +111,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 telemetry.event("data", warning)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
                 stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, changed, status, daemons, start).drive())
-                raise_on_stop()  # The event loop has taken its handlers with it.
+                raise_on_stop()  # The handlers ended with the event loop.
                 if stopped_by is None:
                     telemetry.print_summary()
     return 0 if stopped_by is None else exit_code(stopped_by)

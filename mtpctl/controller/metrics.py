@@ -30,7 +30,7 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
 
 
 def prefix_cache(samples: list[Sample]) -> dict[str, float]:
-    """`rollout/prefix_cache_hit_rate`: share of the prompts' tokens that engines did not compute again. Empty without a prefix cache."""
+    """`rollout/prefix_cache_hit_rate`: share of prompt tokens that were in the engines' prefix cache. Empty without a prefix cache."""
     cached = [(sample.cached_tokens, len(sample.prompt_ids)) for sample in samples if sample.cached_tokens is not None]
     tokens = sum(length for _, length in cached)
     return {"rollout/prefix_cache_hit_rate": sum(hits for hits, _ in cached) / tokens} if tokens else {}
@@ -43,7 +43,7 @@ def reward_parts(samples: list[Sample]) -> dict[str, float]:
 
 
 def cut_share(samples: list[Sample], reason: str) -> float:
-    """Share of the responses that ended for `reason`; of an agent's trajectory, its last sample counts."""
+    """Share of responses that ended for `reason`. An agent's trajectory counts by its last sample."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
@@ -83,7 +83,7 @@ def teacher_kl(samples: list[Sample]) -> dict[str, float]:
 def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
     """Reward, length and staleness of one update, from its trajectories: each its last sample, with the others in `earlier`.
 
-    Rewards, and why a response ended, count once for a trajectory. Lengths, staleness and speculation are of all samples.
+    Rewards and finish reasons count once per trajectory. Lengths, staleness and speculation include all samples.
 
     `version` was published last, `ahead` updates before this one; versions are published every `sync_every` updates. Staleness in versions
     is from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and takes each version as `sync_every`

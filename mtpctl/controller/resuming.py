@@ -1,4 +1,4 @@
-"""What a start of a run does with the checkpoints that the run has: resume from the newest whole one, answer if all is done, start over."""
+"""Handles the existing checkpoints when a run starts: resume from the newest whole one, report a completed run, or start over."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mtpctl.telemetry.session import show_ended
 
 Tell = Callable[[str], None]
 REFERENCE = "reference"
-"""Folder of a run directory with the policy that RL began with, if there is a KL penalty."""
+"""Folder with the initial policy of RL in a run directory, if there is a KL penalty."""
 _LONG = 4 << 30
-"""Bytes whose verification is worth a line, since it takes more than a few seconds."""
+"""Size from which verification takes more than a few seconds and is announced, in bytes."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run resumes from, None at its beginning, with its state, and lines about checkpoints that are damaged."""
+    """The checkpoint that a run resumes from (None for a new run), its state, and lines about damaged checkpoints."""
 
     checkpoint: Path | None
     state: SavedState
@@ -39,8 +39,8 @@ class Start:
 def find_start(recipe: Recipe, directory: RunDirectory, tell: Tell) -> Start:
     """Verify the newest checkpoint of a locked run directory. If it is damaged, it is set aside, and the one before is taken.
 
-    Raises UserError if none is whole, if the checkpoint is within a stage that the recipe leaves out, and if the policy that RL began with
-    is needed and damaged.
+    Raises UserError if every checkpoint is damaged, if the checkpoint is within a stage that the recipe leaves out, or if the initial
+    policy of RL is needed and damaged.
     """
     candidate = choose(directory.checkpoints, contents=False).path
     if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _LONG:
@@ -54,7 +54,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, tell: Tell) -> Start:
 
 
 def describe_start(recipe: Recipe) -> list[str]:
-    """What a start would resume from, after verifying it, in lines; none without a checkpoint. Changes nothing.
+    """Lines about the checkpoint that a start would resume from, after verifying it; empty without a checkpoint. Changes nothing.
 
     Raises UserError as `find_start` does.
     """
@@ -70,7 +70,7 @@ def describe_start(recipe: Recipe) -> list[str]:
 
 
 def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState) -> None:
-    """`check_reference`, if the run goes on within RL with a KL penalty."""
+    """Call `check_reference` if the run resumes within RL with a KL penalty."""
     if state["stage"] == "rl" and "rl" not in state["ended"] and recipe.train.rl.kl_coef:
         check_reference(directory.path / REFERENCE)
 
@@ -79,14 +79,14 @@ def check_reference(path: Path) -> None:
     """Raise UserError if the policy that RL began with is missing or damaged."""
     ways = "restore it, set train.rl.kl_coef to 0, or start in another run_dir"
     if not path.exists():
-        raise UserError(f"train.rl.kl_coef: {path} is missing, the policy that RL began with; {ways}")
+        raise UserError(f"train.rl.kl_coef: the initial policy of RL, {path}, is missing; {ways}")
     try:
         check(path, contents=True)
     except Damaged as damage:
-        raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the policy that RL began with: {ways}") from damage
+        raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the initial policy of RL: {ways}") from damage
 
 
-def answer_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, tell: Tell) -> bool:
+def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, tell: Tell) -> bool:
     """If all stages have ended, show the summary of the run and bring its copy up to date. Returns whether they have."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
@@ -101,7 +101,7 @@ def answer_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
 def _to_go_on(recipe: Recipe, stage: str) -> str:
     """Tells the user how to train further where the run has ended, its last stage being `stage`."""
     if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
-        return "name another run_dir to train anew, or begin a run from its weights with --from"
+        return "name another run_dir to train from the beginning, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
@@ -124,7 +124,7 @@ def start_over(recipe: Recipe, kept: Sequence[str] = ()) -> Path | None:
     try:
         if store is not None and (name := newest_copy(store)) is not None:
             raise UserError(
-                f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, and must not be replaced; name another place"
+                f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, which would be overwritten; name another URL"
             )
     except EnvironmentMissing as error:
         raise EnvironmentMissing(f"--start-over: {error}") from error
@@ -135,7 +135,7 @@ def start_over(recipe: Recipe, kept: Sequence[str] = ()) -> Path | None:
     (path / BEGUN).write_text(aside.name)
     for name in kept:
         if (aside / name).is_dir():
-            # Weights do not change, so both runs may have the same files.
+            # Weights do not change, so both runs can share the files.
             shutil.copytree(aside / name, path / name, copy_function=_linked)
     return aside
 

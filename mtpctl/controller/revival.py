@@ -43,7 +43,7 @@ class Revival:
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
         if choice.damaged and not anew:
-            # The groups of the updates before the damaged one are forgotten: the stage has to go on with those of the checkpoint before.
+            # The groups of earlier updates are gone, so the stage has to continue with those of the checkpoint before.
             raise lost
         path, seconds = await self._until_back(lost, lambda: self._restored(choice.path, anew))
         self.state.lost = False

@@ -355,7 +355,7 @@ class RlStage:
             await self._evaluated()
 
     async def _evaluated(self) -> None:
-        """Wait until no evaluation is under way, or a stop is asked for, which gives it up. Raises what it raised."""
+        """Wait until the current evaluation ends, or until a stop is requested, which cancels it. Raises its error."""
         if self._evaluating is not None and await finished_before(self._evaluating, self.state.stopping):
             self._evaluating.result()
             self._evaluating = None
@@ -406,7 +406,7 @@ class RlStage:
             self.telemetry.event("rollout", f"{cut}; raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)")
 
     def _warn_of_cold_cache(self, metrics: Mapping[str, float]) -> None:
-        """An event if the first update's prompts were not in the prefix cache at all; from then on the metric shows the rate."""
+        """Log an event if no prompt of the first update was in the prefix cache. Later rates are in the metric."""
         reported, self._cold_cache_reported = self._cold_cache_reported, True
         group = self.recipe.train.rl.group_size
         if not reported and group > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:

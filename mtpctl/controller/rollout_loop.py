@@ -251,7 +251,7 @@ class RolloutLoop:
             self.counts.unrewarded += 1
             self.keeper.dropped(self.state.step + 1, group, f"no reward: {last.error}")
             await self._drop(
-                group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); mend the reward function"
+                group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); fix the reward function"
             )
             return
         self.counts.rewards.append(rewards)

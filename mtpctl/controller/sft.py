@@ -89,7 +89,7 @@ class SftStage:
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
     """Count updates in a row that were skipped because loss or gradient was not finite: `bad` before this one. Returns the new count.
 
-    An update is skipped if all of its optimizer steps are; one of which some were applied ends the row.
+    An update counts as skipped only if all of its optimizer steps were skipped; otherwise the count restarts.
 
     Raises RuntimeFailure where it reaches `limit`.
     """

@@ -62,7 +62,7 @@ def ended_stages(root: Path) -> list[str]:
 def newest_version(root: Path, tell: Tell) -> tuple[Path | None, int]:
     """The checkpoint that a run would resume from and its weight version, or (None, 0) without a checkpoint.
 
-    Its files are compared with their checksums; newer ones that are damaged are told. Raises UserError if all are damaged.
+    Its files are compared with their checksums; newer, damaged ones are reported. Raises UserError if all are damaged.
     """
     choice = choose(root, contents=True)
     for line in choice.lines:
@@ -73,8 +73,8 @@ def newest_version(root: Path, tell: Tell) -> tuple[Path | None, int]:
 def version_named(text: str, *others: str, tell: Tell) -> tuple[Path, Path, int]:
     """The run directory, the checkpoint and the weight version that `--from` names by a checkpoint, or by a run with its newest one.
 
-    Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for anything else; the message names `others`, which the
-    caller takes besides.
+    Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other path; the message also lists `others`,
+    which the caller accepts.
     """
     path = Path(text).absolute()
     if (path / RUN).is_file():
@@ -100,7 +100,7 @@ def version_named(text: str, *others: str, tell: Tell) -> tuple[Path, Path, int]
 
 
 def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
-    """The state that a run by `train` goes on with from a checkpoint; without one, that of a run that has not begun. Reads no tensor."""
+    """The state that a run with the section `train` resumes with; that of a new run without a checkpoint. Reads no tensors."""
     state = saved_state(checkpoint)
     if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
@@ -127,7 +127,7 @@ def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[st
 
 
 def saved_state(checkpoint: Path | None) -> SavedState:
-    """The state in a checkpoint; without one, that of a run that has not begun. Raises UserError if it cannot be read."""
+    """The state in a checkpoint, or that of a new run without one. Raises UserError if it cannot be read."""
     if checkpoint is None:
         return SavedState(stage="", step=0, version=0, synced_at=-1, payback=None, cursor=None, losses=[], ended=[])
     try:
@@ -201,7 +201,7 @@ class RunState:
         self.ended.append(stage)
 
     def load(self, saved: SavedState) -> None:
-        """Take over the state of the checkpoint that the run resumes from."""
+        """Load the state of the checkpoint that the run resumes from."""
         for name, value in saved.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
 
@@ -291,7 +291,7 @@ class RunState:
         return path
 
     async def until_saved[T](self, save: Callable[[], Awaitable[T]]) -> T:
-        """Call `save`, which a run cannot go on without, until the disk takes what it writes.
+        """Call `save`, which the run requires, until the disk has room.
 
         Raises RuntimeFailure if that takes longer than `GIVE_UP_S`.
         """
@@ -307,7 +307,7 @@ class RunState:
                     )
                     raise RuntimeFailure(told) from failure
                 if tries == 1:
-                    self.tell(f"{failure}; free space: it is tried again every {AGAIN_S:.0f} seconds, for {GIVE_UP_S / 60:.0f} minutes")
+                    self.tell(f"{failure}; free space: it is retried every {AGAIN_S:.0f} seconds, for {GIVE_UP_S / 60:.0f} minutes")
                 await asyncio.sleep(AGAIN_S)
 
     @contextlib.asynccontextmanager

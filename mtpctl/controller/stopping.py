@@ -1,6 +1,6 @@
-"""Stops a run on a signal: the first asks for a stop after the current update, the second gives up what is still running.
+"""Stops a run on a signal: the first requests a stop after the current update, the second cancels what is still running.
 
-A run whose Ray cluster is lost stops too: actors still answer for a while, so that the trainer can write its checkpoint.
+A run whose Ray cluster is lost stops too. Actors still answer for a while, so the trainer can write its checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stops:
-    """The stop of a run. `number` is the signal that asked for it; `tell` logs a line; `daemons` are those that the run has started."""
+    """The stop of a run. `number`: the signal that requested it; `tell` logs a line; `daemons`: those that the run started."""
 
     number: int | None = None
 
@@ -40,7 +40,7 @@ class Stops:
     def handled(self) -> Iterator[None]:
         """Handle the stop signals, in the event loop that is running, and watch the cluster while the block runs.
 
-        Raises RuntimeFailure if the cluster was lost, in place of what that has caused.
+        If the cluster was lost, raises RuntimeFailure instead of the errors that this caused.
         """
         for each in self._signals:
             asyncio.get_running_loop().add_signal_handler(each, self._take, each)
@@ -61,19 +61,19 @@ class Stops:
         if self.number is None:
             self.number = number
             self.state.stopping.set()
-            self.tell("stopping after this step; another signal gives up at once")
+            self.tell("stopping after this step; another signal stops at once")
             return
         for each in self._signals:
             asyncio.get_running_loop().remove_signal_handler(each)
             signal.signal(each, lambda number, frame: _end(exit_code(number), "interrupted"))
         _end_after(GIVE_UP_S, exit_code(number), "interrupted")
-        # Out of the event loop, which then cancels its tasks.
+        # Leaves the event loop, which then cancels its tasks.
         raise StopRequested(number)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
         """Stop the run as on a signal once a daemon of its cluster has ended.
 
-        In a thread: a call of Ray that needs a server which has ended blocks the event loop, until Ray ends the process without a word.
+        Runs in a thread, because a Ray call that needs the lost server blocks the event loop until Ray ends the process without a message.
         """
         while (lost := self._lost()) is None:
             if over.wait(LOOK_S):
@@ -103,7 +103,7 @@ def _end_after(seconds: float, code: int, line: str) -> None:
 
 
 def _end(code: int, line: str) -> None:
-    """End the process at once. What it has started is ended by the watchdog, as after SIGKILL."""
+    """End the process at once. The watchdog ends its daemons, as after SIGKILL."""
     if sys.stdout.isatty():
         os.write(1, SHOW_CURSOR.encode())
     os.write(2, f"{line}\n".encode())

@@ -107,7 +107,7 @@ class ServedAtUrl:
         except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({_line(error)}); start mtpctl logprob-serve") from error
-        if (reason := _no_server(answer)) is not None:
+        if (reason := _why_not_logprob_server(answer)) is not None:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: {self.name} {reason}")
         return self
@@ -213,10 +213,10 @@ def _data(answer: httpx.Response) -> dict[str, Any]:
     return found
 
 
-def _no_server(answer: httpx.Response) -> str | None:
-    """Why an answer to `GET /version` is not that of a log-prob server; None if it is. vLLM's has a string there."""
+def _why_not_logprob_server(answer: httpx.Response) -> str | None:
+    """The reason why an answer to `GET /version` is not from a log-prob server, else None. vLLM returns a string there."""
     if answer.status_code == 401:
-        return f"asks for a key: set {KEY}"
+        return f"requires a key: set {KEY}"
     if answer.status_code != 200:
         return f"is no log-prob server (status {answer.status_code})"
     try:
@@ -226,7 +226,7 @@ def _no_server(answer: httpx.Response) -> str | None:
     if isinstance(version, int):
         return None
     return (
-        "is an engine, such as vLLM, and no log-prob server: the prompt log-probs of one that drafts are wrong for some requests; "
+        "is an inference engine such as vLLM, not a log-prob server: its prompt log-probs are wrong for some requests if it speculates; "
         "serve the model with mtpctl logprob-serve"
     )
 

@@ -68,7 +68,7 @@ async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> st
             f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(looked_at)} {what} problems looked at"
         )
         if len(wrong) == len(looked_at):
-            raise UserError(f"{warning}: no response could be right; mend `answer`, or set reward.function: {_OTHER[kind]}")
+            raise UserError(f"{warning}: no response could be right; fix `answer`, or set reward.function: {_OTHER[kind]}")
         warnings.append(warning)
     return "; ".join(warnings)
 
@@ -79,7 +79,7 @@ async def _tried(config: RewardConfig, rows: list[Problem], also: Sequence[Probl
         if outcome.error:
             if outcome.error.startswith("reward."):  # told by one of ours, with its key and mend
                 raise UserError(outcome.error)
-            mend = "raise reward.timeout_s, or make it faster" if outcome.timed_out else "mend it"
+            mend = "raise reward.timeout_s, or make it faster" if outcome.timed_out else "fix it"
             raise UserError(f"reward.function: {outcome.error}, for {row.prompt_id} with the row's own solution as response; {mend}")
     rewards = {outcome.reward for outcome in outcomes[: len(rows)]}
     if len(rewards) == 1 and not any(rewards):

@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 @dataclass(eq=False)
 class Wait:
-    """One wait: for what, for which actors, and since when: `begun` by the clock of files, which may be set meanwhile."""
+    """One wait: its reason, its actors, and its start. `begun` is wall-clock time, which may be adjusted during the wait."""
 
     what: str
     actors: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Compare what an adapter's checkpoint was converted to with the checkpoint: every tensor, and the logits of a prompt."""
+"""Compares a converted adapter with its checkpoint: every tensor, and the logits of a prompt."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mtpctl.plan.wire import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
 APPLIED_BOUND = 1e-4
-"""The largest difference of two logits, in fp32, if one side merges the adapter and the other applies it beside the weight."""
+"""Maximum difference of logits, in fp32, between a merged adapter and one that is applied separately."""
 
 
 def verify_merged(
     written: ModelWeights, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord, *, carried: FolderWeights | None = None
 ) -> Verified:
-    """Compare a folder with merged weights with the base weights and the adapter. Raises ThresholdMissed naming what differs."""
+    """Compare a folder with merged weights with the base weights and the adapter. Raises ThresholdMissed that names the difference."""
     tensors = compare_extras(written, carried)
     merged: dict[str, Tensor] = {}
     with adapted(checkpoint, base.folder, adapter) as skeleton:
@@ -54,7 +54,7 @@ def _logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide: bool) 
 
 
 def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> Verified:
-    """Compare PEFT's files in `written` with the checkpoint. Raises ThresholdMissed naming what differs.
+    """Compare PEFT's files in `written` with the checkpoint. Raises ThresholdMissed that names the difference.
 
     The logits are those of the base weights with PEFT's matrices added, and of the checkpoint's adapters in their layers.
     """
@@ -65,7 +65,7 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
         exported = {name: value.clone() for name, value in export_adapter(skeleton.bridge, [skeleton.model], lora)}
         if exported.keys() != stored.keys():
             name = min(exported.keys() ^ stored.keys())
-            raise ThresholdMissed(f"verify: {name} is on one side alone")
+            raise ThresholdMissed(f"verify: only one side has {name}")
         for name, value in exported.items():
             compare(name, stored[name], value.to(stored[name].dtype))
         _fill_base(skeleton, base)
@@ -80,7 +80,7 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
 
 
 def _fill_base(skeleton: Skeleton, base: ModelWeights) -> None:
-    """Fill all weights but the adapters; the MTP layers are not compared, and keep any values."""
+    """Load all weights except the adapters. MTP layers keep arbitrary values, because they are not compared."""
     with torch.no_grad():
         for parameter in skeleton.parameters.values():
             parameter.task.param_weight.copy_(skeleton.map.to_megatron(parameter, base))

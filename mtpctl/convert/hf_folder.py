@@ -101,11 +101,11 @@ def _other_head(weights: FolderWeights) -> str | None:
 
 
 _same_heads: dict[object, bool] = {}
-"""By files and their state, whether head and embedding are equal: a process opens a folder several times."""
+"""Cache of comparisons of head and embedding, by files and their state: a process opens a folder several times."""
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two matrices are equal in the narrower of their types. Most that differ do so in their first rows."""
+    """Whether two matrices are equal in the narrower of their dtypes. Starts with the first rows, which usually show a difference."""
     import torch
 
     if one.shape != other.shape:
@@ -118,8 +118,8 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _warn_of_head(path: Path, head: str) -> None:
     """Log once that the head is not tied."""
     _LOG.warning(
-        f"{path / 'config.json'}: tie_word_embeddings is true, and the folder stores another {head}; "
-        "it is used, as transformers and vLLM use it. Set tie_word_embeddings: false."
+        f"{path / 'config.json'}: tie_word_embeddings is true, but the folder stores a different {head}; "
+        "it is used, as in transformers and vLLM. Set tie_word_embeddings: false."
     )
 
 

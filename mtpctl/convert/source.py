@@ -45,8 +45,8 @@ class Reference:
 def checkpoint_at(path: Path, say: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
     """The checkpoint at `path`, or the newest one of a run directory or its `checkpoints`; None for a model folder.
 
-    With `contents` its files are compared with their checksums, else only their sizes. A damaged one of a run is told by `say`, and the one
-    before it is taken. Raises UserError if `path` is none of these, or a damaged checkpoint.
+    With `contents`, files are compared with their checksums, otherwise only their sizes. A damaged checkpoint of a run is reported with
+    `say`, and the one before is used. Raises UserError if `path` is none of these, or a damaged checkpoint.
     """
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder")

@@ -59,10 +59,10 @@ def verify_conversion(
 
 
 def compare_extras(weights: ModelWeights, beside: FolderWeights | None) -> int:
-    """Compare what a folder holds outside the language model. Returns the number of tensors."""
+    """Compare the tensors of a folder that do not belong to the language model. Returns their number."""
     for name in weights.extras:
         if beside is None or name not in beside:
-            raise ThresholdMissed(f"verify: {name} is on one side alone")
+            raise ThresholdMissed(f"verify: {name} is missing on one side")
         compare(name, weights.raw.tensor(name), beside.tensor(name))
     return len(weights.extras)
 
@@ -90,7 +90,7 @@ def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tup
     """The largest difference of the trunk's logits, and of the MTP depths'. Raises ThresholdMissed if one is beyond `bound`."""
     found = [float((a - b).abs().max()) for a, b in zip(here, there, strict=True)]
     if max(found) > bound:
-        raise ThresholdMissed(f"verify: logits differ by {max(found):.2g} on the fixed prompt, {bound:g} is allowed")
+        raise ThresholdMissed(f"verify: logits differ by {max(found):.2g} on the fixed prompt, at most {bound:g} is allowed")
     return found[0], max(found[1:], default=None)
 
 

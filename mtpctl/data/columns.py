@@ -17,7 +17,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig
 
 CONVERSATIONS = ("messages", "conversations")
-"""Columns of conversations that the supervised stage takes, the first that is there, if there is none of the prompt."""
+"""Columns of conversations, in order of preference, for the supervised stage if the prompt column is missing."""
 
 _USUAL: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "problem", "messages", "conversations", "instruction", "query", "input", "text"),
@@ -92,7 +92,7 @@ class Reading:
         prompt = text_of(messages) if messages else asked
         if not isinstance(prompt, str) or not prompt.strip():
             kinds = "text that is not blank, or chat messages"
-            raise UserError(f"{where}: `{columns.prompt}` must be {kinds}, got {_kind(prompt)}; mend or remove the row")
+            raise UserError(f"{where}: `{columns.prompt}` must be {kinds}, got {_kind(prompt)}; fix or remove the row")
         ends = messages[-1]["role"] if messages else "user"
         if ends == "assistant" and not self.supervised:
             raise UserError(
@@ -101,13 +101,13 @@ class Reading:
             )
         solution = None if (value := found(row.columns, columns.solution)) is _ABSENT else value
         if solution is not None and (not isinstance(solution, str) or not solution):
-            raise UserError(f"{where}: `{columns.solution}` must be text that is not empty where it is given; mend or remove it")
+            raise UserError(f"{where}: `{columns.solution}` must be text that is not empty where it is given; fix or remove it")
         optional = not self.answers or (self.supervised and (ends == "assistant" or solution is not None))
         answer = self._answer(row, optional)
         for name, text in ((columns.prompt, prompt), (columns.answer, answer), (columns.solution, solution or "")):
             if _HALF_CHARACTER.search(text):
-                half = "half of a character (a lone surrogate), which is no text"
-                raise UserError(f"{where}: `{name}` holds {half}; mend or remove the line")
+                half = "a lone surrogate, which is not a character"
+                raise UserError(f"{where}: `{name}` holds {half}; fix or remove the line")
         used = {columns.prompt, columns.answer, columns.solution}
         fields = {name: value for name, value in row.columns.items() if name not in used}
         if fields.get("tools") is not None:
@@ -133,7 +133,7 @@ class Reading:
             )
         if not isinstance(answer, str) or not answer.strip():
             raise UserError(
-                f"{row.where}: `{name}` must be text that is not blank, or a number, got {_kind(answer)}; mend or remove the row, or set "
+                f"{row.where}: `{name}` must be text that is not blank, or a number, got {_kind(answer)}; fix or remove the row, or set "
                 f"{self.field}.answer: null where the reward needs none"
             )
         return answer
@@ -161,7 +161,7 @@ def found(columns: Mapping[str, object], name: str) -> object:
 
 
 def _tools(value: object, where: str) -> list[object]:
-    """The column `tools` without null fields. It, or each of its tools, may be JSON text, as data sets without a common schema have it."""
+    """The column `tools` without null fields. The list or each tool may be JSON text, as in datasets without a common schema."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools] if isinstance(tools, list) else tools
@@ -170,9 +170,9 @@ def _tools(value: object, where: str) -> list[object]:
     if tools is None:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: `tools` must be a list of objects, as chat templates take them; mend or remove it")
+        raise UserError(f"{where}: `tools` must be a list of objects, as chat templates take them; fix or remove it")
     if _HALF_CHARACTER.search(json.dumps(tools, ensure_ascii=False, default=str)):
-        raise UserError(f"{where}: `tools` holds half of a character (a lone surrogate), which is no text; mend or remove it")
+        raise UserError(f"{where}: `tools` holds a lone surrogate, which is not a character; fix or remove it")
     return [without_nulls(tool) for tool in tools]
 
 
@@ -181,7 +181,7 @@ def _written(answer: int | float, name: str, where: str) -> str:
     if isinstance(answer, int):
         return str(answer)
     if not math.isfinite(answer):
-        raise UserError(f"{where}: `{name}` must be a number that is finite, got {answer}; mend or remove the line")
+        raise UserError(f"{where}: `{name}` must be a number that is finite, got {answer}; fix or remove the line")
     # Adding 0.0 turns -0.0 into 0.0.
     return f"{Decimal(repr(answer + 0.0)):f}".removesuffix(".0")
 

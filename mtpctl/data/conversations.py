@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mtpctl.data.end_tokens import EndTokens, end_tokens, is_blank
 from mtpctl.data.problems import Message, Problem
-from mtpctl.data.templates import NotRendered, has_more_than_talk
+from mtpctl.data.templates import NotRendered, has_droppable_parts
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 
@@ -33,15 +33,15 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     """Ids of the conversation `problem.messages` behind the messages `system`, and the mask of the assistant's turns.
 
     A turn with `weight: 0` is not trained on. `ends`: the run's end tokens; by default those of the tokenizer.
-    Raises UserError, one line, for a template that writes a turn otherwise when others follow it or leaves out what it is given, and for a
-    conversation that begins with the assistant or of which nothing is trained on.
+    Raises a one-line UserError if the template renders a turn differently when others follow, or leaves out a part of the conversation, and
+    if the conversation begins with the assistant or has no trained token.
     """
     messages, tools = [*system, *problem.messages], problem.tools or ()
     ends = end_tokens(tokenizer) if ends is None else ends
     if messages[0]["role"] == "assistant":
         raise UserError(f"{problem.prompt_id}: the conversation begins with the assistant; begin it with a system or user message")
     try:
-        if has_more_than_talk(messages, tools):
+        if has_droppable_parts(messages, tools):
             tokenizer.check_shown(messages, tools)
         whole = tokenizer.chat_text(messages, tools, opened=False)
         turns = [
@@ -86,10 +86,10 @@ def _turn(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole:
 
 
 def _said(tokenizer: Tokenizer, ids: list[int], inside: list[int], behind: int, ends: EndTokens) -> tuple[list[int], bool]:
-    """The places of a turn that are trained on, and whether the last one ends the turn.
+    """The positions of a turn that are trained on, and whether the last one ends the turn.
 
-    `inside`: the places of the turn's text; `behind`: the first place after it. The blanks that a template writes behind the end token are
-    left out. If the turn has no end token, the header of the next role may begin with one.
+    `inside`: the positions of the turn's text; `behind`: the first position after it. Blanks that a template writes after the end token
+    are left out. If the turn has no end token, the header of the next role may begin with one.
     """
     last = next((number for number in reversed(range(len(inside))) if not is_blank(tokenizer, ids[inside[number]])), -1)
     for number in range(max(last, 0), len(inside)):  # an end token may be white space itself (rollout.stop_ids)

@@ -1,8 +1,8 @@
 """The tokens that end a response: one set for a whole run, each token with its sources.
 
-The set is what the model itself names (the tokenizer's EOS token, and `eos_token_id` of generation_config.json and config.json), what the
-chat template closes an assistant turn with, and `rollout.stop_ids`. `rollout.end_ids` replaces all but `rollout.stop_ids`. Engines get the
-set with each request; whatever reads responses and whatever makes targets for the supervised stage uses the same one.
+The set has the tokens that the model names (the tokenizer's EOS token, and `eos_token_id` of generation_config.json and config.json), the
+token that closes an assistant turn in the chat template, and `rollout.stop_ids`. `rollout.end_ids` replaces all of these except
+`rollout.stop_ids`. Engines receive the set with each request. Readers of responses and the supervised stage use the same set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MARK = "TheAssistantsWords"
 
 
 class EndToken(NamedTuple):
-    """One end token, its text (empty if there is no tokenizer to decode it), and where it is named."""
+    """One end token, its text (empty without a tokenizer to decode it), and its sources."""
 
     id: int
     text: str
@@ -65,7 +65,7 @@ class EndTokens:
         return token == self.closing or token in self.ids
 
     def appended(self, *, templated: bool, calls_tool: bool = False) -> int:
-        """The end token that the supervised stage trains after a text that has none."""
+        """The end token that the supervised stage appends to a text without one."""
         first = self.ids[0]
         if not templated:
             return first
@@ -79,7 +79,9 @@ class EndTokens:
             return ""
         token = next((token for token in self.tokens if token.id == self.closing), None)
         if token is None:
-            return f"rollout.end_ids leaves out {self.closing}, with which the chat template closes a turn: responses do not end at it"
+            return (
+                f"rollout.end_ids does not contain {self.closing}, with which the chat template closes a turn: responses do not end at it"
+            )
         if token.sources != (TEMPLATE,):
             return ""
         others = ", ".join(str(each) for each in self.tokens if each is not token)
@@ -98,8 +100,8 @@ def end_tokens(
 ) -> EndTokens:
     """The end tokens by the tokenizer, the section `rollout`, and those that the model's configs name (`config_end_ids`).
 
-    Ids beyond a model's `vocab` are left out of what its configs name: the model cannot generate them. With `tokenizer` None, as for a
-    model that is not here yet, the set is incomplete.
+    Ids beyond a model's `vocab` are left out of what its configs name: the model cannot generate them. If `tokenizer` is None, as for a
+    model that is not downloaded yet, the set is incomplete.
     """
     sources: dict[int, list[str]] = {}
     closing, user, tool = (None, None, None) if tokenizer is None else _turn_ends(tokenizer)
@@ -147,15 +149,19 @@ def config_end_ids(model: ModelConfig, config: Mapping[str, object]) -> dict[int
 
 
 def recipe_end_tokens(model: ModelConfig, rollout: RolloutBase, *, vocab: int | None = None) -> tuple[EndTokens, str]:
-    """The end tokens of a recipe by what is on this machine, and what is missing for the whole set; empty if nothing is.
+    """The end tokens of a recipe from local files, and a note about a missing tokenizer (empty if there is none).
 
-    Asks no hub and writes nothing. Raises UserError as `config_end_ids` and `load_tokenizer` do.
+    Does not contact the hub and writes nothing. Raises UserError as `config_end_ids` and `load_tokenizer` do.
     """
     tokenizer, config = _local_tokenizer(model), hf_config(model, fetch=False)
     named = config_end_ids(model, config or {})
     name = model.tokenizer or model.path or "model.config"
     missing = (
-        "" if tokenizer is not None else f"{name} has no tokenizer" if Path(name).is_dir() else f"the tokenizer of {name} is not here yet"
+        ""
+        if tokenizer is not None
+        else f"{name} has no tokenizer"
+        if Path(name).is_dir()
+        else f"the tokenizer of {name} is not downloaded yet"
     )
     return end_tokens(tokenizer, rollout, named, vocab=vocab), missing
 
@@ -188,7 +194,7 @@ def _generation_config(model: ModelConfig) -> Mapping[str, object]:
 
 
 def _ids(value: object, source: str) -> list[int]:
-    """The token ids of an `eos_token_id`. A negative one stands for none."""
+    """The token ids of an `eos_token_id`. Negative values mean none."""
     ids: list[int] = []
     for each in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(each, bool) or not isinstance(each, int):
@@ -199,9 +205,9 @@ def _ids(value: object, source: str) -> list[int]:
 
 
 def _turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None]:
-    """The token with which the chat template closes an assistant turn, and what it writes next after one that it does not close.
+    """The token that closes an assistant turn in the chat template, and the tokens that follow a turn if none closes it.
 
-    The latter are before a message of the user and before one of a tool. None if there is no such token.
+    The latter are the first tokens of a user message and of a tool message. None if there is no such token.
     """
     question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}
 
@@ -221,10 +227,10 @@ def _turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None
 
 
 def _added(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of all added tokens: some tokenizers do not mark the end of a turn as special."""
+    """Ids of all added tokens, because some tokenizers do not mark the end of a turn as special."""
     return frozenset(tokenizer.inner.added_tokens_decoder) if isinstance(tokenizer, HfTokenizer) else frozenset()
 
 
 def is_blank(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a token is white space, as what a template writes between turns."""
+    """Whether a token is white space, such as a template writes between turns."""
     return token not in tokenizer.special_ids and not tokenizer.decode([token], special=True).strip()

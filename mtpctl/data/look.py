@@ -20,7 +20,7 @@ SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SetReport:
-    """What was read of one set. `role`: as `rows_of` names it; `rows`: how many; `whole`: whether those are all; `unread`: why none.
+    """The result of reading one set. `role`: as in `rows_of`; `rows`: number read; `whole`: whether all were read; `unread`: why none was.
 
     `prompts`: hashes of their prompts, by which rows of several sets are compared.
     """
@@ -64,7 +64,7 @@ def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], 
 
 
 def _read(problems: Iterator[Problem], until: float) -> tuple[list[int], bool]:
-    """Hashes of the prompts that could be read until then, and whether those were all. At least one is read."""
+    """Hashes of the prompts that were read before the deadline, and whether those are all. Reads at least one."""
     prompts = []
     for problem in problems:
         prompts.append(hash(problem.prompt.strip()))
@@ -74,7 +74,7 @@ def _read(problems: Iterator[Problem], until: float) -> tuple[list[int], bool]:
 
 
 def leaks_in(reports: Sequence[SetReport], stages: Sequence[str]) -> str:
-    """A warning of held-out rows, among those that were read, that a stage trains on; empty without such rows."""
+    """A warning if a stage trains on held-out rows, among the rows that were read; empty otherwise."""
     own = "sft" in stages and any(report.role == "sft" for report in reports)
     roles = {"train"} if "rl" in stages or not own else set()
     roles |= {"sft"} if own else set()
@@ -87,5 +87,5 @@ def leak_warning(leaked: int, count: int) -> str:
     """The warning that `leaked` of `count` held-out problems are trained on; empty if none is."""
     if not leaked:
         return ""
-    what = f"{leaked} of {count} held-out problems are trained on too: accuracy on them is what is remembered"
+    what = f"{leaked} of {count} held-out problems are trained on too, so their accuracy measures memorization"
     return f"{what}; remove them from data.path or data.sft_path"

@@ -1,7 +1,7 @@
-"""Chat messages of a row: OpenAI's and ShareGPT's forms become the one that chat templates read, or are refused by line.
+"""Converts the chat messages of a row from OpenAI's and ShareGPT's forms to the form that chat templates take.
 
-A null stands for a field that is absent: Parquet and Arrow fill the fields that a struct lacks with nulls, at every depth. Inside the
-arguments of a tool call a null is a value, and is kept.
+A null means an absent field, because Parquet and Arrow fill missing fields of a struct with nulls, at every depth. In the arguments of a
+tool call, null is a value and is kept. Errors name the row.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _VISUAL = ("image", "video")
 def conversation(messages: Sequence[object], column: str, where: str) -> tuple[Message, ...]:
     """Chat messages as templates take them: `role`, `content` as one text, `tool_calls`, and the message's other fields.
 
-    The arguments of a tool call stay as they are, an object or its JSON text. Raises UserError, with the row and the number of the message,
+    The arguments of a tool call are not changed: an object or its JSON text. Raises UserError, with the row and the number of the message,
     for a message without a role, content that is not text, and tool calls that are not calls.
     """
     if not messages:
-        raise UserError(f"{where}: `{column}` holds no message; mend or remove the row")
+        raise UserError(f"{where}: `{column}` has no messages; fix or remove the row")
     return tuple(_message(message, f"message {number} of `{column}`", where) for number, message in enumerate(messages, start=1))
 
 
@@ -58,7 +58,7 @@ def without_nulls(value: object) -> object:
 
 
 def visual_types(prompt: object) -> list[str]:
-    """The types of the parts of a prompt, as messages or parts of messages, that are an image or a video."""
+    """The types of image and video parts in a prompt."""
     if isinstance(prompt, list):
         return list(dict.fromkeys(kind for part in prompt for kind in visual_types(part)))
     if not isinstance(prompt, dict):
@@ -68,7 +68,7 @@ def visual_types(prompt: object) -> list[str]:
 
 
 def text_of_parts(parts: Sequence[object]) -> str:
-    """The text of a message whose content is a list of parts. Raises ValueError, which names the types, for parts that are not text."""
+    """The text of a message whose content is a list of parts. Raises ValueError that names the types of parts that are not text."""
     texts, others = [], []
     for part in parts:
         if isinstance(part, str):
@@ -107,10 +107,10 @@ def _message(message: object, what: str, where: str) -> Message:
             ) from error
     if not isinstance(content, str) or (not content and not named and kept["role"] == "user"):
         kind = "" if isinstance(content, str) else ", got an object" if isinstance(content, dict) else f", got {content!r:.40}"
-        raise UserError(f"{where}: `content` of {what} must be text that is not empty{kind}; mend or remove the row")
+        raise UserError(f"{where}: `content` of {what} must be text that is not empty{kind}; fix or remove the row")
     complete = {**kept, "content": content}
     if _HALF_CHARACTER.search(json.dumps(complete, ensure_ascii=False, default=str)) or any(map(_has_half_character, named)):
-        raise UserError(f"{where}: {what} holds half of a character (a lone surrogate); mend or remove the row")
+        raise UserError(f"{where}: {what} holds a lone surrogate, which is not a character; fix or remove the row")
     return complete
 
 
@@ -119,7 +119,7 @@ def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: 
     sender = str(message["from"]).strip().lower()
     if sender not in SENDERS:
         raise UserError(
-            f"{where}: {what} is from {message['from']!r}; a sender is one of {', '.join(SENDERS)}: rename it, or remove the row"
+            f"{where}: {what} is from {message['from']!r}; a sender must be one of {', '.join(SENDERS)}: rename it, or remove the row"
         )
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     value = message.get("value", "")
@@ -127,7 +127,7 @@ def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: 
         return {"role": SENDERS[sender], "content": value, **others}, calls
     parsed = _json(value) if isinstance(value, str) else value
     if not parsed or not isinstance(parsed, dict | list):
-        raise UserError(f"{where}: {what} must be a call, the JSON text of {{name, arguments}}, got {value!r:.40}; mend or remove the row")
+        raise UserError(f"{where}: {what} must be a call, the JSON text of {{name, arguments}}, got {value!r:.40}; fix or remove the row")
     named = parsed if isinstance(parsed, list) else [parsed]
     return {"role": "assistant", **others}, [{"type": "function", "function": call} for call in named]
 
@@ -138,7 +138,7 @@ def _calls(calls: object, what: str, where: str) -> list[dict[str, object]]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise UserError(f"{where}: `tool_calls` of {what} must be a list of calls; mend or remove the row")
+        raise UserError(f"{where}: `tool_calls` of {what} must be a list of calls; fix or remove the row")
     return [_call(call, what, where) for call in calls if call is not None]
 
 
@@ -147,13 +147,13 @@ def _call(call: object, what: str, where: str) -> dict[str, object]:
     nested = isinstance(call, dict) and isinstance(function, dict)
     inner = function if nested else call
     if not isinstance(call, dict) or not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise UserError(f"{where}: a tool call of {what} must be an object with `function: {{name, arguments}}`; mend or remove the row")
+        raise UserError(f"{where}: a tool call of {what} must be an object with `function: {{name, arguments}}`; fix or remove the row")
     arguments = inner.get("arguments")
     arguments = {} if arguments is None or arguments == "" else arguments
     if not isinstance(_json(arguments) if isinstance(arguments, str) else arguments, dict):
         raise UserError(
             f"{where}: the arguments of the call of {inner['name']!r} in {what} must be an object, or the JSON text of one; "
-            "mend or remove the row"
+            "fix or remove the row"
         )
     named = {key: without_nulls(value) for key, value in inner.items() if value is not None and key not in ("arguments", "id", "type")}
     outer = {key: without_nulls(value) for key, value in call.items() if value is not None and (nested or key in ("id", "type"))}
@@ -169,7 +169,7 @@ def _json(text: object) -> object:
 
 
 def _has_half_character(call: Mapping[str, object]) -> bool:
-    """Whether the arguments of a call, escapes of JSON read, hold a lone surrogate."""
+    """Whether the arguments of a call, with JSON escapes decoded, contain a lone surrogate."""
     function = call["function"]
     assert isinstance(function, Mapping)
     arguments = function["arguments"]

@@ -19,7 +19,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, to
     """Ids of the prompt: plain text as it is, chat messages and with `data.chat_template` all prompts in the chat template.
 
     The system prompt of the recipe precedes a conversation that has none. `tools`: JSON schemas of what the environment lets the model
-    call, for the template, beside those of the row. Raises UserError, with the row, for what the template refuses or leaves out.
+    call, for the template, in addition to those of the row. Raises UserError that names the row if the template rejects or drops a part.
     """
     if not problem.messages and not config.chat_template:
         return tokenizer.encode(problem.prompt, special=True)
@@ -57,7 +57,7 @@ def hinted(problem: Problem, hint: str) -> Problem:
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None = None, *, templated: bool = False) -> list[int]:
-    """Ids of the text that the supervised stage trains on, with an end token, which the text may have itself.
+    """Ids of the text that the supervised stage trains on, with an end token appended unless the text ends with one.
 
     `ends`: the run's end tokens, by default the tokenizer's. `templated`: the prompt is in the chat template.
     """

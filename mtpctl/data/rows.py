@@ -101,14 +101,14 @@ def _parsed(raw: bytes, where: str) -> object:
         raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UserError(f"{where}: not JSON ({error.msg} at {place}); mend or remove the line") from error
+        raise UserError(f"{where}: not JSON ({error.msg} at {place}); fix or remove the line") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON that can be read ({error}); mend or remove the line") from error
+        raise UserError(f"{where}: not JSON that can be read ({error}); fix or remove the line") from error
 
 
 def _object(row: object, where: str) -> dict[str, object]:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: a row must be an object with columns, such as `prompt` and `answer`; mend or remove it")
+        raise UserError(f"{where}: a row must be an object with columns, such as `prompt` and `answer`; fix or remove it")
     return row
 
 

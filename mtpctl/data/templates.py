@@ -1,4 +1,4 @@
-"""What a chat template is given, and whether it shows all of it.
+"""Prepares messages for a chat template, and checks that the template renders all of them.
 
 Templates read the arguments of a tool call in two ways: as an object, and as its JSON text. `Arguments` serves both.
 """
@@ -17,11 +17,11 @@ Render = Callable[[Sequence[Message], Sequence[object]], str]
 
 
 CHECKED = 4096
-"""Kinds of parts that are remembered as shown."""
+"""Maximum number of cached checks."""
 
 
 class NotRendered(UserError):
-    """A chat template refuses messages, or leaves out a part of them."""
+    """A chat template rejects messages, or leaves out a part of them."""
 
 
 class Arguments(dict[str, object]):
@@ -54,7 +54,7 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, object]]:
             try:
                 content = text_of_parts(content)
             except ValueError as error:
-                raise NotRendered(f"messages: the content has {error}; only parts of the type text are understood") from error
+                raise NotRendered(f"messages: the content has {error}; only parts of the type text are supported") from error
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str) and calls:
             shown["tool_calls"] = [_call(call) for call in calls if call is not None]
@@ -81,18 +81,18 @@ def _arguments(arguments: object) -> object:
         try:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
-            return arguments  # a call that a model wrote wrongly stays as the model wrote it
+            return arguments  # a malformed call is rendered as the model wrote it
         return Arguments(parsed, arguments) if isinstance(parsed, dict) else arguments
     return Arguments(arguments) if isinstance(arguments, Mapping) else arguments
 
 
-def has_more_than_talk(messages: Sequence[Message], tools: Sequence[object]) -> bool:
-    """Whether there is something that a template may leave out: tools, tool calls, or roles other than user and assistant."""
+def has_droppable_parts(messages: Sequence[Message], tools: Sequence[object]) -> bool:
+    """Whether a template may leave something out: tools, tool calls, or roles other than user and assistant."""
     return bool(tools) or any(message.get("tool_calls") or message["role"] not in ("user", "assistant") for message in messages)
 
 
 class Shown:
-    """Checks that a chat template shows the tools, the tool calls and the roles that it is given. Each kind is checked once.
+    """Checks that a chat template renders tools, tool calls and all roles. Each kind is checked once.
 
     `name`: the tokenizer, for messages. `ignore_tools`: tools and tool calls may be left out.
     """
@@ -102,8 +102,8 @@ class Shown:
         self._checked: set[tuple[str, ...]] = set()
 
     def check(self, render: Render, messages: Sequence[Message], tools: Sequence[object]) -> None:
-        """Raise NotRendered if the rendered text is the same without a part of what is given."""
-        if not has_more_than_talk(messages, tools):
+        """Raise NotRendered if the rendered text is the same without some part of the input."""
+        if not has_droppable_parts(messages, tools):
             return
         whole = ""
         for kind, fewer, fewer_tools, fix in self._parts(messages, tools):
@@ -116,7 +116,7 @@ class Shown:
                 shown = True  # the template refuses the rest alone, so the part matters to it
             if not shown:
                 raise NotRendered(f"data.chat_template: the template of {self._name} leaves out {kind[0]}; {fix}")
-            if len(self._checked) >= CHECKED:  # Roles may be a client's.
+            if len(self._checked) >= CHECKED:  # Clients may send any role.
                 self._checked.clear()
             self._checked.add(kind)
 

@@ -1,7 +1,7 @@
 """The bytes of single tokens, and where tokens begin in a text.
 
-A token may be a part of a character: decoded alone it gives U+FFFD, whose bytes are not its own. The bytes are in the vocabulary instead.
-Byte-level BPE writes each byte as a printable character, and tokenizers with byte fallback have tokens such as `<0xE2>`.
+A token may be a part of a character. Decoded alone it gives U+FFFD, which has other bytes, so the bytes are read from the vocabulary:
+byte-level BPE writes each byte as a printable character, and tokenizers with byte fallback have tokens such as `<0xE2>`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
-"""What stands for a space in the vocabularies of SentencePiece."""
+"""The character for a space in SentencePiece vocabularies."""
 
 
 def byte_characters() -> list[str]:
@@ -54,9 +54,9 @@ def reader_of(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
 
 
 def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
-    """Where in `text`, in characters, each token begins; of a token that continues a character, where that begins.
+    """The offset of each token in `text`, in characters; a token that continues a character has the offset of that character.
 
-    `pieces`: the bytes of the tokens, none for tokens that the text leaves out, as special ones.
+    `pieces`: the bytes of the tokens; empty for tokens that are not in the text, such as special tokens.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     starts, read = [], 0
@@ -64,13 +64,13 @@ def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
         starts.append(read)
         read += len(decoder.decode(piece))
     read += len(decoder.decode(b"", final=True))
-    # SentencePiece puts a space before a text and takes it away again.
+    # SentencePiece adds a space before a text and removes it when decoding.
     dropped = read - len(text) if b"".join(pieces).startswith(b" ") and not text.startswith(" ") else 0
     return [min(max(start - dropped, 0), len(text)) for start in starts]
 
 
 def _kinds(inner: PreTrainedTokenizerBase) -> set[str]:
-    """The kinds of decoders that a tokenizer puts tokens together with."""
+    """The kinds of decoders that a tokenizer uses."""
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is None:
         return {"ByteFallback"} if hasattr(inner, "sp_model") else set()

@@ -109,13 +109,13 @@ class HfTokenizer:
         whole: list[int] = self.inner.encode(text, add_special_tokens=True)
         prefix = next((whole[:n] for n in range(len(whole) - len(ids) + 1) if whole[n : n + len(ids)] == ids), None) if ids else None
         if prefix is not None:
-            # A text that begins with the prefix (bos) has it already. What some tokenizers append (eos) is for training: a model has
-            # nothing to continue after it.
+            # The prefix (bos) is not added twice. The suffix that some tokenizers append (eos) is dropped: a model would have nothing to
+            # continue after it.
             return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
         return whole[:-1] if whole[-1:] == [self.eos_id] != ids[-1:] else whole
 
     def hide(self, ids: Iterable[int]) -> None:
-        """Leave these tokens out of decoded text like special tokens: they end a response, and the tokenizer takes them for text."""
+        """Leave these end tokens out of decoded text, although the tokenizer does not mark them as special."""
         self._ends_that_are_text = sorted({*ids} - self.special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -176,7 +176,7 @@ class HfTokenizer:
             roles = list(dict.fromkeys(str(message["role"]) for message in messages))
             fix = "leave data.system_prompt out, or set chat_template: false" if "system" in roles else "change the messages"
             raise NotRendered(
-                f"data.chat_template: the template of {self.name} does not take a conversation of {' and '.join(roles)} ({_line(error)}); "
+                f"data.chat_template: the template of {self.name} rejects a conversation of {' and '.join(roles)} ({_line(error)}); "
                 f"{fix}, or give the tokenizer another chat_template"
             ) from error
 
@@ -199,7 +199,7 @@ def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer
 
 
 def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """The tokenizer of a folder, for a look at it: by the plain class if it has a `tokenizer.json`, which takes a tenth of the time.
+    """The tokenizer of a folder, loaded with the plain class if it has a `tokenizer.json`, which takes a tenth of the time.
 
     `ignore_tools`: as in `load_tokenizer`.
 
@@ -266,7 +266,7 @@ def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
 
 
 def _configured_eos(path: str) -> int | None:
-    """The first end token that the model's configs name, which are beside its tokenizer. None without one."""
+    """The first end token in the model's configs, which are next to its tokenizer; None if they name none."""
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name)
         try:

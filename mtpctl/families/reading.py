@@ -48,7 +48,7 @@ def mtp_layers_of(config: Mapping[str, object]) -> int:
 
 
 def stated_positions(config: Mapping[str, object]) -> int:
-    """`max_position_embeddings` as the config should state it: the length that the model was trained with if the published file errs."""
+    """`max_position_embeddings` as the config should state it: the trained length if the published file is wrong."""
     family = family_of(config)
     if family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items()):
         return MIMO_7B_POSITIONS

@@ -16,17 +16,17 @@ from mtpctl.families.registry import Family
 from mtpctl.families.shape import RopeScaling
 
 REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-"""By the kind of scaling, the numbers without a default."""
+"""Required numbers, by kind of scaling."""
 
 OPTIONAL = {
     "linear": (),
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""By the kind of scaling, the numbers with a default."""
+"""Optional numbers, by kind of scaling."""
 
 MAGNITUDES = ("mscale", "mscale_all_dim")
-"""YaRN's further numbers, of which 0 means none."""
+"""Further numbers of YaRN; 0 means unset."""
 
 LAYER_KINDS = ("full_attention", "linear_attention", "sliding_attention", "chunked_attention")
 """Keys of a config that has rotary embeddings for each kind of layer."""
@@ -49,10 +49,10 @@ def rope_fields(family: Family, config: Mapping[str, object], positions: int) ->
     """
     rope, above = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
     if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
-        raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; one for all layers is")
+        raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
     fraction = rope.number("partial_rotary_factor", above.number("partial_rotary_factor", family.rotary_fraction))
     if fraction != family.rotary_fraction and (family.rotary_fraction == 1.0 or family.latent):
-        # transformers ignores the field in these families, and engines obey it.
+        # In these families transformers ignores the field and engines apply it.
         raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
     scaling = _scaling(family, rope, positions)
     if scaling is not None:
@@ -90,7 +90,7 @@ def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None
 
 
 def _check_latent(family: Family, kind: str, rope: Fields) -> None:
-    """Refuse scalings that engines compute otherwise than transformers for latent attention: they know YaRN by its magnitudes alone."""
+    """Reject scalings that engines compute differently from transformers for latent attention: engines support YaRN with mscale only."""
     if kind != "yarn":
         raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; yarn is")
     if rope.raw.get("attention_factor") is not None:

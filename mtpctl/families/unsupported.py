@@ -1,7 +1,7 @@
 """Config fields that change what a model computes and that the trainer does not implement.
 
-An engine that obeys such a field would serve another policy than is trained. A field that neither transformers nor the engines read in
-the model's family is refused as well: whoever wrote it meant a model that none of them computes.
+An engine that applies such a field would serve a different policy from the trained one. A field that neither transformers nor the engines
+read in the model's family is rejected as well, because the intended model is not the one that they compute.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "moe_layer_freq": ONE,
     "mtp_use_dedicated_embeddings": OFF,
 }
-"""The values of each field that change nothing. 1 equals 1.0 here, and 0 equals false."""
+"""Accepted values of each field, which change nothing. 1 equals 1.0 here, and 0 equals false."""
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 

@@ -1,4 +1,4 @@
-"""A loss of the probabilities of a few named entries of the vocabulary, and of all other entries taken as one, for each token.
+"""A loss, per token, of the probabilities of a few named vocabulary entries and of the total of all other entries.
 
 The variables of a token's loss are the log-probs of the k named entries and of the rest r. With c_j and c_r the derivatives by them, and
 S = Σ c_j + c_r, the gradient of a scaled logit is
@@ -6,9 +6,9 @@ S = Σ c_j + c_r, the gradient of a scaled logit is
 named    c_j − S p_j
 others   (c_r − S p_r) p_v / p_r
 
-For a policy close to its teacher these are small differences of large terms. So they are computed for each logit, in fp32 at least, before
-anything is rounded for the matrix products. The named entries' part of the states' gradient, whose terms may cancel again, is added up in
-fp32 as well. p_r is a sum over the other entries, and not 1 less the named ones, so that it has all of its digits however small it is.
+For a policy close to its teacher these are small differences of large terms. Therefore they are computed for each logit in at least fp32,
+before they are rounded for the matrix products. The named entries' part of the gradient of the states is accumulated in fp32 as well,
+because its terms may cancel. p_r is summed over the other entries rather than computed as 1 minus the named ones, to keep its precision.
 
 Shape legend: N tokens, n of them with a weight, k named entries, H hidden size, V this rank's vocabulary entries.
 """
@@ -35,12 +35,12 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable by the log-probs `named` and `rest`. `rows`: indices among all N."""
 
 TEMPORARIES = 3  # of a slice's logits
-LEAST_LOGPROB = -1e4  # of the rest, where all of the vocabulary is named
+LEAST_LOGPROB = -1e4  # of the rest, if all entries are named
 
 
 @dataclass(frozen=True)
 class CandidateTerm:
-    """What the loss sums up: `weight` [N] times the divergence over the entries `ids` [N, k]; tokens of weight 0 are left out."""
+    """The summed term: `weight` [N] times the divergence over the entries `ids` [N, k]. Tokens of weight 0 are left out."""
 
     ids: Tensor
     weight: Tensor
@@ -143,7 +143,7 @@ class _CandidateLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor, _: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
         if ctx.made is None:
-            raise RuntimeError("candidate_loss: its gradients were made for one backward pass, which has been")
+            raise RuntimeError("candidate_loss: its gradients support one backward pass only")
         made, ctx.made = ctx.made, None
         (hidden,), weight = made.given(grad.item())
         return None, hidden, weight

@@ -53,7 +53,7 @@ BYTES = 4
 
 
 class _StrictRequest(Request):
-    """A request whose JSON is parsed as that of a client that is not trusted."""
+    """A request whose JSON is parsed strictly, because clients are not trusted."""
 
     async def json(self) -> object:
         try:

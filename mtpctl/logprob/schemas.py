@@ -83,9 +83,9 @@ class LogprobsResponse(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """OpenAI's completions, as far as they score: `echo` with `max_tokens: 0`.
+    """OpenAI's completions for scoring only: `echo` with `max_tokens: 0`.
 
-    Fields about sampling are accepted, since clients send them with every request, and nothing is sampled.
+    Sampling fields are accepted, because clients send them with every request, and have no effect.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -102,7 +102,7 @@ class CompletionRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = Field(False, description="Tokens by their ids, as token_id:N.")
     user: str = Field("", max_length=128)
 
-    # About tokens that are sampled, of which there are none.
+    # Sampling fields, which have no effect.
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -117,11 +117,11 @@ class CompletionRequest(BaseModel):
     stream_options: dict[str, bool] | None = None
 
     def check(self) -> None:
-        """Raise RequestRefused for a request that would generate, or that asks for what the server does not do."""
+        """Raise RequestRefused for a request that would generate, or that the server does not support."""
         if not self.echo or self.max_tokens != 0:
             raise RequestRefused("echo, max_tokens: this server scores and does not generate; send echo: true and max_tokens: 0")
         if (self.n or 1) != 1 or (self.best_of or 1) != 1 or self.stream:
-            raise RequestRefused("n, best_of, stream: there is one answer, sent whole; leave them out")
+            raise RequestRefused("n, best_of, stream: not supported, the server sends one whole answer; leave them out")
         if self.suffix:
             raise RequestRefused("suffix: this server does not insert text; leave it out")
 
@@ -131,7 +131,7 @@ class CompletionLogprobs(BaseModel):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int] = Field(description="Where each token begins in the text, in characters.")
-    bytes: list[list[int]] | None = Field(description="The bytes of each token, also of one that is a part of a character.")
+    bytes: list[list[int]] | None = Field(description="The bytes of each token, which may be a part of a character.")
 
 
 class CompletionChoice(BaseModel):

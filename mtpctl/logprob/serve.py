@@ -26,9 +26,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Served:
-    """The weights to serve: a model folder, and where a run has trained it, a checkpoint over it and its version.
+    """The weights to serve: a model folder and, for a trained run, a checkpoint of it and its version.
 
-    `name` says where they are from; `model_id` is what clients call the model.
+    `name` describes their origin; `model_id` is the model's name for clients.
     """
 
     name: str

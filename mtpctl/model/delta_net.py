@@ -27,7 +27,7 @@ except ImportError:
 
 
 GAIN = "gain"
-"""The last part of the key by which checkpoints keep the output norm."""
+"""Last part of the checkpoint key of the output norm."""
 
 
 class GatedDeltaNet(UpstreamGatedDeltaNet):
@@ -39,7 +39,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         self.out_norm.of_own_heads = not self.config.sequence_parallel
 
     def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> ShardedStateDict:
-        """Upstream's, with the output norm under another key: older checkpoints keep it around 0, as `out_norm.weight`."""
+        """Upstream's, with the output norm under another key, because older checkpoints store it around 0 as `out_norm.weight`."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, *args, **kwargs)
         norm = state[f"{prefix}out_norm.weight"]
         norm.key = norm.key.removesuffix("weight") + GAIN

@@ -62,7 +62,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """The norm at the output of linear attention. Its weight is around 1, as folders and engines hold it, if those of other norms are not.
+    """The output norm of linear attention. Its weight is centered on 1, as in folders and engines, even if other norms are centered on 0.
 
     Adding 1 to a stored weight would round it.
     """

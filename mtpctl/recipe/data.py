@@ -81,8 +81,8 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="System message; needs chat_template.")
     ignore_tools: bool = Field(
         False,
-        description="Accept tools and tool calls that the chat template leaves out; false: they are an error, since the model would "
-        "not see them.",
+        description="Accept rows whose tools and tool calls the chat template drops; false: such a row is an error, because the model "
+        "would not see them.",
     )
     shuffle: bool = Field(True, description="Shuffle prompts by the seed.")
 

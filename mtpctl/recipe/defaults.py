@@ -1,4 +1,4 @@
-"""Defaults that depend on the model and on the machine: they are filled in when a recipe is loaded, unless it gives the value."""
+"""Defaults that depend on the model and the machine. They are filled in when a recipe is loaded, unless the recipe sets the value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mtpctl.recipe.schema import Recipe
 
 CPU_INFO = Path("/proc/cpuinfo")
 AMX = {"amx_tile", "amx_bf16"}
-"""CPU flags with which products in bf16 are faster than in fp32; without them they are 5 to 10 times slower."""
+"""CPU flags with which matrix products are faster in bf16 than in fp32. Without them they are 5 to 10 times slower."""
 
 
 def filled(recipe: Recipe, given: Callable[[str], bool]) -> tuple[Recipe, list[str]]:
     """The recipe with these defaults, and a line for each that differs from the schema's.
 
-    given: whether the recipe has a value at a dotted key. Models that cannot be read are left to the recipe's checks.
+    given: whether the recipe sets a dotted key. Unreadable models are reported by the recipe's checks.
     """
     try:
         config = hf_config(recipe.model, fetch=False)
@@ -32,7 +32,7 @@ def filled(recipe: Recipe, given: Callable[[str], bool]) -> tuple[Recipe, list[s
 
 
 def _without_head(recipe: Recipe, shape: ModelShape | None, given: Callable[[str], bool], notes: list[str]) -> Recipe:
-    """Without an MTP head nothing drafts, and no MTP layer is trained."""
+    """If there is no MTP head, turn speculation and MTP training off."""
     drafts = "rollout.speculation.num_tokens"
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
     if headless and not given("mtp.mode"):

@@ -236,8 +236,8 @@ def _find_files(tree: Tree, origins: Origins, beside: Sequence[Path]) -> None:
     """Make paths absolute, so that a run can be resumed from another working directory.
 
     A relative path is looked for in the working directory, and after that in the folder of the recipe file that names it, or for `--set` in
-    the folders `beside`, those of the recipe and its overlays. What is found in none is left as it is: the recipe's checks tell of it, or
-    it is a module or an id of the hub.
+    the folders `beside`, those of the recipe and its overlays. A path that is in none of them is not changed: it is a module or a hub
+    id, or the recipe's checks report it.
     """
     for keys, value in flatten(tree).items():
         if not isinstance(value, str):

@@ -46,7 +46,7 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
     if folder.is_file():
         raise UserError(f"{field}: {_file_hint(folder)}")
     if folder.suffix == ".gguf":
-        raise UserError(f"{field}: there is no file {folder}, and a GGUF file is no Hugging Face folder; give a folder or a hub id")
+        raise UserError(f"{field}: there is no file {folder}, and GGUF files are not supported; name a Hugging Face folder or a hub id")
     if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():
         return None
     raise UserError(f"{field}: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
@@ -55,10 +55,10 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
 def _file_hint(file: Path) -> str:
     """The problem with a file in place of a folder, and the fix."""
     if file.suffix != ".gguf":
-        return f"{file} is a file; give the folder that holds it with its config.json"
+        return f"{file} is a file; name its folder, which must have a config.json"
     return (
-        f"{file} is a GGUF file, and a Hugging Face folder is needed; make one with transformers: "
-        f'AutoModelForCausalLM.from_pretrained("{file.parent}", gguf_file="{file.name}").save_pretrained(FOLDER), and its tokenizer alike'
+        f"{file} is a GGUF file, but a Hugging Face folder is required; create one with transformers: "
+        f'AutoModelForCausalLM.from_pretrained("{file.parent}", gguf_file="{file.name}").save_pretrained(FOLDER), and the tokenizer too'
     )
 
 

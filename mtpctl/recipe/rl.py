@@ -109,7 +109,7 @@ class RlConfig(Section):
     steps: NonNegativeInt = Field(0, description="Policy updates.")
     prompts_per_step: PositiveInt = Field(32, description="Prompts of an update, each with one group of responses.")
     group_size: PositiveInt = Field(8, description="Responses to each prompt (n).")
-    minibatches: PositiveInt = Field(1, description="Optimizer steps of an update, over which its groups are split, whole groups each.")
+    minibatches: PositiveInt = Field(1, description="Optimizer steps of an update. Its groups are split over them; a group is not split.")
     train_mtp: bool | Literal["auto"] = Field(
         True,
         description="Train the MTP layers in RL, too; false: RL leaves them as they are; auto: only in updates where what it costs is less "

@@ -71,7 +71,7 @@ class RolloutBase(Section):
     end_ids: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = Field(
         None,
         description="The model's end tokens; default: the EOS token of the tokenizer, eos_token_id of generation_config.json and "
-        "config.json, and the token with which the chat template closes a turn of the assistant.",
+        "config.json, and the token that closes an assistant turn in the chat template.",
     )
     environment: str = Field(
         "single",
@@ -96,14 +96,16 @@ class RolloutBase(Section):
     gateway_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="Its port; 0: any that is free.")
     gateway_fields: Literal["reject", "ignore"] = Field(
         "reject",
-        description="Fields of an agent's request that are not honored, such as a temperature of its own in training. reject: status 400 "
-        "names the field; ignore: the request is answered, and the header mtpctl-ignored lists them.",
+        description="What happens to fields of an agent's request that are not honored, such as a temperature in training. reject: status "
+        "400 names the field; ignore: the request is answered, and the header mtpctl-ignored lists the fields.",
     )
     agents_per_client: PositiveInt | None = Field(
-        None, description="Trajectories that one address may have open over the network; default: three quarters of agents."
+        None,
+        description="Maximum number of open trajectories per client address, for agents that connect over the network; default: three "
+        "quarters of agents.",
     )
     agent_idle_s: PositiveFloat = Field(
-        300.0, description="Seconds without a request after which a trajectory of an agent that came over the network ends."
+        300.0, description="Seconds without a request after which the trajectory of an agent that connects over the network ends."
     )
     tool_parser: str | None = Field(
         None, description="vLLM's parser for the tool calls in an answer to an agent; default: by the chat template."

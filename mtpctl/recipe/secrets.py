@@ -1,4 +1,4 @@
-"""Secrets in a recipe: refused wherever they can be recognized, because a recipe is printed and written into the run directory.
+"""Rejects recognizable secrets in a recipe, because a recipe is printed and written into the run directory.
 
 A value of `reward.args`, `rollout.agent_args` and `rollout.environment_args` may be `env:NAME`: the environment variable is read when the
 function is loaded (`mtpctl.user_code.from_environment`), so the recipe holds its name only.
@@ -27,7 +27,7 @@ _FREE = re.compile(
     r"(?P<read>(?:evaluation\.sets\.[^.]+\.)?reward\.args|rollout\.(?:agent|environment|environment_eval)_args)\.(?P<key>.+)"
     r"|(?:rollout\.engine_args|model\.config)\.(?P<other>.+)"
 )
-"""Keys below which a recipe may hold any keys; `read`: those in which `env:NAME` is replaced."""
+"""Sections of a recipe with free keys; `read`: sections in which `env:NAME` is replaced."""
 _HINT = "secrets do not belong in a recipe, which is written into the run directory"
 
 
@@ -43,11 +43,11 @@ def secrets_in(tree: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], st
         if secret:
             yield path, f"{'.'.join(path)}: {_HINT}; {hint}"
         elif _IN_URL.search(text):
-            yield path, f"{'.'.join(path)}: carries a password or key; {_HINT}; {hint}"
+            yield path, f"{'.'.join(path)}: contains a password or key; {_HINT}; {hint}"
 
 
 def masked(text: str) -> str:
-    """The text of a message, without the passwords of URLs and without the value of a key that is a secret's (`KEY=VALUE`)."""
+    """The text with passwords of URLs, and values of secret keys (`KEY=VALUE`), masked."""
     text = _IN_URL.sub(lambda match: f"{match[1] or ''}***", text)
     match = _SET.match(text)
     if match is not None and _KEY.search(match["key"].rpartition(".")[2]) and not match["value"].startswith("env:"):

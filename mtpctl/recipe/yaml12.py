@@ -20,7 +20,7 @@ from mtpctl.errors import UserError
 Path = tuple[str | int, ...]
 
 _MOST_VALUES = 100_000
-"""Values of one document, each use of an anchor counted: a few lines of nested aliases stand for billions."""
+"""Maximum number of values in a document, counting each use of an anchor: a few nested aliases can expand to billions."""
 
 _PREFIX = "tag:yaml.org,2002:"
 _SCALARS: tuple[tuple[str, str, str], ...] = (

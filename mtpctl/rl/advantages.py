@@ -56,6 +56,6 @@ def _over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _unit(values: Tensor) -> float:
-    """What to divide by so that squares do not overflow: 1 for values of usual size, so that their results do not change."""
+    """A scale that keeps squares from overflowing. It is 1 for values of usual size, so that their results do not change."""
     largest = values.abs().max().item() if values.numel() else 0.0
     return largest if 1e100 < largest < math.inf else 1.0

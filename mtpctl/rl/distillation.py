@@ -12,8 +12,8 @@ Kl = Literal["reverse", "forward"]
 MOST = 10.0
 """Bound of the ratio of the teacher's probability to the policy's in the forward KL, which is unbounded for tokens that hardly occur."""
 LEAST = 1e-6
-"""The least probability that a teacher gives all tokens that are not among its candidates, in the reverse KL, which is unbounded there. Of
-log-probs in single precision a smaller one is rounding, and may be negative."""
+"""Minimum of the teacher's total probability outside its candidates, in the reverse KL, which is unbounded there. With fp32 log-probs a
+smaller value is rounding error, and may be negative."""
 
 
 def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
 def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tensor:
     """The KL [T] of two distributions over k candidates [T, k], given as log-probs, and over all other tokens taken as one.
 
-    `rest` [T]: the policy's log-prob of these. It is a variable of its own: 1 less the candidates would lose its digits where it is small.
+    `rest` [T]: the policy's log-prob of these. It is passed separately, because 1 minus the candidates loses precision if it is small.
     The KL is at most that of the whole distributions, and 0 where candidates and rest have the teacher's probabilities. Differentiable by
     `policy` and `rest`. reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
     """

@@ -208,8 +208,8 @@ def loss_denominator(config: RlConfig, *, tokens: int, trajectories: int, max_to
     """The denominator of the summed loss of a whole batch, at least 1: the number of its trained tokens, of its trajectories, or of
     trajectories times `max_tokens`.
 
-    Trajectories without a trained token count: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, whatever of them
-    is left after masking.
+    Trajectories without a trained token count too: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, whether they
+    are masked or not.
     """
     return max({"token": tokens, "sequence": trajectories, "constant": trajectories * max_tokens}[config.aggregate], 1)
 

@@ -34,8 +34,8 @@ from mtpctl.web.server import listen
 
 KEY = "MTPCTL_GATEWAY_KEY"
 """The environment variable with the key that agents from outside send."""
-TOLD = 50
-"""Ignored fields that are told of, at most: agents may send any."""
+MAX_LOGGED = 50
+"""Maximum number of ignored fields that are logged, because agents may send any."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -83,10 +83,10 @@ class OutsideAgents:
             while not handed.finished.is_set():
                 left, quiet = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
                 if left <= 0:
-                    reason = f"no agent said within {self._deadline_s:g} s that it is done (rollout.deadline_s)"
+                    reason = f"the agent did not finish within {self._deadline_s:g} s (rollout.deadline_s)"
                     return Outcome(None, {}, reason, True, clock() - began)
                 if quiet <= 0:
-                    reason = f"the agent asked for nothing for {self._idle_s:g} s (rollout.agent_idle_s)"
+                    reason = f"the agent sent no request for {self._idle_s:g} s (rollout.agent_idle_s)"
                     return Outcome(None, {}, reason, True, clock() - began)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(handed.finished.wait(), min(left, quiet))
@@ -159,9 +159,9 @@ class AgentGenerator(Generator):
         if outcome is None:
             request.sample.finish_reason = ABORTED
             return request.sample
-        for name in [name for name in trajectory.ignored if name not in self._told][: TOLD - len(self._told)]:
+        for name in [name for name in trajectory.ignored if name not in self._told][: MAX_LOGGED - len(self._told)]:
             self._told.add(name)
-            self._tell(f"an agent asked for {name}, which is ignored (rollout.gateway_fields)")
+            self._tell(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
         return _sample_of(request, trajectory, samples, outcome)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -230,9 +230,9 @@ async def playing(
 ) -> AsyncIterator[Generator]:
     """What generates for the recipe: the engines themselves, or where it has agents, these before the gateway to them.
 
-    `name`: what the model is called; `log`: a file for what agents print; `key_file`: where a key that is drawn for agents from outside is
-    written, instead of to `tell`; `trains`: whether tokens are drawn as the recipe says, whatever agents ask for; `anyone`: as
-    `Gateway.anyone`; `bound`: what `gateway_socket` gave earlier.
+    `name`: the model's name; `log`: a file for the output of agents; `key_file`: the file for a generated key, which is otherwise passed to
+    `tell`; `trains`: whether the recipe's sampling settings apply, whatever agents request; `anyone`: see `Gateway.anyone`; `bound`: the
+    result of an earlier `gateway_socket`.
     Raises UserError for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket` does.
     """
     if (bound := bound or gateway_socket(rollout)) is None:
@@ -281,7 +281,7 @@ def _with_template(tokenizer: Tokenizer) -> HfTokenizer:
 
 
 def _calls(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
-    """How tool calls are read; None where the chat template shows the model no form of them."""
+    """The parser of tool calls; None if the chat template has no format for them."""
     from mtpctl.rollout.vllm.tools import load_parser, parser_for
 
     name = rollout.tool_parser or parser_for(tokenizer.chat_template)

@@ -17,7 +17,7 @@ from mtpctl.rollout.environments import EnvironmentFailure, Message
 
 MARK = "TheModelsOwnTurn"
 CHECKED = 1000
-"""Forms of replies that are remembered as checked."""
+"""Maximum number of cached checks of replies."""
 
 
 class ChatText(Protocol):
@@ -59,14 +59,14 @@ class ChatReplies:
                     raise EnvironmentFailure(
                         f"the chat template leaves out messages of the role {message['role']!r}; reply in another role, or with text"
                     )
-            if len(self._checked) >= CHECKED:  # Roles and variables may be a client's.
+            if len(self._checked) >= CHECKED:  # Clients may send any roles and variables.
                 self._checked.clear()
             self._checked.add(roles)
         ids = self._text.encode(behind)
         return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
 
     def _behind_without(self, messages: Sequence[Message], number: int, variables: Variables) -> str | None:
-        """What the template writes without one of the messages; None if it refuses that."""
+        """The rendered text without one of the messages; None if the template rejects that."""
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
         try:
             return self._behind([question, answer, *messages[:number], *messages[number + 1 :]], variables)

@@ -168,4 +168,4 @@ class SampleFile:
 
 
 def _not_ours(where: str) -> UserError:
-    return UserError(f"{where}: is not a sample that mtpctl rollout wrote; mend or remove the line, or name another --out")
+    return UserError(f"{where}: is not a sample that mtpctl rollout wrote; fix or remove the line, or name another --out")

@@ -2,7 +2,7 @@
 
 A response is one list of tokens, the model's turns and the environment's replies in order. The environment's tokens have a loss mask
 of 0 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and
-the deadline include them: a reply that reaches beyond `max_tokens` is cut there, and ends the response. No token that the model sampled
+the deadline include them: a reply that would exceed `max_tokens` is truncated, and ends the response. No token that the model sampled
 is ever tokenised again.
 """
 

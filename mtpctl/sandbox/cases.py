@@ -1,4 +1,4 @@
-"""The forms of tests that rows have: Python, programs that read and print, and calls of a function, each as public benchmarks have it."""
+"""Parses the test formats of public benchmarks: Python code, programs that read and print, and calls of a function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SameOutput = Callable[[str, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Programs: what each reads and is to print, and how outputs are compared."""
+    """Input and expected output of each program run, and the comparison of outputs."""
 
     cases: Sequence[tuple[str, str]]
     same: SameOutput
@@ -33,7 +33,7 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of `function`, which may be a method of the class `Solution`: arguments, and the results that are right."""
+    """Calls of `function`, which may be a method of the class `Solution`: arguments and accepted results."""
 
     function: str
     cases: Sequence[tuple[list[Any], list[Any]]]
@@ -51,7 +51,7 @@ def same_decimals(printed: str, expected: str) -> bool:
 
 
 def same_floats(printed: str, expected: str) -> bool:
-    """The comparison of APPS and TACO: as `same_decimals`, and a number with a fraction may differ by 1e-5 of it, or 1e-8."""
+    """The comparison of APPS and TACO: as `same_decimals`, but fractional numbers may differ by a relative 1e-5 or an absolute 1e-8."""
 
     def close(one: str, other: str) -> bool:
         if Decimal(one) == Decimal(other):
@@ -80,7 +80,7 @@ def cases_of(tests: object, fields: Mapping[str, object], prompt: str) -> Progra
     """The cases in the column of tests; None if these are Python. `fields` and `prompt` may name the function. Raises ValueError."""
     if isinstance(tests, Mapping):
         if not {"inputs", "outputs"} <= tests.keys() or len(tests["inputs"]) != len(tests["outputs"]) or not len(tests["inputs"]):
-            raise ValueError(f"a mapping has `inputs` and `outputs` of one length, and not {', '.join(map(str, tests))}")
+            raise ValueError(f"a mapping must have `inputs` and `outputs` of the same length, got the keys {', '.join(map(str, tests))}")
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
         if name := _named(tests) or _named(fields):
             wrapped = all(isinstance(output, list) and len(output) == 1 for _, output in pairs)
@@ -89,7 +89,7 @@ def cases_of(tests: object, fields: Mapping[str, object], prompt: str) -> Progra
     if not isinstance(tests, list | tuple) or not tests or not all(isinstance(each, Mapping) for each in tests):
         return None
     if not all({"input", "output"} <= each.keys() for each in tests):
-        raise ValueError("a case has `input` and `output`")
+        raise ValueError("a case must have `input` and `output`")
     kinds = {"functional" if each.get("testtype") == "functional" or _named(each) else "stdin" for each in tests}
     if len(kinds) > 1:
         raise ValueError("some cases are functional and others are not")
@@ -98,7 +98,7 @@ def cases_of(tests: object, fields: Mapping[str, object], prompt: str) -> Progra
         return Programs([(_joined(each["input"]), _joined(each["output"])) for each in tests], same)
     name = _named(tests[0]) or _named(fields) or _starter(fields, prompt)
     if not name:
-        raise ValueError("functional cases, and neither metadata.func_name, fn_name, entry_point nor starter_code names the function")
+        raise ValueError("functional cases need the name of the function in metadata.func_name, fn_name, entry_point or starter_code")
     return Calls(name, [_call(each["input"], each["output"], False) for each in tests])
 
 
@@ -116,7 +116,7 @@ def parsed(tests: object) -> object:
 
 
 class _Texts(pickle.Unpickler):
-    """Loads texts and nothing that a pickle names."""
+    """An unpickler that loads text only."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name} in packed tests")
@@ -160,7 +160,7 @@ def _starter(fields: Mapping[str, object], prompt: str) -> str:
 
 
 def _call(arguments: Any, output: Any, wrapped: bool) -> tuple[list[Any], list[Any]]:
-    """Arguments and right results. `wrapped`: each output of the row is a list of one, which APPS also takes for the result in it."""
+    """Arguments and accepted results. `wrapped`: each output of the row is a list of one item, and APPS accepts the bare item too."""
     if isinstance(arguments, str):
         expected = [_value(output)] if isinstance(output, str) else [output]
         return _values(arguments), expected
@@ -196,7 +196,7 @@ def _value(text: str) -> Any:
 
 
 def _with_numbers(value: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """A mapping whose keys are numbers again, which JSON writes as texts."""
+    """The mapping with numeric keys restored, which JSON writes as strings."""
     try:
         return {int(key): each for key, each in value.items()}
     except ValueError:

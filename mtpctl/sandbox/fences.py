@@ -14,7 +14,7 @@ _DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ 
 _ATTRIBUTE = re.compile(r"[\w-]+=(?:\"[^\"]*\"|'[^']*'|[^\s}]*)")
 _LONGEST_INFO = 200
 _DEEPEST_CLOSING = 3
-"""Columns by which a closing fence may be indented beyond the opening one; what is deeper is content, such as a docstring's."""
+"""Maximum indentation of a closing fence beyond the opening one. A deeper fence is content, such as in a docstring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Block:
 def code_of(response: str, names: Collection[str] = ()) -> str:
     """The Python in a response.
 
-    That is the last fenced block that is marked as Python, also if it was cut off; without such a block the last one without a language;
-    without any, the whole text. If blocks define some of `names`, it is the last block that defines all of these, or all blocks together
-    if no single one does: so neither an example of use nor a helper in a block of its own is taken for the answer.
+    This is the last fenced block that is marked as Python, which may be truncated; otherwise the last block without a language; otherwise
+    the whole text. If blocks define some of `names`, it is the last block that defines all of these, or all blocks joined if no single one
+    does. So a usage example is not taken for the answer, and a helper in a separate block is not lost.
     """
     filled = [block for block in blocks(response) if block.code.strip()]
     candidates = [block.code for block in filled if block.language == "python"] or [block.code for block in filled if not block.language]
@@ -93,7 +93,7 @@ def _columns(prefix: str) -> int:
 
 
 def _block(opening: re.Match[str], lines: list[str]) -> Block:
-    """The block without the indentation that its lines share, or that of its fence as far as the first line has it."""
+    """The block without the common indentation of its lines, or without that of its fence."""
     blanks = " \t>" if ">" in opening["prefix"] else " \t"
     margins = [_columns(line[: len(line) - len(line.lstrip(blanks))]) for line in lines if line.strip(blanks)]
     width = max(min(margins), min(_columns(opening["prefix"]), margins[0])) if margins else 0

@@ -1,10 +1,10 @@
-"""Keeps text of an answer from being run by the tests that judge it, for example by `eval(f(x))` or `pickle.loads(f(x))`.
+"""Prevents tests from running text of the answer that they judge, for example by `eval(f(x))` or `pickle.loads(f(x))`.
 
-An audit hook checks every code object before it runs and every class that a pickle names. Python code cannot remove such a hook. Until data
-of the answer is in the process, everything is allowed. After that code runs if
+An audit hook checks every code object before it runs and every class that a pickle names. Python code cannot remove such a hook. Everything
+is allowed until the process has received data from the answer. After that, code may run in these cases:
 
 - it is the tests' own, or a string constant that they pass to `eval`, `exec` or `compile`;
-- it names nothing, such as `[1, 2 + 3]`: code without names reaches no object;
+- it contains no names, such as `[1, 2 + 3]`, so it cannot access any object;
 - a module is imported, or `collections` and `dataclasses` build a class: they check the names that they are given.
 """
 
@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import CodeType, FrameType
 
 TEST_FILE = "test "
-"""What the file names of tests begin with."""
+"""Prefix of the file names of tests."""
 _IMPORT = "<frozen importlib._bootstrap>"
 _BUILDERS = frozenset((collections.__file__, dataclasses.__file__))
 _PICKLED = {
@@ -36,7 +36,7 @@ _NEW_FUNCTIONS = frozenset(("function.__new__", "code.__new__"))
 
 
 class Refused(BaseException):
-    """The tests would have run what the answer wrote. No Exception, so that no test catches it."""
+    """The tests would have run text from the answer. Not an Exception, so that no test catches it."""
 
 
 class Guard:

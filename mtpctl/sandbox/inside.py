@@ -31,11 +31,11 @@ NOT_CONFINED = 96
 """Exit code of a process that could not be put behind its walls, and has run nothing."""
 _FILE = "answer.py"
 _DEEPEST_CALLS = 50_000
-"""Depth of calls that LiveCodeBench allows an answer."""
+"""Recursion limit of LiveCodeBench."""
 
 
 class Job(TypedDict, total=False):
-    """What is to be done: `kind` is program, session, answer, tests or calls."""
+    """A job: `kind` is program, session, answer, tests or calls."""
 
     kind: str
     code: str
@@ -150,7 +150,7 @@ def _tests(job: Job) -> int:
 
 
 def _calls(job: Job) -> int:
-    """Compare calls of a function with what is expected, and report each on the channel."""
+    """Compare the results of calls with the expected ones, and report each on the channel."""
     run_calls(job["function"], job["cases"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
 

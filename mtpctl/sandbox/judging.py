@@ -1,4 +1,4 @@
-"""What the tests' process does: run tests, or calls with their expected results, against an answer in another process."""
+"""The code of the tests' process: runs tests, or calls with expected results, against an answer in another process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Space = dict[str, object]
 
 
 def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: TestsEnd, verdicts: VerdictWriter) -> None:
-    """Run the tests in one namespace, and report each. `names`: what they read; `entry_points` are the answer's in any case."""
+    """Run the tests in one namespace, and report each. `names`: the free names of the tests; `entry_points` always refer to the answer."""
     guard = Guard(tests, lambda: end.received)
     space: Space = {"__name__": "__main__", "__builtins__": builtins}
     error = _begin(end, lambda: space.update(end.fetch([name for name in names if not _is_own(name, space, entry_points)])))
@@ -35,9 +35,9 @@ def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: 
 
 
 def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: VerdictWriter) -> None:
-    """Call the answer's function with the arguments of each case, and report whether the result is one of those that are right.
+    """Call the answer's function with the arguments of each case, and report whether the result is accepted.
 
-    A case is a list of both, as `values.encode` writes it.
+    A case is a list of arguments and accepted results, as `values.encode` writes it.
     """
     space: Space = {}
     error = _begin(end, lambda: space.update(end.fetch(["Solution", function])))
@@ -51,7 +51,7 @@ def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: Verdi
                 raise AssertionError("another result")
 
         outcome = error or _outcome(run, end)
-        if end.gone:  # its time may have run out: the caller decides on this case and the rest
+        if end.gone:  # probably out of time: the caller handles this case and the rest
             return
         verdicts.write(outcome)
 
@@ -78,7 +78,7 @@ def _as_json(value: object) -> object:
 
 
 def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
-    """Wait for the answer's code and fetch its objects: why there can be no test, or an empty text."""
+    """Wait for the answer's code and fetch its objects. Returns the reason if no test can run, else an empty text."""
     try:
         if error := end.begin():
             return error
@@ -89,7 +89,7 @@ def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
 
 
 def _outcome(run: Callable[[], None], end: TestsEnd, guard: Guard | None = None) -> str:
-    """Why a test failed, or an empty text. Whatever it caught, it fails if the answer's process is gone or its text would have run."""
+    """The reason why a test failed, else an empty text. It always fails if the answer's process is gone or the guard refused text."""
     error = end.gone
     if not error:
         try:
@@ -104,7 +104,7 @@ def _outcome(run: Callable[[], None], end: TestsEnd, guard: Guard | None = None)
 
 
 def _is_own(name: str, space: Space, entry_points: list[str]) -> bool:
-    """Whether a name in the tests is not the answer's but Python's own; modules are imported here."""
+    """Whether a name in the tests refers to Python rather than to the answer. Imports modules of that name."""
     if name in entry_points:
         return False
     if name in sys.stdlib_module_names or name in ("np", "numpy"):
@@ -115,7 +115,7 @@ def _is_own(name: str, space: Space, entry_points: list[str]) -> bool:
 
 
 def compiled(code: str, file: str) -> CodeType:
-    """The code, whose lines tracebacks can show."""
+    """Compile code, and register its lines for tracebacks."""
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
     return compile(code, file, "exec", dont_inherit=True)
 

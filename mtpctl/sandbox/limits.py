@@ -49,9 +49,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """An answer that was tested: for each test None, or why it failed in a line. `timed_out`: tests that had not ended in time.
+    """The result of testing an answer: for each test None, or the reason why it failed. `timed_out`: whether some did not end in time.
 
-    `decided`: the number of tests that ended, which come first.
+    `decided`: the number of tests that ended, which are the first ones.
     """
 
     failures: list[str | None]

@@ -1,4 +1,4 @@
-"""Names that answers to functional cases use without importing them, since the starter code of LiveCodeBench has them."""
+"""Names that answers to functional cases may use without an import, because LiveCodeBench imports them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MODULES = (
 
 
 def prelude(function: str) -> dict[str, object]:
-    """The public names of these modules apart from Python's own, and the modules themselves. None is named like the answer's function."""
+    """The public names of these modules apart from Python's own, and the modules themselves, without the name of the answer's function."""
     modules = {name: importlib.import_module(name) for name in _MODULES}
     space: dict[str, object] = {}
     for module in modules.values():

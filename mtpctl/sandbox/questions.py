@@ -1,9 +1,9 @@
 """How tests ask an answer that runs in another process, so that no line of the answer runs where it is judged.
 
-`TestsEnd` is trusted, `AnswerEnd` shares its process with the answer and may be replaced by it. What the tests receive is plain data
-(`values`) or a proxy (`remote`): no function, no class, and nothing that is looked up by a name which the answer chose. Only exception
-classes are looked up, in `_EXCEPTIONS`; those of the answer have a namesake. A call that raises StopIteration raises RuntimeError in the
-tests, as it does in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
+`TestsEnd` is trusted. `AnswerEnd` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or proxies
+(`remote`), never functions or classes, and nothing is looked up by a name that the answer chose. Only exception classes are looked up, in
+`_EXCEPTIONS`; exception classes of the answer get a stand-in. A call that raises StopIteration raises RuntimeError in the tests, as in a
+generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
 The answer can call functions that tests pass to it. A list, dict or set that it changes is changed for the tests when the call returns.
 """
@@ -28,7 +28,7 @@ from mtpctl.sandbox.frames import read_frame, write_frame
 from mtpctl.sandbox.remote import Remote
 
 LARGEST_FRAME = 1 << 26
-"""Bytes of the largest message that tests read."""
+"""Maximum size of a message to the tests, in bytes."""
 _STOPS = (StopIteration, StopAsyncIteration)
 _EXCEPTIONS: dict[str, type[Exception]] = {
     kind.__name__: RuntimeError if issubclass(kind, _STOPS) else kind
@@ -39,7 +39,7 @@ _MUTABLE = (list, dict, set, bytearray)
 
 
 class PeerGone(BaseException):
-    """The other process has ended, or sent what no answer sends. No Exception, so that no test catches it."""
+    """The other process has ended, or sent an invalid message. Not an Exception, so that no test catches it."""
 
 
 class _End:
@@ -71,7 +71,7 @@ class _End:
 
 
 class TestsEnd(_End):
-    """The end of the tests. `gone`: why the answer can be asked no more. `received`: whether data of the answer is in this process."""
+    """The tests' end. `gone`: why the answer is no longer available. `received`: whether data of the answer is in this process."""
 
     __test__ = False
 
@@ -85,7 +85,7 @@ class TestsEnd(_End):
         self._numbers: dict[type, int | str] = {}
 
     def begin(self) -> str:
-        """Wait until the answer's code has run: the error that it ended with, or an empty text. Raises PeerGone."""
+        """Wait until the answer's code has run. Returns its error, or an empty text. Raises PeerGone."""
         with self._strict():
             return str(self._receive()["error"])[:500]
 
@@ -115,7 +115,7 @@ class TestsEnd(_End):
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Ask the answer nothing meanwhile."""
+        """Send no requests to the answer while the block runs."""
         self._silent = True
         try:
             yield
@@ -124,7 +124,7 @@ class TestsEnd(_End):
 
     @contextmanager
     def _strict(self) -> Iterator[None]:
-        """End the conversation after a message that is not as `AnswerEnd` writes it."""
+        """End the conversation on a message that `AnswerEnd` would not write."""
         try:
             yield
         except PeerGone as error:
@@ -133,7 +133,7 @@ class TestsEnd(_End):
         except RecursionError:  # the message was read to its end
             raise
         except Exception as error:
-            self.gone = "the answer's process sent what is no reply"
+            self.gone = "the answer's process sent an invalid reply"
             raise PeerGone(self.gone) from error
 
     def _reply(self) -> dict[str, Any]:
@@ -141,14 +141,14 @@ class TestsEnd(_End):
         while "call" in (message := self._receive()):
             self._call_back(message["call"])
         if not isinstance(message, dict):
-            raise TypeError("a reply is a mapping")
+            raise TypeError("a reply must be a mapping")
         return message
 
     def _call_back(self, sent: list[Any]) -> None:
         function, *arguments = (self._decode(each) for each in sent)
         self.received = True
         if sent[0][0] != "o" or isinstance(function, Remote):
-            reply: dict[str, object] = {"raised": ["TypeError", "functions of the tests can be called, and no more"]}
+            reply: dict[str, object] = {"raised": ["TypeError", "functions of the tests support calls only"]}
         else:
             try:
                 reply = {"value": self._encode(function(*arguments))}
@@ -191,9 +191,9 @@ class TestsEnd(_End):
         return self._remotes[number]
 
     def _namesake(self, chain: list[list[Any]], base: str) -> type[Exception]:
-        """The class that stands for an exception class of the answer. `chain`: number and name of each class above Python's own `base`.
+        """The stand-in for an exception class of the answer. `chain`: number and name of each class above the built-in `base`.
 
-        A class that the answer names is never Python's own, whose failed assertions it would catch in the tests.
+        It is never a built-in class, which would catch failed assertions of the tests.
         """
         kind = _EXCEPTIONS.get(base, Exception)
         for number, name in reversed(chain):
@@ -214,7 +214,7 @@ class TestsEnd(_End):
         kind = known if known and not chain else self._namesake(chain or [[base, base]], base)
         try:
             error = kind(*passed)
-        except TypeError:  # some of Python's own want arguments of their own kind
+        except TypeError:  # some built-in exceptions require special arguments
             error = self._namesake([[f"any {base}", base]], base)(*passed)
         if hasattr(error, "_text"):
             error._text = str(text)
@@ -225,13 +225,13 @@ class TestsEnd(_End):
 
 
 class AnswerEnd(_End):
-    """The end of the answer: does what the tests ask."""
+    """The answer's end: executes the requests of the tests."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, sys.maxsize)
 
     def answer(self, space: dict[str, object], error: str) -> None:
-        """Report that the code has run, and do what the tests ask until they are done."""
+        """Report that the code has run, and execute requests of the tests until they end."""
         with suppress(PeerGone):
             self._send({"error": error})
             while True:
@@ -243,9 +243,9 @@ class AnswerEnd(_End):
         if operation in _LOCAL:
             return _LOCAL[operation](*map(_number, arguments))
         if operation == "getattr":
-            raise AttributeError("a function of the tests can be called, and has no attributes")
+            raise AttributeError("a function of the tests has no attributes")
         if operation != "call" or named:
-            raise TypeError("a function of the tests can be called with arguments by position, and no more")
+            raise TypeError("a function of the tests supports positional arguments only")
         with self._lock:
             self._send({"call": [self._encode(function), *(self._encode(each) for each in passed)]})
             while type(message := self._receive()) is list:
@@ -366,7 +366,7 @@ _LOCAL: dict[str, Callable[..., object]] = {
     "str": lambda number: "<function of the tests>",
     "repr": lambda number: "<function of the tests>",
 }
-"""What an answer may do with a function of the tests without calling it, by its number."""
+"""Operations on a function of the tests, given by its number, other than calling it."""
 _OPERATIONS: dict[str, Callable[..., object]] = {
     **{name: getattr(operator, f"__{name}__") for name in (*remote.UNARY, *remote.BINARY, *remote.COMPARISONS)},
     **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, format, getattr, setattr, delattr, dir)},

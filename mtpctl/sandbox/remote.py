@@ -1,11 +1,11 @@
-"""Proxies: objects that stay in the process of the answer, and that its tests use by messages.
+"""Proxies for objects that stay in the process of the answer, and that tests use by messages.
 
-A proxy has the special methods that the class of its object has, so that `callable`, `iter` and `bool` treat it as they treat the object.
-It never takes the class, the hash table or the memory of another object: attributes with two underscores are not forwarded, apart from
-those in `_FORWARDED`. numpy, for one, would read memory at an address that `__array_interface__` names.
+A proxy has the special methods of its object's class, so that `callable`, `iter` and `bool` treat it like the object. Attributes with two
+underscores are not forwarded, except those in `_FORWARDED`, because some give access to memory: numpy would read the address in
+`__array_interface__`.
 
-An operator is forwarded between two proxies only. Between a proxy and data of the tests it is not, since that would send what may be the
-expected value: the two are unequal, and other operators raise TypeError.
+An operator is forwarded between two proxies only. Forwarding data of the tests could reveal the expected value. Therefore a proxy never
+equals such data, and other operators raise TypeError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORWARDED = frozenset(("__name__", "__qualname__", "__module__", "__doc__", "__
 
 
 class Conversation(Protocol):
-    """The end of the stream that a proxy belongs to."""
+    """The connection that a proxy uses."""
 
     def ask(self, operation: str, *arguments: object, **named: object) -> Any: ...
 
@@ -83,7 +83,7 @@ class Remote:
 
 _CONVERSATION, _NUMBER, _PLAIN = (Remote.__dict__[name] for name in Remote.__slots__)
 for _name in Remote.__slots__:
-    delattr(Remote, _name)  # the object may have attributes of these names
+    delattr(Remote, _name)  # the object may have attributes with these names
 
 
 def number_of(remote: Remote) -> int:
@@ -134,7 +134,7 @@ def _ask(self: Remote, operation: str, *arguments: object, **named: object) -> A
 
 
 def _typed(self: Remote, operation: str, kind: type, *arguments: object) -> Any:
-    """The result of an operation, which Python takes only of this class."""
+    """The result of an operation that must have this class."""
     value = _ask(self, operation, *arguments)
     if type(value) is not kind:
         raise TypeError(f"{operation} returned no {kind.__name__}")
@@ -156,7 +156,7 @@ def _iter(self: Remote) -> Iterator[Any]:
 
 
 def _send(self: Remote, value: object) -> NoReturn:
-    """Run the whole coroutine in its process. As for any coroutine, only None starts it: other values must not end a `map(x.send, …)`."""
+    """Run the whole coroutine in its process. Only None starts it, as with any coroutine, so that `map(x.send, …)` does not end early."""
     if value is not None:
         raise TypeError("can't send non-None value to a just-started coroutine")
     raise StopIteration(_ask(self, "await"))

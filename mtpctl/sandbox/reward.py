@@ -44,7 +44,7 @@ def score(
 ) -> dict[str, float]:
     """1 where the response's code passes all tests of the problem, or with `partial` the share that it passes.
 
-    The code is the last fenced Python block of the response (`fences.code_of`), or all of it where there is no block. The tests are the
+    The code is the last fenced Python block of the response (`fences.code_of`), or the whole response if it has no block. The tests are the
     column `tests`:
 
     - a list of Python texts, such as `assert add(1, 2) == 3`: one passes where it ends without an exception;
@@ -52,11 +52,11 @@ def score(
       it, `check` is called with that function;
     - a list of `{input, output}`, or `{inputs: [...], outputs: [...]}`: programs that read and print. Without `partial` the first case
       that fails is the last that runs;
-    - `{inputs, outputs, fn_name}` as APPS and TACO have it, or a list of `{input, output, testtype: functional}` as LiveCodeBench has it:
+    - `{inputs, outputs, fn_name}` as in APPS and TACO, or a list of `{input, output, testtype: functional}` as in LiveCodeBench:
       calls of a function or of a method of `Solution`;
     - any of these as a text of JSON.
 
-    `docs/sandbox.md` says how outputs and results are compared.
+    `docs/sandbox.md` describes how outputs and results are compared.
 
     Without that column the code's output is compared with the problem's answer. `timeout_s` are CPU seconds, for each case, and for all
     Python tests together; on the wall it may take three times as long and a second. Raises ValueError for tests that are none of these.
@@ -94,7 +94,7 @@ def _asserts(sandbox: Sandbox, response: str, given: object, entry_point: object
 
 
 def _free_names(tests: list[str]) -> set[str]:
-    """Names that the tests read and neither bind nor have from Python. Raises SyntaxError."""
+    """Free names of the tests that are not built-ins. Raises SyntaxError."""
     nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
     read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
@@ -104,7 +104,7 @@ def _free_names(tests: list[str]) -> set[str]:
 
 
 def _calls(sandbox: Sandbox, code: str, calls: Calls, limits: Limits, partial: bool) -> tuple[float, bool]:
-    """Run the cases in one process as far as its time goes, and the others in new ones: each case may use all of the time."""
+    """Run the cases in one process until its time is up, and the rest in new processes, so that each case may use the whole limit."""
     passed: list[bool] = []
     timed_out = False
     while len(passed) < len(calls.cases) and (partial or all(passed)):

@@ -91,15 +91,15 @@ class Sandbox:
     ) -> Judgement:
         """Test an answer by calls of `function`, or of the method of that name of its class `Solution`.
 
-        A case holds the arguments and the results that are right, as JSON has them. The answer may use common modules of the standard
-        library without importing them (`prelude`). Raises as `run`.
+        A case has the arguments and the accepted results, as parsed from JSON. The answer may use common modules of the standard library
+        without importing them (`prelude`). Raises as `run`.
         """
-        coded = [encode(list(case), _refuse) for case in cases]  # keys of a mapping may be numbers, which JSON has not
+        coded = [encode(list(case), _refuse) for case in cases]  # mappings may have numeric keys, unlike in JSON
         job = {"kind": "calls", "function": function, "cases": coded}
         return self._judged({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 
     def _judged(self, answer_job: Mapping[str, object], job: Mapping[str, object], count: int, limits: Limits) -> Judgement:
-        """Run an answer and its tests in processes of their own (`questions`)."""
+        """Run an answer and its tests in separate processes (`questions`)."""
         ours, theirs = socket.socketpair()
         key = new_key()
         with ExitStack() as stack:
@@ -247,7 +247,7 @@ def _names_in(tests: list[str], own: list[str]) -> list[str]:
 
 def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: int) -> Judgement:
     channel = judge.channel
-    assert channel is not None, "it was asked for"
+    assert channel is not None, "it was requested"
 
     def read(selector: selectors.BaseSelector, ready: selectors.SelectorKey) -> None:
         piece = channel.recv(1 << 16)

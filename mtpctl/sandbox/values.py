@@ -1,7 +1,7 @@
-"""Plain data as JSON, by an allow-list of types: the values that may cross between an answer and its tests.
+"""Plain data as JSON, by an allow-list of types: the values that are transferred between an answer and its tests.
 
-`encode` and `decode` know these types and no others. An object of another type is encoded by `refer`, which names it by a number, and
-`decode` passes such a reference to `resolve`. Decoding calls nothing that the sender names: every constructor is in `_DECODERS`.
+`encode` and `decode` support these types only. For an object of another type, `encode` calls `refer`, which returns a numbered reference,
+and `decode` passes the reference to `resolve`. Decoding calls nothing that the sender names: every constructor is in `_DECODERS`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode(value: object, refer: Refer) -> object:
 
 
 def decode(coded: Any, resolve: Resolve) -> Any:
-    """Inverse of `encode`. Raises ValueError, TypeError, IndexError or OverflowError if the text is none that `encode` writes."""
+    """Inverse of `encode`. Raises ValueError, TypeError, IndexError or OverflowError if the input was not written by `encode`."""
     if type(coded) in PLAIN:
         return coded
     kind, *rest = coded
@@ -110,7 +110,7 @@ _BASES: tuple[tuple[type, Callable[[Any, Refer], object]], ...] = (
 
 def _items(rest: list[Any], resolve: Resolve) -> list[Any]:
     if type(rest[0]) is not list:
-        raise TypeError("items are a list")
+        raise TypeError("items must be a list")
     return [each if type(each) in PLAIN else decode(each, resolve) for each in rest[0]]
 
 
@@ -147,7 +147,7 @@ def _named_tuple(rest: list[Any], resolve: Resolve) -> object:
     name, fields, coded = rest
     values = _items([coded], resolve)
     if len(fields) != len(values):
-        raise ValueError("one name for each field")
+        raise ValueError("each field must have one name")
     names = [_text(field) for field in fields]
     attributes: dict[str, object] = {
         field: property(itemgetter(index)) for index, field in enumerate(names) if field.isidentifier() and not field.startswith("_")
@@ -159,7 +159,7 @@ def _named_tuple(rest: list[Any], resolve: Resolve) -> object:
 def _array(rest: list[Any], resolve: Resolve) -> object:
     kind, values = _text(rest[0]), rest[1]
     if not _ARRAY.fullmatch(kind):
-        raise TypeError("an array of another kind")
+        raise TypeError("unsupported array type")
     import numpy
 
     return numpy.array(values, dtype=kind)

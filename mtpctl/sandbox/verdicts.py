@@ -1,7 +1,7 @@
-"""Verdicts on the way from the tests' process to the caller: one for each test, in order, each with a code that only these two can compute.
+"""Authenticated verdicts from the tests' process to the caller: one for each test, in order, each with a MAC.
 
-The key is drawn by the caller for each judgement and passed to the tests' process alone. A verdict with another code, out of order, or for
-a test that has one makes all verdicts void.
+The caller draws a random key for each judgement and passes it to the tests' process only. A verdict that has a wrong MAC, is out of order,
+or repeats an earlier one invalidates all verdicts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def new_key() -> str:
 
 
 class VerdictWriter:
-    """The end of the tests' process."""
+    """The end in the tests' process."""
 
     def __init__(self, descriptor: int, key: str) -> None:
         self._descriptor, self._key, self._count = descriptor, bytes.fromhex(key), 0
@@ -46,7 +46,7 @@ class VerdictReader:
         self._stream = bytearray()
 
     def feed(self, piece: bytes) -> None:
-        """Take bytes as they arrive."""
+        """Process received bytes."""
         self._stream.extend(piece)
         while not self.forged and len(self._stream) >= 4:
             end = 4 + int.from_bytes(self._stream[:4], "big")

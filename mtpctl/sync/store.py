@@ -87,7 +87,7 @@ class VersionStore:
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish what was written, and drop all but the newest versions. Raises EnvironmentMissing if the file system is full."""
+        """Publish the written version, and delete all but the newest ones. Raises EnvironmentMissing if the file system is full."""
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
         try:

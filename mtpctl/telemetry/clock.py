@@ -1,4 +1,4 @@
-"""Times of a run, which go on evenly if the clock of the machine is set meanwhile."""
+"""Timestamps of a run, which are not affected if the clock of the machine is adjusted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 def steady_clock() -> Callable[[], float]:
-    """A function that returns the seconds since 1970 as they were when the clock was made, plus what has passed since."""
+    """A function that returns seconds since 1970: the time at creation plus the monotonic time elapsed since."""
     began, mark = time.time(), time.monotonic()
     return lambda: began + (time.monotonic() - mark)

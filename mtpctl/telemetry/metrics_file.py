@@ -26,8 +26,8 @@ RawRow = dict[str, Any]
 class MetricsFile:
     """Appends rows. First removes an incomplete last line, which a killed process may have left.
 
-    `damaged` are the numbers of complete lines that are no rows. They are moved to a file `metrics.jsonl.damaged`, so that damage to a
-    record does not keep a run from resuming.
+    `damaged`: the numbers of complete lines that are not rows. They are moved to `metrics.jsonl.damaged`, so that a damaged line does not
+    prevent a run from resuming.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _row_of(line: bytes) -> RawRow | None:
-    """The row of a line, None if it is no row."""
+    """The row of a line; None if the line is not a row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

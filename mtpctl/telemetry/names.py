@@ -24,11 +24,11 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses; an agent's trajectory counts once."),
+    "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses; an agent's trajectory counts as one response."),
     "reward/unfiltered_mean": Metric(
-        "reward, unfiltered", "number", "The same over all groups that were completed since the last update, dropped ones included."
+        "reward, unfiltered", "number", "The mean over all groups completed since the last update, including dropped ones."
     ),
-    "reward/std": Metric("reward std", "number", "Standard deviation of these rewards."),
+    "reward/std": Metric("reward std", "number", "Standard deviation of the rewards in reward/mean."),
     "reward/errors": Metric(
         "rewards failed", "number", "Calls of the reward function that failed since the last update, late ones included."
     ),
@@ -77,7 +77,7 @@ METRICS: dict[str, Metric] = {
     "rollout/spec_drafts": Metric("drafts a step", "tokens", "Draft tokens a step that the engines chose (rollout.speculation.auto)."),
     "rollout/spec_drafted": Metric("drafted", "tokens", "Draft tokens proposed for the batch's responses."),
     "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens of those that the target accepted."),
-    "rollout/prefix_cache_hit_rate": Metric("prompts cached", "share", "Prompt tokens that vLLM found in its prefix cache."),
+    "rollout/prefix_cache_hit_rate": Metric("prompts cached", "share", "Prompt tokens that were in vLLM's prefix cache."),
     "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens a second of all engines together, held-out ones included."),
     "rollout/replicas": Metric("replicas", "number", "Rollout engines that served at the sync."),
     "teacher/kl": Metric("KL to the teacher", "nats", "Log-prob of the policy less the teacher's, mean over the tokens that it sampled."),

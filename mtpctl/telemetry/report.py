@@ -132,9 +132,9 @@ def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Docu
         text = path.read_text(encoding="utf-8")
         content = parse(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); mend or remove it") from error
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); fix or remove it") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: not a mapping of keys to values; mend or remove it")
+        raise UserError(f"{path}: not a mapping of keys to values; fix or remove it")
     return text, content
 
 

@@ -26,9 +26,9 @@ RECIPE = "recipe.resolved.yaml"
 """The recipe of the run's latest start, with every default written out."""
 LOCK = ".lock"
 PRIVATE = 0o600
-"""The mode of recipes: they may name data, hosts and people."""
+"""File mode of recipes, which may name data, hosts and people."""
 BEGUN = ".begun"
-"""A file that a run has if it began again in the place of an earlier one: the name under which that one is kept."""
+"""File of a run that was started over: the name to which the earlier run directory was renamed."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _ROOM = 64 << 20
@@ -118,7 +118,7 @@ class RunDirectory:
         except UserError as error:
             raise UserError(f"{error}; {way}") from error
         if not isinstance(tree, dict):
-            raise UserError(f"{self.recipe}: is empty or no recipe; {way}")
+            raise UserError(f"{self.recipe}: is empty or not a recipe; {way}")
         return tree
 
     def record(self, recipe_text: str) -> list[str]:
@@ -150,7 +150,7 @@ class RunDirectory:
 
 
 def _changes(earlier: str, later: str) -> list[str]:
-    """The keys whose values differ between two resolved recipes. An earlier one that was edited by hand into no YAML has none."""
+    """The keys whose values differ between two resolved recipes. None if the earlier one is not valid YAML."""
     try:
         before, after = (flatten(yaml.safe_load(text)) for text in (earlier, later))
     except (yaml.YAMLError, AttributeError):
@@ -176,7 +176,7 @@ def _lock(file: IO[str], path: Path) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a UserError that says how to mend it."""
+    """Turn an OSError of the block into a UserError that says how to fix it."""
     try:
         yield
     except OSError as error:
@@ -197,7 +197,7 @@ def _make(path: Path, recipe_text: str) -> None:
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write under another name, then rename: a reader sees the whole file, or the earlier one. `mode`: as far as the umask allows."""
+    """Write a file atomically by renaming: a reader sees the new file or the old one. `mode` is reduced by the umask."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.unlink(missing_ok=True)

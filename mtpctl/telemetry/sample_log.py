@@ -258,7 +258,7 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
 
 
 def is_row(row: object) -> TypeGuard[SampleRow]:
-    """Whether a value read from a file has the keys and types of a sample, with finite numbers and texts that can be written."""
+    """Whether a value read from a file has the keys and types of a sample, with finite numbers and writable text."""
     if not isinstance(row, dict) or not SampleRow.__required_keys__ <= row.keys() or row["kind"] not in get_args(Kind):
         return False
     drafts, versions, parts = row["drafts"], row["versions"], row["parts"]
@@ -291,7 +291,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is text without halves of surrogate pairs, which no file takes."""
+    """Whether it is text without lone surrogates, which cannot be written to a file."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -211,7 +211,7 @@ class Telemetry:
 
     @property
     def damage(self) -> str:
-        """The lines of `metrics.jsonl` that were damaged at this start, in a line; empty if none was."""
+        """A line about the damaged lines of `metrics.jsonl` at this start; empty if there were none."""
         if not (numbers := self._file.damaged):
             return ""
         which = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")

@@ -27,7 +27,7 @@ _PARAMS, _VALUE = 100, 500
 
 
 def identity(folder: Path) -> str:
-    """The tracker's id of the run in a directory, the same at every resume, and another one for a run that began again there."""
+    """The tracker's id of the run in a directory. It is the same at every resume, and changes if the run was started over."""
     begun = folder / BEGUN
     name = str(folder.resolve()) + (begun.read_text() if begun.is_file() else "")
     return hashlib.sha256(name.encode()).hexdigest()[:16]

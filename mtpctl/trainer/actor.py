@@ -312,9 +312,9 @@ class TrainerRank(WeightSource):
         return str(self.saving.folder)
 
     def finish_save(self, wait: bool, entries: Mapping[str, Entry]) -> bool:
-        """Move the checkpoint into its place when it is written. Returns whether it is there; without `wait` it may not be yet.
+        """Rename the checkpoint to its final name once it is written. Returns whether that is done; without `wait` it may still be running.
 
-        `entries`: sizes and checksums of the files that the controller has put into it.
+        `entries`: sizes and checksums of the files that the controller has added.
         """
         if not wait and not self.saving.written():
             return False
@@ -330,7 +330,7 @@ class TrainerRank(WeightSource):
         self.engine.restore(Path(path))
 
     def publish_checkpoint(self, path: str, keep: int, needed: Sequence[str] = ()) -> None:
-        """Have `latest` name `path`, and delete the older checkpoints but for the `keep` newest and those whose names are `needed`.
+        """Point `latest` to `path`, and delete older checkpoints except the `keep` newest and those whose names are in `needed`.
 
         Raises SaveFailed if these cannot be deleted.
         """
@@ -340,7 +340,7 @@ class TrainerRank(WeightSource):
             try:
                 publish_checkpoint(Path(path), keep=keep, needed=needed)
             except OSError as error:
-                raise SaveFailed(f"checkpoint {path} was written, but the ones before could not be deleted: {error.strerror}") from error
+                raise SaveFailed(f"checkpoint {path} was written, but older ones could not be deleted: {error.strerror}") from error
 
 
 def _sampled_under(sample: Sample, version: int | None) -> npt.NDArray[np.bool_]:

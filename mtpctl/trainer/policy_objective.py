@@ -112,7 +112,7 @@ def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context:
     values = group_advantages(torch.from_numpy(worst), torch.from_numpy(groups), config.advantage, torch.from_numpy(lengths))
     if count and not bool((values.abs() <= torch.finfo(torch.float32).max).all()):
         raise RuntimeFailure(
-            f"train.rl.advantage: {config.advantage} makes an advantage beyond the range of float32 of rewards from {worst.min():g} to "
+            f"train.rl.advantage: {config.advantage} computes an advantage beyond the range of float32 from rewards of {worst.min():g} to "
             f"{worst.max():g}; scale the rewards of reward.function"
         )
     return values[torch.from_numpy(of.astype(np.int64))].tolist()

@@ -46,14 +46,14 @@ class BatchTable:
     def of(cls, samples: Sequence[Sample], minibatches: int) -> BatchTable:
         """The table of these samples, which have their rewards, cut into this many optimizer steps.
 
-        Raises RuntimeFailure for a log-prob of a trained token that is not finite, which no loss can weigh.
+        Raises RuntimeFailure if a log-prob of a trained token is not finite.
         """
         rewards = []
         for sample in samples:
             assert sample.reward is not None, f"{sample.prompt_id} was not rewarded"
             _check_logprobs(sample)
             if not math.isfinite(sample.reward):
-                raise RuntimeFailure(f"{sample.prompt_id}: reward.function gave the reward {sample.reward}; return finite numbers")
+                raise RuntimeFailure(f"{sample.prompt_id}: reward.function returned {sample.reward}; return finite numbers")
             rewards.append(sample.reward)
         numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
         trajectories = {each: number for number, each in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}
@@ -65,7 +65,7 @@ class BatchTable:
             np.array([len(s.response_ids) for s in samples], np.int32),
             np.array([s.sampled for s in samples], np.int32),
             np.array([s.old_logprobs is not None for s in samples]),
-            # By groups, which may have different numbers of samples: of agents, and where a checkpoint had another group_size.
+            # Groups may differ in size, for agents and if a checkpoint had another group_size.
             groups * minibatches // max(len(numbers), 1),
             np.array([trajectories[s.group_id, s.index] for s in samples], np.int32),
         )
@@ -202,9 +202,9 @@ def deal(
 ) -> tuple[BatchTable, list[Callable[[], Share]]]:
     """The table of an update's samples, and for each of `dp` ranks a function that makes its share.
 
-    `partition` deals out the samples of each optimizer step. Samples without response tokens are in the table alone: they count in their
-    groups and in the loss's number of trajectories, but there is nothing to train on. A step without a sampled token is left out. Shares
-    are made one at a time, since each is a copy of its samples' tokens.
+    `partition` deals out the samples of each optimizer step. Samples without response tokens are only in the table: they count in their
+    groups and in the number of trajectories, but are not trained on. A step without sampled tokens is left out. Shares are created one
+    at a time, because each copies the tokens of its samples.
     """
     table = BatchTable.of(samples, minibatches)
     lengths, trajectory_tokens = table.prompts + table.responses, table.trajectory_tokens

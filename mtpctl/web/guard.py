@@ -1,4 +1,4 @@
-"""An ASGI layer before the HTTP routes: where a request comes from, the API key, bounds on bodies, and clients that disconnect.
+"""ASGI middleware that checks the origin of requests, the API key and bounds on bodies, and handles clients that disconnect.
 
 A body is read here, whole and within its bounds, before any route sees it; all bodies together are bounded as well, so that
 memory stays flat whatever clients do. A request whose client disconnects is cancelled, and its place in the queue is freed.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtpctl.web.hosts import HOSTS, is_same_origin, may_be_host
+from mtpctl.web.hosts import HOSTS, is_same_origin, is_allowed_host
 from mtpctl.web.json_body import shown
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class Guard:
         open_under: str | None = None,
         tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`key`: what clients send as a bearer token; None: nothing. `open_under`: paths that begin so need none.
+        """`key`: the required bearer token; None: no key. `open_under`: prefix of paths that need no key.
 
-        `tokens`: without a key, the bearer token that a path needs: of paths that change something.
+        `tokens`: without a key, the required bearer tokens of paths that change state.
         """
         self.app, self.bounds, self.open_under, self.tokens = app, bounds, open_under, tokens or {}
         self.key = key
@@ -104,8 +104,8 @@ class Guard:
         if (needed := self._token(scope)) is not None:
             if not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + needed.encode()):
                 raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
-        elif not may_be_host(host := headers.get(b"host", b"localhost").decode("latin-1")):
-            # Whoever has the key is no stranger's page.
+        elif not is_allowed_host(host := headers.get(b"host", b"localhost").decode("latin-1")):
+            # Checked without a key only: a web page of another site does not have the key.
             raise _Rejected(403, f"host: {shown(host)} is not a name of this server; use its address, or add the name to {HOSTS}")
         origin = headers.get(b"origin")
         if origin is not None and not is_same_origin(origin.decode("latin-1"), headers.get(b"host", b"").decode("latin-1")):
@@ -115,7 +115,7 @@ class Guard:
             raise self._too_large()
 
     def _check_type(self, scope: Scope, body: bytearray) -> None:
-        """Bodies are JSON, and say so: pages of other origins may send what a form sends without asking, and JSON not."""
+        """Require a JSON content type. Browsers let pages of other origins send forms without a preflight request, but not JSON."""
         kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
         if body and not _JSON.match(kind):
             got = f"got {shown(kind)[1:-1]}" if kind else "got none"
@@ -206,9 +206,9 @@ async def _reply(send: Send, rejected: _Rejected) -> None:
 
 
 def impatient(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol, closing a connection whose request head has not come after `header_s` seconds.
+    """uvicorn's HTTP protocol, which closes a connection that has not sent a request head after `header_s` seconds.
 
-    It also closes one whose client has read next to nothing of an answer within `stalled_s` seconds.
+    It also closes one whose client reads almost nothing of an answer for `stalled_s` seconds.
     """
 
     class Impatient(H11Protocol):
@@ -225,29 +225,29 @@ def impatient(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
-            self._look_no_more()
+            self._cancel_check()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._look_after(self.transport.get_write_buffer_size())
+            self._schedule_check(self.transport.get_write_buffer_size())
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._look_no_more()
+            self._cancel_check()
 
-        def _look_after(self, unread: int) -> None:
-            """Look in `stalled_s` seconds whether the client has read of these bytes."""
-            self._stalled = self.loop.call_later(stalled_s, self._look, unread)
+        def _schedule_check(self, unread: int) -> None:
+            """Check after `stalled_s` seconds whether the client has read any of these bytes."""
+            self._stalled = self.loop.call_later(stalled_s, self._check_client, unread)
 
-        def _look(self, before: int) -> None:
+        def _check_client(self, before: int) -> None:
             unread = self.transport.get_write_buffer_size()
             if before - unread < stalled_s * SLOWEST:
                 self.transport.abort()
             else:
-                self._look_after(unread)
+                self._schedule_check(unread)
 
-        def _look_no_more(self) -> None:
+        def _cancel_check(self) -> None:
             if self._stalled is not None:
                 self._stalled.cancel()
                 self._stalled = None

@@ -1,9 +1,9 @@
-"""Decides from `Host` and `Origin` whether a request comes from a web page that has no business here.
+"""Rejects requests from web pages of other sites, by their `Host` and `Origin`.
 
-A browser runs pages of strangers on the same machine and in the same network as the servers of this package. A page can post to
-`http://127.0.0.1:PORT` (the browser adds the page's `Origin`), and a page whose domain is made to resolve to a local address (DNS
-rebinding) can also read the answers (the browser sends that domain as `Host`). So a `Host` must be a name that such a page cannot have, and
-an `Origin`, if there is one, must be this server itself. Programs other than browsers send no `Origin`.
+A browser runs pages of other sites on the same machine and network as the servers of this package. A page can post to
+`http://127.0.0.1:PORT` (the browser adds the page's `Origin`), and a page whose domain resolves to a local address (DNS
+rebinding) can also read the answers (the browser sends that domain as `Host`). So `Host` must be a name that such a page cannot have, and
+`Origin`, if present, must be this server itself. Programs other than browsers send no `Origin`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 import socket
 
 HOSTS = "MTPCTL_ALLOWED_HOSTS"
-"""Environment variable: further names, separated by commas, under which clients reach the servers of this package, such as a proxy's."""
+"""Environment variable: further host names of the servers, separated by commas, such as that of a proxy."""
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII)
 
 
-def may_be_host(authority: str) -> bool:
+def is_allowed_host(authority: str) -> bool:
     """Whether a request with this `Host` may be answered.
 
     True for an IP address, `localhost`, a name without a dot (no public domain has one), the name of this machine, and names in
@@ -32,7 +32,7 @@ def may_be_host(authority: str) -> bool:
 
 
 def is_same_origin(origin: str, authority: str) -> bool:
-    """Whether a page of `origin` was served under the `Host` that its request names. The scheme is not compared: a proxy may add TLS."""
+    """Whether `origin` is the server that the `Host` names. The scheme is not compared, because a proxy may add TLS."""
     scheme, mark, rest = origin.strip().lower().partition("://")
     return bool(mark) and scheme in ("http", "https") and rest == authority.strip().lower()
 

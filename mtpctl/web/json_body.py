@@ -1,7 +1,7 @@
 """Parses a JSON body from a client that is not trusted.
 
-Python's parser accepts what RFC 8259 forbids or leaves open, and what later fails or is read differently elsewhere: `NaN`, numbers beyond
-a double, integers of thousands of digits, a key that occurs twice (the last one wins), and any depth. `parse` rejects all of these.
+Python's parser accepts input that RFC 8259 forbids or leaves open, and that fails later or is read differently by other parsers: `NaN`,
+numbers beyond a double, integers of thousands of digits, duplicate keys (the last one wins), and any depth. `parse` rejects all of these.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 import re
 
 DEPTH = 64
-"""Levels to which objects and arrays may nest."""
+"""Maximum nesting of objects and arrays."""
 _LONG_INTEGER = re.compile(rb"[0-9]{20}")
 _NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{200}")
-"""What the text of a number that is not finite has in it."""
+"""Substrings of the texts of numbers that are not finite."""
 _SHOWN = 60
-"""Characters of a client's text that an error message quotes."""
+"""Maximum length of a client's text in an error message."""
 
 
 class BodyInvalid(ValueError):
@@ -52,28 +52,28 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def check_text(value: object) -> None:
-    """Raise BodyInvalid if a string in the value has half of a surrogate pair, which no tokenizer can encode."""
+    """Raise BodyInvalid if a string in the value has a lone surrogate, which no tokenizer can encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BodyInvalid("body: a string has half of a surrogate pair, which is no character") from error
+        raise BodyInvalid("body: a string has a lone surrogate, which is not a character") from error
 
 
 def shown(value: object) -> str:
-    """A client's value for an error message: on one line, and not longer than a message should be."""
+    """A client's value for an error message: on one line, and truncated."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _too_deep() -> BodyInvalid:
-    return BodyInvalid(f"body: nested too deeply; objects and arrays may nest to {DEPTH} levels")
+    return BodyInvalid(f"body: nested too deeply; at most {DEPTH} levels are allowed")
 
 
 def _deeper_than(value: object, levels: int) -> bool:
     level: list[object] = [value]
     for _ in range(levels):
         children = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        # Most lists are of token ids: one look at the types in a list is faster than a look at each of its items.
+        # Most lists contain token ids, so checking the set of types is faster than checking each item.
         level = [
             child for each in children if not {dict, list}.isdisjoint(map(type, each)) for child in each if type(child) in (dict, list)
         ]

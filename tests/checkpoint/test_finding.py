@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pointer", [None, "", "\x00\xff garbage", "rl-000009", "rl-000002", "../../etc"])
-def test_pointer_that_is_lost_or_wrong_does_not_change_what_is_the_newest(run: Path, pointer: str | None) -> None:
+def test_lost_or_wrong_pointer_does_not_change_the_newest_checkpoint(run: Path, pointer: str | None) -> None:
     latest = run / "checkpoints" / "latest"
     latest.unlink()
     if pointer is not None:
@@ -59,7 +59,7 @@ def test_order_does_not_depend_on_the_clock(run: Path) -> None:
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
-def test_order_is_that_of_saving_where_a_run_went_back(run: Path) -> None:
+def test_order_is_by_save_if_a_run_went_back(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "rl-000004")
     write_checkpoint(run, "rl-000008")
     shutil.rmtree(run / "checkpoints" / "rl-000002")
@@ -68,7 +68,7 @@ def test_order_is_that_of_saving_where_a_run_went_back(run: Path) -> None:
     assert next_number(run / "checkpoints") == 4
 
 
-def test_without_numbers_the_order_is_that_of_progress(tmp_path: Path) -> None:
+def test_checkpoints_without_numbers_are_ordered_by_progress(tmp_path: Path) -> None:
     progress = ["sft-000002", "sft-000020", "sft-000020-end", "rl-000001", "rl-000003", "rl-000003-end", "rl-000010"]
     for name in reversed(progress):
         write_checkpoint(tmp_path, name, number=0, **({"ended": ["sft"]} if name == "rl-000010" else {}))
@@ -96,7 +96,9 @@ def test_without_numbers_the_order_is_that_of_progress(tmp_path: Path) -> None:
         (lambda path: [file.unlink() for file in path.iterdir() if file.name != "run.json"], "metadata.json is missing"),
     ],
 )
-def test_damaged_newest_checkpoint_is_told_kept_and_the_one_before_is_taken(run: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_damaged_newest_checkpoint_is_reported_and_kept_and_the_one_before_is_used(
+    run: Path, damage: Callable[[Path], object], said: str
+) -> None:
     root = run / "checkpoints"
     damage(root / "rl-000004")
     before = {file.name: file.read_bytes() for file in (root / "rl-000004").iterdir()}
@@ -139,7 +141,7 @@ def test_flipped_number_of_a_listing_does_not_change_the_order(run: Path) -> Non
     assert choice.path == root / "rl-000002" and damaged_in(root) == [root / "rl-000004.damaged"]
 
 
-def test_second_damaged_checkpoint_of_a_name_takes_no_place(run: Path) -> None:
+def test_second_damaged_checkpoint_of_a_name_does_not_replace_the_first(run: Path) -> None:
     root = run / "checkpoints"
     for _ in range(3):
         flip(root / "rl-000004" / SHARD)
@@ -149,14 +151,14 @@ def test_second_damaged_checkpoint_of_a_name_takes_no_place(run: Path) -> None:
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
-def test_without_contents_sizes_are_compared(run: Path) -> None:
+def test_only_sizes_are_compared_without_contents(run: Path) -> None:
     flip(run / "checkpoints" / "rl-000004" / SHARD)
     assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000004"
     os.truncate(run / "checkpoints" / "rl-000004" / SHARD, 10)
     assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
 
 
-def test_if_all_are_damaged_nothing_is_moved_and_the_hint_loses_nothing(run: Path) -> None:
+def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
     root = run / "checkpoints"
     for path in saved_in(root):
         os.truncate(path / SHARD, 10)
@@ -168,7 +170,7 @@ def test_if_all_are_damaged_nothing_is_moved_and_the_hint_loses_nothing(run: Pat
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
-def test_checkpoint_without_a_listing_is_accepted_and_told_to_be_unverified(tmp_path: Path) -> None:
+def test_checkpoint_without_a_listing_is_accepted_and_reported_as_unverified(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "rl-000002", number=0, buffer="")
     choice = choose(tmp_path / "checkpoints", contents=True)
     assert choice.path == path
@@ -188,7 +190,7 @@ def test_checkpoint_without_a_listing_is_accepted_and_told_to_be_unverified(tmp_
         (lambda path: (path / "buffer.jsonl").write_text(LINE + LINE[:5]), "buffer.jsonl is truncated or overwritten at line 2"),
     ],
 )
-def test_damage_that_can_be_seen_without_a_listing_is_told(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_visible_damage_is_reported_without_a_listing(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     write_checkpoint(tmp_path, "rl-000002", number=0)
     path = write_checkpoint(tmp_path, "rl-000004", number=0)
     (path / "buffer.jsonl").write_text(LINE)
@@ -198,7 +200,7 @@ def test_damage_that_can_be_seen_without_a_listing_is_told(tmp_path: Path, damag
     assert choice.lines[0] == f"{path}/{said}; rl-000002 is used instead"
 
 
-def test_folders_that_are_no_checkpoint_are_not_looked_at(run: Path) -> None:
+def test_folders_that_are_not_checkpoints_are_ignored(run: Path) -> None:
     root = run / "checkpoints"
     (root / "notes").mkdir()
     (root / "rl-000006.partial").mkdir()
@@ -206,7 +208,7 @@ def test_folders_that_are_no_checkpoint_are_not_looked_at(run: Path) -> None:
     assert names(root) == ["rl-000004", "rl-000002"] and newest(root / "notes") is None and newest(root / "none") is None
 
 
-def test_checkpoint_whose_replacement_was_broken_off_has_its_name_back(run: Path) -> None:
+def test_interrupted_replacement_of_a_checkpoint_is_undone(run: Path) -> None:
     """Killed between the two renames of a save at the same step."""
     root = run / "checkpoints"
     (root / "rl-000004").rename(root / "rl-000004.replaced")
@@ -216,7 +218,7 @@ def test_checkpoint_whose_replacement_was_broken_off_has_its_name_back(run: Path
     assert names(root) == ["rl-000004", "rl-000002"], "unless the new one has it"
 
 
-def test_lost_listing_does_not_make_a_checkpoint_an_old_one(run: Path) -> None:
+def test_lost_listing_is_damage(run: Path) -> None:
     """Else its contents would be taken unverified."""
     path = run / "checkpoints" / "rl-000004"
     (path / LISTING).unlink()
@@ -233,7 +235,7 @@ def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.Monke
         check(run / "checkpoints" / "rl-000004", contents=True)
 
 
-def test_files_that_a_user_adds_are_no_damage(run: Path) -> None:
+def test_files_added_by_the_user_are_not_damage(run: Path) -> None:
     (run / "checkpoints" / "rl-000004" / "notes.txt").write_text("the good one")
     assert choose(run / "checkpoints", contents=True) == Choice(run / "checkpoints" / "rl-000004")
 

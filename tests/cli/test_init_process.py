@@ -53,7 +53,7 @@ def start(body: str) -> subprocess.Popen[str]:
 
 @allowed
 @pytest.mark.timeout(120)
-def test_orphans_are_waited_for_and_the_exit_code_is_the_commands() -> None:
+def test_orphans_are_reaped_and_the_exit_code_is_that_of_the_command() -> None:
     with start(ORPHAN) as process:
         assert process.communicate()[0] == "waited for\n"
     assert process.returncode == 7

@@ -47,7 +47,7 @@ def titles(process: psutil.Process) -> str:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
-def test_signal_to_the_group_ends_a_command_and_what_it_started(
+def test_signal_to_the_group_ends_a_command_and_its_processes(
     run: Path, tmp_path: Path, command: list[str], actor: str, number: signal.Signals
 ) -> None:
     write_prompts(tmp_path / "prompts.jsonl", *({"prompt": f"{row}+1="} for row in range(1000)))

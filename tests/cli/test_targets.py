@@ -64,7 +64,7 @@ def test_train_goes_on_with_a_run_and_says_so_before_it_starts(mtpctl: Any, trai
     assert told.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and told.err.endswith(" → 0.5\n")
 
 
-def test_starting_over_is_a_flag_and_keeps_the_run_that_was_there(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     shard = next(checkpoint.glob("*.distcp")).read_bytes()
     asked: list[Recipe] = []
@@ -75,7 +75,10 @@ def test_starting_over_is_a_flag_and_keeps_the_run_that_was_there(mtpctl: Any, t
     assert told.err == f"{trained} begins again; the run that was there is kept as {kept}\n"
     assert next((kept / "checkpoints" / "rl-000003").glob("*.distcp")).read_bytes() == shard
     assert not (trained / "checkpoints").exists()
-    for other, said in (("--dry-run", "takes no --dry-run"), (f"--from={kept}", "takes no --from; name a new run_dir")):
+    for other, said in (
+        ("--dry-run", "cannot be combined with --dry-run"),
+        (f"--from={kept}", "cannot be combined with --from; name a new run_dir"),
+    ):
         told = mtpctl("train", str(kept), "--start-over", other)
         assert (told.code, told.err) == (2, f"error: --start-over: {said}\n")
 

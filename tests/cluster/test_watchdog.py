@@ -59,7 +59,7 @@ def versions() -> Path:
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_watchdog_ends_daemons_and_their_descendants_alone(versions: Path, end: str) -> None:
+def test_watchdog_ends_only_daemons_and_their_descendants(versions: Path, end: str) -> None:
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND],
         stdin=subprocess.PIPE,

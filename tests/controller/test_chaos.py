@@ -141,7 +141,7 @@ def test_the_test_of_lengths_tells_cut_responses_from_whole_ones() -> None:
     assert shorter(whole.tolist(), cut.tolist()) > 0.01, "longer ones are none of its business"
 
 
-def test_damage_that_the_log_does_not_tell_is_unnoticed(tmp_path: Path) -> None:
+def test_damage_that_is_missing_from_the_log_is_unnoticed(tmp_path: Path) -> None:
     root, draw = tmp_path / "run" / "checkpoints", random.Random(0)
     for name in ("rl-000002", "rl-000004"):
         write_checkpoint(tmp_path / "run", name)

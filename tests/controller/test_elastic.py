@@ -122,7 +122,7 @@ def in_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path
 
 
 @in_loop
-async def test_hosts_that_ray_does_not_tell_delay_nothing_else(tmp_path: Path) -> None:
+async def test_hosts_that_ray_does_not_report_delay_nothing_else(tmp_path: Path) -> None:
     never = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         async with world(tmp_path, {"a": 1}) as it:

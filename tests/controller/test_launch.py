@@ -149,7 +149,7 @@ def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(t
 
 
 @pytest.mark.parametrize("contents", [b"", b"name: x\n", b"name: \xff\n", b"seed: ["])
-def test_damaged_recipe_of_a_run_is_one_line(tmp_path: Path, contents: bytes) -> None:
+def test_damaged_recipe_of_a_run_is_a_one_line_error(tmp_path: Path, contents: bytes) -> None:
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)) as run:
         model_of(begun, begun.run_path)

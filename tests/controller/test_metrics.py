@@ -64,7 +64,7 @@ def test_what_agents_did_is_told_a_trajectory() -> None:
     assert (metrics["environment/samples"], metrics["environment/rewritten"], metrics["environment/turns"]) == (2.0, 0.25, 3.0)
 
 
-def test_a_trajectory_counts_once_in_rewards_and_in_why_responses_ended() -> None:
+def test_a_trajectory_counts_once_in_rewards_and_finish_reasons() -> None:
     """Of two, the one without reward became nine samples: 0.5 and not 0.1."""
     one, forked = sample((3, 1)), sample((3, 1), reward=0.0)
     forked.earlier = [sample((2, 1), reward=0.0) for _ in range(8)]

@@ -59,7 +59,7 @@ def test_run_resumes_from_the_newest_whole_checkpoint_and_keeps_the_damaged_one(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "truncated"])
-def test_damaged_policy_that_rl_began_with_is_told_before_actors_start(recipe: Recipe, damage: str) -> None:
+def test_damaged_initial_policy_of_rl_is_reported_before_actors_start(recipe: Recipe, damage: str) -> None:
     shard = recipe.run_path / "reference" / SHARD
     {"flipped": lambda: flip(shard), "missing": shard.unlink, "truncated": lambda: os.truncate(shard, 10)}[damage]()
     for look in (start, describe_start):
@@ -73,7 +73,7 @@ def test_stage_of_the_checkpoint_before_must_be_in_the_recipe(recipe: Recipe) ->
         start(sft)
 
 
-def test_starting_over_keeps_all_that_was_there(recipe: Recipe) -> None:
+def test_start_over_keeps_all_files_of_the_earlier_run(recipe: Recipe) -> None:
     run = recipe.run_path
     (run / "start").mkdir()
     (run / "start" / "model.safetensors").write_bytes(b"weights")
@@ -86,13 +86,13 @@ def test_starting_over_keeps_all_that_was_there(recipe: Recipe) -> None:
     assert start_over(recipe) is None, "there is no run now"
 
 
-def test_starting_over_waits_for_no_run_that_goes_on(recipe: Recipe) -> None:
+def test_start_over_is_refused_while_the_run_is_writing(recipe: Recipe) -> None:
     with RunDirectory.create(recipe.run_path, ""), pytest.raises(UserError, match="another run is writing"):
         start_over(recipe)
     assert saved_in(recipe.run_path / "checkpoints")
 
 
-def test_starting_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) -> None:
+def test_start_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) -> None:
     from mtpctl.checkpoint.copying import CopyWriter
     from mtpctl.checkpoint.object_store import ObjectStore
 
@@ -100,7 +100,7 @@ def test_starting_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path)
     CopyWriter(ObjectStore(url), recipe.run_path, 2).copy(recipe.run_path / "checkpoints" / "rl-000004")
     copied = recipe.model_copy(update={"train": recipe.train.model_copy(update={"checkpoint_copy": url})})
     with pytest.raises(
-        UserError, match=r"^--start-over: train\.checkpoint_copy: .*/copy has rl-000004 of this run, and must not be replaced"
+        UserError, match=r"^--start-over: train\.checkpoint_copy: .*/copy has rl-000004 of this run, which would be overwritten"
     ):
         start_over(copied)
     assert saved_in(recipe.run_path / "checkpoints")
@@ -144,17 +144,17 @@ class Disk:
         return "saved"
 
 
-def test_save_that_a_run_needs_is_tried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     state, disk = RunState(tmp_path, TrainConfig(), tell=told.append), Disk(monkeypatch, 25)
     assert asyncio.run(state.until_saved(disk.save)) == "saved"
     assert disk.tries == 4 and disk.now == 3 * AGAIN_S
     assert told == [
-        "checkpoint rl-000009-end was not written: No space left on device; free space: it is tried again every 10 seconds, for 5 minutes"
+        "checkpoint rl-000009-end was not written: No space left on device; free space: it is retried every 10 seconds, for 5 minutes"
     ]
 
 
-def test_save_that_a_run_needs_is_given_up_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_save_fails_after_minutes_of_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, disk = RunState(tmp_path, TrainConfig()), Disk(monkeypatch, 1e9)
     with pytest.raises(RuntimeFailure, match="31 tries within 5 minutes failed; free space and start the same command again"):
         asyncio.run(state.until_saved(disk.save))

@@ -281,7 +281,7 @@ def test_without_staleness_trainer_and_rollout_take_turns(tmp_path: Path) -> Non
     assert run(recipe_of(staleness=0.0), tmp_path).made_while_updating == 0
 
 
-def test_every_prompt_that_was_drawn_is_trained_waits_or_is_in_flight(tmp_path: Path) -> None:
+def test_every_drawn_prompt_is_trained_waiting_or_in_flight(tmp_path: Path) -> None:
     """Over 200 updates of short answers far ahead of the trainer, each exactly once: also those that were given up as too old."""
     recipe, world = recipe_of(steps=200, staleness=4, max_staleness=3), World()
     stages: list[RlStage] = []
@@ -299,7 +299,7 @@ def test_every_prompt_that_was_drawn_is_trained_waits_or_is_in_flight(tmp_path: 
     assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))
 
 
-def test_without_any_staleness_allowed_all_tokens_are_of_the_published_version(tmp_path: Path) -> None:
+def test_with_zero_staleness_all_tokens_are_of_the_published_version(tmp_path: Path) -> None:
     world = run(recipe_of(steps=8, staleness=1, max_staleness=0), tmp_path)
     assert len(world.rows) == 8 and max(metrics["async/staleness_max"] for _, metrics in world.rows) == 0
 

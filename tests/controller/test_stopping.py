@@ -39,7 +39,7 @@ def stops(tmp_path: Path, told: list[str], ended: str | None = None) -> Stops:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_first_signal_stops_and_second_gives_up(tmp_path: Path, deadlines: list[Any], number: signal.Signals) -> None:
+def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: Path, deadlines: list[Any], number: signal.Signals) -> None:
     told: list[str] = []
     cleaned = []
 
@@ -58,7 +58,7 @@ def test_first_signal_stops_and_second_gives_up(tmp_path: Path, deadlines: list[
     with pytest.raises(StopRequested) as caught:
         asyncio.run(scenario())
     assert caught.value.number == number and cleaned
-    assert told == ["stopping after this step; another signal gives up at once"]
+    assert told == ["stopping after this step; another signal stops at once"]
     assert deadlines == [(stopping.GIVE_UP_S, 128 + number, "interrupted")]
 
 
@@ -82,7 +82,7 @@ def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: 
     assert deadlines == [(stopping.LOST_S, 5, f"error: {line}")]
 
 
-def test_errors_of_a_run_whose_cluster_lives_are_left_alone(tmp_path: Path, deadlines: list[Any]) -> None:
+def test_errors_are_unchanged_while_the_cluster_is_alive(tmp_path: Path, deadlines: list[Any]) -> None:
     async def scenario() -> None:
         with stops(tmp_path, []).handled():
             raise RuntimeFailure("rollout replica 0: ActorDiedError")

@@ -192,7 +192,7 @@ def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = 
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
-        (200, {"version": "0.32.0"}, "is an engine, such as vLLM, .* prompt log-probs of one that drafts are wrong"),
+        (200, {"version": "0.32.0"}, "is an inference engine such as vLLM, .* prompt log-probs are wrong"),
         (200, {"version": None}, "is an engine"),
         (200, {"status": "ok"}, "is no log-prob server"),
         (200, [], "is no log-prob server"),
@@ -200,7 +200,7 @@ def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = 
         (401, {}, "MTPCTL_TEACHER_KEY"),
     ],
 )
-def test_a_server_that_is_no_log_prob_server_is_refused_at_the_start(status: int, body: Any, reason: str) -> None:
+def test_a_server_that_is_not_a_log_prob_server_is_rejected_at_the_start(status: int, body: Any, reason: str) -> None:
     """vLLM answers `GET /version` too. With drafts its prompt log-probs are off by nats for some requests, with status 200."""
 
     class Handler(BaseHTTPRequestHandler):

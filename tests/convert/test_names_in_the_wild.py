@@ -78,8 +78,8 @@ def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wra
     weights = ModelWeights(folder)
     assert not weights.shape.tied and torch.equal(weights["lm_head.weight"], head)
     assert [record.message for record in caplog.records if "tie_word_embeddings" in record.message] == [
-        f"{folder / 'config.json'}: tie_word_embeddings is true, and the folder stores another {wrapper}lm_head.weight; "
-        "it is used, as transformers and vLLM use it. Set tie_word_embeddings: false."
+        f"{folder / 'config.json'}: tie_word_embeddings is true, but the folder stores a different {wrapper}lm_head.weight; "
+        "it is used, as in transformers and vLLM. Set tie_word_embeddings: false."
     ]
     back = there_and_back(tmp_path)
     assert_same_tensors(back, folder)

@@ -92,11 +92,11 @@ def test_rows_without_answers_where_the_recipe_says_so(tmp_path: Path) -> None:
     ("row", "told"),
     [
         ({"prompt": [ASK, SAY], "answer": "4"}, "`prompt` ends with a message of the assistant, and a prompt ends before it"),
-        ({"prompt": [], "answer": "4"}, "`prompt` holds no message"),
+        ({"prompt": [], "answer": "4"}, "`prompt` has no messages"),
         ({"prompt": [{"text": "a"}], "answer": "4"}, "must be an object with `role` and `content`; it has text"),
         ({"prompt": ["a"], "answer": "4"}, "must be an object with `role` and `content`; it is 'a'"),
         ({"prompt": [{"role": "user", "content": ""}], "answer": "4"}, "`content` of message 1 of `prompt` must be text that is not empty"),
-        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "4"}, "message 1 of `prompt` holds half of a character"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "4"}, "message 1 of `prompt` holds a lone surrogate"),
         ({"prompt": "a", "answer": ["4"]}, "`answer` must be text that is not blank, or a number, not a list"),
         ({"prompt": "a", "answer": "4", "tools": "[{"}, "`tools` is text that is not JSON"),
         ({"prompt": "a", "answer": "4", "tools": {"name": "f"}}, "`tools` must be a list of objects"),

@@ -86,12 +86,12 @@ def test_end_ids_replace_the_models_tokens_and_stop_ids_stay(tokenizers: dict[st
 
 
 @pytest.mark.parametrize("value", ["2", True, [1, "2"], [[1]], {"id": 1}, 2.5])
-def test_an_eos_token_id_that_is_no_token_is_one_line(tmp_path: Path, value: object) -> None:
+def test_an_invalid_eos_token_id_is_a_one_line_error(tmp_path: Path, value: object) -> None:
     with pytest.raises(UserError, match=r"^model: eos_token_id of generation_config\.json must be a token id or a list of them"):
         config_end_ids(write_model(tmp_path, {}, {"eos_token_id": value}), {})
 
 
-def test_a_generation_config_that_is_not_json_is_one_line(tmp_path: Path) -> None:
+def test_a_generation_config_that_is_not_json_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"generation_config\.json cannot be read as JSON") as caught:
         config_end_ids(write_model(tmp_path, {}, '{"eos'), {})
     assert "\n" not in str(caught.value)
@@ -104,7 +104,7 @@ def test_a_recipes_set_is_known_without_a_network(tmp_path: Path, tokenizers: di
     ends, missing = recipe_end_tokens(write_model(tmp_path, {"eos_token_id": [user]}), VllmConfig())
     assert [token.text for token in ends.tokens] == ["<|endoftext|>", "<|user|>"] and missing == ""
     ends, missing = recipe_end_tokens(ModelConfig(path="someone/not-here"), VllmConfig(stop_ids=[3]))
-    assert ends.ids == (3,) and missing == "the tokenizer of someone/not-here is not here yet"
+    assert ends.ids == (3,) and missing == "the tokenizer of someone/not-here is not downloaded yet"
 
 
 def test_a_tokenizer_without_an_eos_token_takes_that_of_the_models_configs(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_every_turn_trains_the_token_with_which_the_template_closes_it(name: str
     assert runs == [f"one{closing}", f"two{closing}"]
 
 
-def test_a_turn_that_the_template_does_not_close_trains_the_next_roles_token(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_a_turn_that_the_template_does_not_close_trains_the_first_token_of_the_next_role(tokenizers: dict[str, HfTokenizer]) -> None:
     glm = tokenizers["glm"]
     named = {token: ["generation_config.json"] for token in tokens_of(glm, "<|endoftext|>", "<|user|>", "<|observation|>")}
     ends = end_tokens(glm, VllmConfig(), named)
@@ -171,7 +171,7 @@ def test_a_last_turn_that_calls_a_tool_ends_before_the_tools_answer(tokenizers: 
     assert trained(glm, problem, ends) == ["\n<think></think>\n\n<tool_call>add</tool_call><|observation|>"]
 
 
-def test_another_special_token_that_is_last_is_not_taken_for_an_end(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_another_special_token_at_the_end_is_not_an_end_token(tokenizers: dict[str, HfTokenizer]) -> None:
     glm = tokenizers["glm"]
     ends = end_tokens(glm)
     assert trained(glm, talk("1+1?", "2<|system|>"), ends) == ["\n<think></think>\n2<|system|><|endoftext|>"]
@@ -186,7 +186,7 @@ def test_a_template_that_disagrees_with_the_model_is_reported_and_both_tokens_en
     assert f"closes a turn with {im_end} '<|im_end|>', which is not an end token of the model" in ends.disagreement
     assert trained(base, talk("1+1?", "2"), ends) == ["2<|im_end|>"]
     left_out = end_tokens(base, VllmConfig(end_ids=[endoftext]))
-    assert left_out.ids == (endoftext,) and "rollout.end_ids leaves out" in left_out.disagreement
+    assert left_out.ids == (endoftext,) and "rollout.end_ids does not contain" in left_out.disagreement
 
 
 def test_a_solution_ends_as_its_prompt_is_rendered(tokenizers: dict[str, HfTokenizer]) -> None:
@@ -200,7 +200,7 @@ def test_a_solution_ends_as_its_prompt_is_rendered(tokenizers: dict[str, HfToken
     assert closed.target == [*base.encode("2"), im_end]
 
 
-def test_an_end_token_that_the_tokenizer_takes_for_text_is_left_out_of_text(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_an_end_token_that_is_not_marked_special_is_left_out_of_text(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizer_of(BY_NAME["chatml"])
     (think,) = tokens_of(tokenizer, "</think>")
     ids = [*tokenizer.encode("4"), think]

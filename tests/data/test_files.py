@@ -75,8 +75,8 @@ def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
         ('{"prompt": "1+1=", "answer": 1e999}', "`answer` must be a number that is finite, got inf"),
         ('{"prompt": "1+1=", "answer": ' + "9" * 5000 + "}", "not JSON that can be read"),
         ("[" * 100_000, "not JSON that can be read"),
-        (r'{"prompt": "\ud83d", "answer": "2"}', "`prompt` holds half of a character"),
-        (r'{"prompt": "1+1=", "answer": "2", "solution": "\udc00"}', "`solution` holds half of a character"),
+        (r'{"prompt": "\ud83d", "answer": "2"}', "`prompt` holds a lone surrogate"),
+        (r'{"prompt": "1+1=", "answer": "2", "solution": "\udc00"}', "`solution` holds a lone surrogate"),
         ('{"prompt": "1+1=", "answer": "2", "solution": ""}', "`solution`"),
         (
             '{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}',
@@ -86,7 +86,7 @@ def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
             '{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "2"}',
             "`prompt` holds images, and models are trained on text alone; remove rows whose messages",
         ),
-        ('{"prompt": "  ", "answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got blanks alone; mend or remove"),
+        ('{"prompt": "  ", "answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got blanks alone; fix or remove"),
         ('{"answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got no such column in this row"),
         (
             '{"prompt": {"bytes": "", "path": null}, "answer": "2"}',
@@ -94,7 +94,7 @@ def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
         ),
         (
             '{"prompt": "1+1=", "answer": ""}',
-            "got an empty text; mend or remove the row, or set data.columns.answer: null where the reward needs none",
+            "got an empty text; fix or remove the row, or set data.columns.answer: null where the reward needs none",
         ),
     ],
 )

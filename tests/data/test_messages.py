@@ -83,7 +83,7 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
     [
         (calling("{city"), r"the arguments of the call of 'look' in message 2 of `messages` must be an object, or the JSON text of one"),
         (calling("[1]"), r"the arguments of the call of 'look' in message 2"),
-        (calling('{"a": "\\ud800"}'), r"message 2 of `messages` holds half of a character"),
+        (calling('{"a": "\\ud800"}'), r"message 2 of `messages` holds a lone surrogate"),
         ([ASK, {"role": "assistant", "tool_calls": {"a": 1}}, SAY], r"`tool_calls` of message 2 of `messages` must be a list of calls"),
         ([ASK, {"role": "assistant", "tool_calls": ["look"]}, SAY], r"a tool call of message 2 of `messages` must be an object"),
         (
@@ -96,12 +96,12 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
             [{"role": "user", "content": {"a": 1}}, SAY],
             r"`content` of message 1 of `messages` must be text that is not empty, got an object",
         ),
-        ([{"from": "narrator", "value": "a"}, SAY], r"message 1 of `messages` is from 'narrator'; a sender is one of human, "),
+        ([{"from": "narrator", "value": "a"}, SAY], r"message 1 of `messages` is from 'narrator'; a sender must be one of human, "),
         ([ASK, {"from": "function_call", "value": "look()"}, SAY], r"message 2 of `messages` must be a call, the JSON text of"),
         ([ASK, None, SAY], r"message 2 of `messages` must be an object"),
     ],
 )
-def test_what_is_no_message_is_refused_by_line(tmp_path: Path, messages: list[Any], told: str) -> None:
+def test_an_invalid_message_is_rejected_with_its_line(tmp_path: Path, messages: list[Any], told: str) -> None:
     with pytest.raises(UserError, match=rf"^{tmp_path}/r\.jsonl:2: {told}") as caught:
         read(tmp_path / "r.jsonl", {"messages": [ASK, SAY]}, {"messages": messages})
     assert "\n" not in str(caught.value)
@@ -115,7 +115,7 @@ def test_content_as_text_parts_is_one_text(tmp_path: Path) -> None:
     assert encode_prompt(chatml(), asked, DataConfig()) == encode_prompt(chatml(), Problem("p", "", "", messages=[ASK]), DataConfig())
 
 
-def test_nulls_that_parquet_fills_in_are_absent_but_for_those_in_arguments(tmp_path: Path) -> None:
+def test_nulls_from_parquet_are_absent_fields_except_in_arguments(tmp_path: Path) -> None:
     """Two tools and two calls with other fields each: Arrow's structs have the fields of both."""
     other = {
         "type": "function",
@@ -179,7 +179,7 @@ def test_an_empty_system_message_is_kept_and_no_other_is_added(tmp_path: Path, c
     assert chatml().decode(prompt, special=True).startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
 
 
-def test_repeated_roles_are_taken_where_the_template_takes_them_and_refused_by_line_elsewhere(tmp_path: Path) -> None:
+def test_repeated_roles_are_accepted_or_rejected_with_their_line_as_the_template_does(tmp_path: Path) -> None:
     (problem,) = read(tmp_path / "r.jsonl", {"messages": [ASK, ASK, SAY, SAY]})
     assert text_of(chatml(), problem).count("12 degrees.<|im_end|>") == 2
     mistral = tokenizer_of(next(family for family in FAMILIES if family.name == "mistral"))
@@ -205,13 +205,13 @@ TALKS = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}
         (Problem("r:7", "", "", messages=[ASK, SAY, {"role": "tool", "content": "x"}]), "leaves out messages of the role 'tool'"),
     ],
 )
-def test_what_the_template_leaves_out_is_refused_by_row(problem: Problem, told: str) -> None:
+def test_parts_that_the_template_drops_are_rejected_with_their_row(problem: Problem, told: str) -> None:
     with pytest.raises(UserError, match=rf"^r:7: data\.chat_template: the template of chatml {told}") as caught:
         encode_sft(chatml(TALKS), problem, DataConfig())
     assert "\n" not in str(caught.value)
 
 
-def test_tools_that_the_template_leaves_out_are_ignored_if_the_recipe_says_so() -> None:
+def test_ignore_tools_accepts_tools_that_the_template_drops() -> None:
     tokenizer = chatml(TALKS, ignore_tools=True)
     problem = Problem("r:7", "", "", messages=[ASK], fields={"tools": [TOOL]})
     assert tokenizer.decode(encode_prompt(tokenizer, problem, DataConfig())) == "[user]Weather?"

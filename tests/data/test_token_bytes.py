@@ -58,7 +58,7 @@ def test_special_added_and_unknown_ids(tmp_path: Path) -> None:
     assert tokenizer.token_bytes([258, 65, 0xC3, 100_000, -1]) == [b"<eos>", b"A", b"\xc3", b"", b""]
 
 
-def test_offsets_of_broken_characters_are_within_the_text() -> None:
+def test_offsets_of_partial_characters_are_within_the_text() -> None:
     pieces = [b"\xe2\x98", b"", b"a", b"\xc3", b"\xa9", b"\xff"]
     text = b"".join(pieces).decode(errors="replace")
     assert text == "\ufffda\xe9\ufffd" and text_offsets(pieces, text) == [0, 0, 0, 2, 2, 3]

@@ -601,13 +601,13 @@ def test_what_an_environment_of_verifiers_cannot_have(sets: list[str], told: str
 @pytest.mark.parametrize(
     "key", ["rollout.temperature", "rollout.max_turns", "rollout.max_tokens", "train.rl.clip_low", "train.max_bad_steps"]
 )
-def test_a_zero_that_cannot_be_meant_is_refused(key: str) -> None:
+def test_an_invalid_zero_is_rejected(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key.replace('.', '[.]')} must be greater than 0, got 0$"):
         load_recipe("tiny_mtp", sets=[f"{key}=0"])
 
 
 @pytest.mark.parametrize("key", ["async.max_staleness", "async.staleness_threshold", "mtp.loss_scale", "train.rl.kl_coef", "rollout.top_k"])
-def test_a_zero_that_is_meant_is_no_default(key: str) -> None:
+def test_a_valid_zero_is_kept(key: str) -> None:
     recipe = load_recipe("tiny_mtp", sets=[f"{key}=0"]).recipe
     validate(recipe)
     value: Any = recipe.model_dump(by_alias=True)

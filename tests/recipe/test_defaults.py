@@ -73,13 +73,13 @@ def test_mode_off_turns_speculation_off(tmp_path: Path) -> None:
         ({"rollout": {"max_tokens": 8, "speculation": {"num_tokens": 2}}}, "num_tokens: 2 needs an MTP head, but the model has none"),
     ],
 )
-def test_head_that_a_recipe_asks_for_and_the_model_lacks_is_named(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_required_head_that_the_model_lacks_is_an_error(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         validate(loaded(tmp_path, **sections).recipe)
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_head_that_only_the_weights_show_is_used(tmp_path: Path) -> None:
+def test_head_that_is_only_in_the_weights_is_used(tmp_path: Path) -> None:
     from mtpctl.families.reading import shape_of
     from mtpctl.families.tensors import tensor_shapes
 
@@ -138,14 +138,14 @@ def test_gguf_file_is_named_with_the_way_to_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "SmolLM2.gguf"
     with pytest.raises(UserError, match=r"SmolLM2.gguf is a model's file, not a recipe; name a recipe"):
         load_recipe(file)
-    with pytest.raises(UserError, match=r"there is no file .*SmolLM2.gguf, and a GGUF file is no Hugging Face folder"):
+    with pytest.raises(UserError, match=r"there is no file .*SmolLM2.gguf, and GGUF files are not supported"):
         validate(loaded(tmp_path, model={"path": str(file)}).recipe)
     file.write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r'is a GGUF file.*gguf_file="SmolLM2.gguf"\)\.save_pretrained'):
         validate(loaded(tmp_path, model={"path": str(file)}).recipe)
 
 
-def test_file_in_a_set_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_in_a_set_is_found_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "reward.py").write_text("def reward(response: str) -> float:\n    return 1.0\n")

@@ -69,7 +69,7 @@ def test_files_are_found_in_the_folder_of_the_recipe_that_names_them_and_become_
     assert (recipe.data.path, recipe.reward.function) == (str(task / "rows.jsonl"), f"{task / 'judge.py'}:score")
 
 
-def test_files_in_the_working_directory_come_first_and_a_set_is_looked_up_beside_the_recipe_too(
+def test_files_in_the_working_directory_come_first_and_a_set_is_also_looked_up_next_to_the_recipe(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

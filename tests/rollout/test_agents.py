@@ -131,7 +131,7 @@ def test_several_conversations_are_parts_of_one_trajectory(tmp_path: Path) -> No
     (sample,) = played(tmp_path, problems("1+1?"), told=told, agent="branching", gateway_fields="ignore").values()
     assert [byte_tokenizer().decode(part.prompt_ids) for part in sample.parts] == ["user: one\nassistant: ", "user: two\nassistant: "]
     assert sample.environment is not None and (sample.environment.samples, sample.environment.rewritten) == (2, 0)
-    assert told == ["an agent asked for temperature, which is ignored (rollout.gateway_fields)"]
+    assert told == ["an agent sent temperature, which is ignored (rollout.gateway_fields)"]
     back = Sample.from_dict(sample.to_dict(packed=True))
     assert back == sample and back.copy() == sample
 
@@ -177,7 +177,7 @@ def test_agents_from_outside_get_problems_and_say_when_they_are_done(tmp_path: P
     assert sorted(sample.prompt_id for sample in found) == ["p0", "p1"]
 
 
-def test_a_trajectory_whose_agent_asks_for_nothing_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first problem is taken and left alone; the second one is worked on by the same client, whose only place it frees."""
     monkeypatch.delenv(agents.KEY, raising=False)
     told: list[str] = []

@@ -47,7 +47,7 @@ def test_it_is_what_the_template_writes_in_the_whole_conversation(family: Family
         ("{% for m in messages %}[Round {{ loop.index }}]{{ m.content }}{% endfor %}", "renders the same messages otherwise after another"),
         ("{{ messages[-1].content }}", "leaves an earlier turn of the model out or changes it"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves an earlier turn of the model out or changes it"),
-        ("{{ raise_exception('no tools here') }}", r"does not take a conversation of .* \(no tools here"),
+        ("{{ raise_exception('no tools here') }}", r"rejects a conversation of .* \(no tools here"),
     ],
 )
 def test_a_template_whose_text_is_not_the_new_messages_alone_is_refused_in_one_line(template: str, told: str) -> None:

@@ -86,12 +86,12 @@ def test_functions_and_methods_pass_rows_of_functional_tests(fields: Mapping[str
         ([[1]], "type('A', (list,), {'__eq__': lambda s, o: True})()", False),
     ],
 )
-def test_results_are_compared_as_apps_does_and_no_half_is_enough(output: object, result: str, right: bool) -> None:
+def test_results_are_compared_as_in_apps_and_partial_results_fail(output: object, result: str, right: bool) -> None:
     fields = {"tests": {"inputs": [[1]], "outputs": [output], "fn_name": "f"}}
     assert reward(f"def f(x): return {result}", fields) == float(right)
 
 
-def test_keys_that_json_made_texts_are_numbers_again() -> None:
+def test_numeric_keys_are_restored_from_json() -> None:
     fields = {"tests": {"inputs": [[{"1": 5}]], "outputs": [[5]], "fn_name": "f"}}
     assert reward("def f(x): return x[1]", fields) == 1.0
 
@@ -169,7 +169,7 @@ def test_outputs_are_compared_as_the_benchmarks_do(printed: str, expected: str, 
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        (TWICE, "functional cases, and neither metadata.func_name, fn_name, entry_point nor starter_code names the function"),
+        (TWICE, "functional cases need the name of the function in metadata.func_name, fn_name, entry_point or starter_code"),
         ([{"input": "x", "output": "1", "testtype": "functional", "fn_name": "f"}], "input of a functional case is not JSON: 'x'"),
         ([*NAMED, {"input": "1", "output": "1", "testtype": "stdin"}], "some cases are functional and others are not"),
         (base64.b64encode(zlib.compress(pickle.dumps(print))).decode(), "packed tests cannot be read: builtins.print in packed tests"),

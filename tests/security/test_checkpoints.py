@@ -74,7 +74,7 @@ def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: 
 
 @pytest.mark.parametrize("command", [["convert-hf", "RUN", "DST"], ["convert-hf", "RUN", "--inspect"], ["convert-hf", "CKPT", "DST"]])
 @pytest.mark.parametrize("listed", [False, True])
-def test_commands_on_the_run_of_another_run_nothing_of_it(mtpctl: Any, run: Path, tmp_path: Path, command: list[str], listed: bool) -> None:
+def test_commands_execute_no_code_from_another_users_run(mtpctl: Any, run: Path, tmp_path: Path, command: list[str], listed: bool) -> None:
     """With a listing that fits, which whoever changes a checkpoint can write."""
     mark = tmp_path / "mark"
     path = write_checkpoint(run, "rl-000002", number=int(listed))
@@ -88,7 +88,7 @@ def test_commands_on_the_run_of_another_run_nothing_of_it(mtpctl: Any, run: Path
 
 
 @pytest.mark.parametrize("pointer", ["../../outside/checkpoints/rl-000009", "/etc", "rl-000002/../../..", "x" * 100_000, "\x00"])
-def test_pointer_leads_nowhere_else(run: Path, tmp_path: Path, pointer: str) -> None:
+def test_pointer_to_another_checkpoint_is_ignored(run: Path, tmp_path: Path, pointer: str) -> None:
     write_checkpoint(tmp_path / "outside", "rl-000009")
     path = write_checkpoint(run, "rl-000002")
     (run / "checkpoints" / "latest").write_text(pointer)
@@ -96,7 +96,7 @@ def test_pointer_leads_nowhere_else(run: Path, tmp_path: Path, pointer: str) -> 
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
-def test_listing_leads_nowhere_else(run: Path, name: str) -> None:
+def test_listing_that_names_a_file_outside_is_damage(run: Path, name: str) -> None:
     path = write_checkpoint(run, "rl-000002")
     listing = json.loads((path / LISTING).read_text())
     listing["files"] = {name: {"size": 1, "checksum": "xxh3:00"}}

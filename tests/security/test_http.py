@@ -133,7 +133,7 @@ def test_a_page_whose_domain_was_rebound_is_rejected(name: str, tmp_path: Path) 
 
 
 @every_server
-def test_addresses_and_names_of_the_machine_are_no_rebinding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_and_names_of_the_machine_are_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOSTS, "gate.corp, other.corp")
     hosts = [
         "127.0.0.1:1",
@@ -333,7 +333,7 @@ def test_a_path_that_is_no_route_is_rejected(name: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- slow clients
 
 
-def test_a_client_that_sends_or_reads_slowly_is_let_go(tmp_path: Path) -> None:
+def test_a_client_that_sends_or_reads_slowly_is_disconnected(tmp_path: Path) -> None:
     """Those that send a head or a body too slowly, and one that asks for a long answer and does not read it."""
     answer, bounds = b"x" * (8 << 20), HttpBounds(header_s=0.3, body_s=0.3, drain_s=0.3, stalled_s=0.3)
     let_go = asyncio.Event()

@@ -34,7 +34,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_local_cluster_and_its_actors_listen_on_the_loopback_alone(command: Command) -> None:
+def test_local_cluster_and_its_actors_listen_on_loopback_only(command: Command) -> None:
     addresses = {process.name(): listening(process) for process in (psutil.Process(command.process.pid), *command.started)}
     assert addresses["gcs_server"] and addresses["raylet"], "no sockets to check"
     assert all(is_loopback(address) for each in addresses.values() for address in each), addresses
@@ -91,7 +91,7 @@ def test_readable_token_is_restricted_and_kept(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
 
-def test_token_that_the_environment_names_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_from_the_environment_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
     keep_token_private()
@@ -99,7 +99,7 @@ def test_token_that_the_environment_names_is_left_alone(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_rendezvous_store_listens_at_its_host_alone(host: str) -> None:
+def test_rendezvous_store_listens_on_its_host_only(host: str) -> None:
     before = listening(psutil.Process())
     store = host_store(host)
     assert listening(psutil.Process()) - before <= {host}

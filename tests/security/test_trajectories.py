@@ -32,7 +32,7 @@ async def handing_out(count: int, limit: int) -> AsyncIterator[tuple[Gateway, ht
             yield one, web
 
 
-def test_problems_are_handed_out_to_those_who_have_the_key_alone() -> None:
+def test_only_clients_with_the_key_get_problems() -> None:
     async def run() -> None:
         async with handing_out(2, 2) as (one, web):
             for key in (None, "Bearer guess", f"bearer {one.token}x", one.token):

@@ -10,7 +10,7 @@ from mtpctl.telemetry.clock import steady_clock
 
 
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0])
-def test_clock_that_is_set_meanwhile_changes_no_elapsed_time(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+def test_adjusting_the_clock_does_not_change_elapsed_time(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
     wall, monotonic = [1000.0], [5.0]
     monkeypatch.setattr(time, "time", lambda: wall[0])
     monkeypatch.setattr(time, "monotonic", lambda: monotonic[0])

@@ -82,7 +82,7 @@ def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path
         began(1.0, tmp_path / "reference", resumed=True)
 
 
-def test_pointer_that_a_full_disk_does_not_take_is_no_loss(tmp_path: Path) -> None:
+def test_pointer_that_cannot_be_written_does_not_fail_the_save(tmp_path: Path) -> None:
     rank, root = TrainerRank(Recipe().model_dump_json(by_alias=True), 0, 1), tmp_path / "checkpoints"
     rank.publish_checkpoint(str(write_checkpoint(tmp_path, "rl-000002")), 2)
     second = write_checkpoint(tmp_path, "rl-000004")
@@ -92,14 +92,14 @@ def test_pointer_that_a_full_disk_does_not_take_is_no_loss(tmp_path: Path) -> No
     assert newest(root) == second and not (root / "rl-000002").exists()
 
 
-def test_old_checkpoints_that_cannot_be_deleted_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_that_cannot_be_deleted_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise OSError(16, "Device or resource busy")
 
     rank = TrainerRank(Recipe().model_dump_json(by_alias=True), 0, 1)
     write_checkpoint(tmp_path, "rl-000002")
     monkeypatch.setattr("mtpctl.checkpoint.finding.shutil.rmtree", fail)
-    with pytest.raises(SaveFailed, match="rl-000004 was written, but the ones before could not be deleted: Device or resource busy"):
+    with pytest.raises(SaveFailed, match="rl-000004 was written, but older ones could not be deleted: Device or resource busy"):
         rank.publish_checkpoint(str(write_checkpoint(tmp_path, "rl-000004")), 1)
 
 
@@ -203,7 +203,7 @@ def test_a_constant_divisor_is_the_longest_response_that_the_recipe_allows() -> 
 
 
 @pytest.mark.parametrize(("aggregate", "constant"), [("sequence", 1), ("constant", 16)])
-def test_trajectories_count_whatever_is_left_of_them(aggregate: str, constant: int) -> None:
+def test_empty_and_masked_trajectories_count(aggregate: str, constant: int) -> None:
     """Dr. GRPO divides by the responses of a group: one that is empty, and one that is fully masked, are among them."""
     rank, engine = recorder(aggregate=aggregate)
     rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"max_tokens": 16})})
@@ -214,7 +214,7 @@ def test_trajectories_count_whatever_is_left_of_them(aggregate: str, constant: i
 
 
 @pytest.mark.parametrize("aggregate", ["sequence", "constant", "token"])
-def test_a_trajectory_that_was_forked_weighs_as_one_that_was_not(aggregate: str) -> None:
+def test_a_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -> None:
     """Two trajectories of 12 tokens, the second in three samples: the sum of the gradient's weights is the same for both."""
     rank, engine = recorder(aggregate=aggregate, advantage="grpo_no_std")
     whole, *parts = batch(12, 2, 3, 7)

@@ -134,7 +134,7 @@ def test_gradients_in_bf16_are_within_its_rounding_however_small_the_tail(kl: Kl
         assert relative(grad.double(), reference) < 2**-8 + 1e-4
 
 
-def test_a_tail_that_single_precision_would_lose_is_raised() -> None:
+def test_a_tail_below_the_precision_of_fp32_is_raised() -> None:
     """A policy that gives 1e-9 to all other tokens, and a teacher that gives them a half: their logits are to rise by a half in all."""
     weight = torch.eye(8)
     hidden = torch.zeros(1, 8)
@@ -148,7 +148,7 @@ def test_a_tail_that_single_precision_would_lose_is_raised() -> None:
     assert out.loss_sum.item() == pytest.approx(0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-9), rel=1e-5)
 
 
-def test_a_vocabulary_of_which_all_is_named_has_no_rest() -> None:
+def test_the_rest_is_empty_if_all_entries_are_named() -> None:
     hidden, weight, *_ = drawn()
     logprobs = torch.log_softmax(hidden @ weight[:TOPK].T, 1)
     ids = torch.arange(TOPK).expand(TOKENS, TOPK)

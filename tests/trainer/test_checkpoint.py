@@ -281,7 +281,7 @@ class TestNewest:
         publish_checkpoint(root / "rl-2", keep=1)
         assert [path.name for path in saved_in(root)] == ["rl-3", "rl-2"]
 
-    def test_one_that_was_not_published_is_taken_too(self, tmp_path):
+    def test_unpublished_checkpoint_is_found_too(self, tmp_path):
         """A run that is killed between the two has lost nothing."""
         root = tmp_path / "checkpoints"
         with engine(mimo(tmp_path / "model")) as made:

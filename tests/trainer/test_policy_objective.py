@@ -30,7 +30,7 @@ def test_large_rewards_keep_their_difference() -> None:
 
 def test_advantage_beyond_float32_is_refused() -> None:
     with pytest.raises(
-        RuntimeFailure, match=r"train\.rl\.advantage: rloo makes an advantage beyond the range of float32.*reward\.function"
+        RuntimeFailure, match=r"train\.rl\.advantage: rloo computes an advantage beyond the range of float32.*reward\.function"
     ):
         gains([sample("g", 0, 1e39), sample("g", 1, 0.0)], advantage="rloo")
 

@@ -173,5 +173,5 @@ def test_a_log_prob_of_a_trained_token_that_is_not_finite_is_refused_with_the_sa
 def test_reward_that_is_not_finite_is_refused_with_its_function(reward: float) -> None:
     samples = drawn(4)
     samples[2].reward = reward
-    with pytest.raises(RuntimeFailure, match=r"p0: reward\.function gave the reward -?(nan|inf); return finite numbers"):
+    with pytest.raises(RuntimeFailure, match=r"p0: reward\.function returned -?(nan|inf); return finite numbers"):
         deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from mtpctl.web.hosts import HOSTS, is_same_origin, may_be_host
+from mtpctl.web.hosts import HOSTS, is_same_origin, is_allowed_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:80", "10.0.0.7:8338", "[::1]", "localhost:1", "LocalHost.", "node7:80"])
-def test_an_address_and_a_local_name_are_answered(host: str) -> None:
-    assert may_be_host(host)
+def test_an_address_and_a_local_name_are_accepted(host: str) -> None:
+    assert is_allowed_host(host)
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ def test_an_address_and_a_local_name_are_answered(host: str) -> None:
         "a/b",
     ],
 )
-def test_a_domain_that_someone_may_own_is_not(host: str) -> None:
-    assert not may_be_host(host)
+def test_a_public_domain_is_rejected(host: str) -> None:
+    assert not is_allowed_host(host)
 
 
-def test_names_of_the_machine_and_of_the_operator_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_machine_and_allowed_hosts_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster.corp")
-    assert may_be_host("node7.cluster.corp:80") and not may_be_host("gate.corp")
+    assert is_allowed_host("node7.cluster.corp:80") and not is_allowed_host("gate.corp")
     monkeypatch.setenv(HOSTS, " gate.corp,Other.Corp")
-    assert may_be_host("GATE.corp:443") and may_be_host("other.corp") and not may_be_host("x.gate.corp")
+    assert is_allowed_host("GATE.corp:443") and is_allowed_host("other.corp") and not is_allowed_host("x.gate.corp")
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_names_of_the_machine_and_of_the_operator_are_answered(monkeypatch: pyte
         ("", "", False),
     ],
 )
-def test_an_origin_is_that_of_the_host(origin: str, host: str, same: bool) -> None:
+def test_an_origin_must_be_the_host(origin: str, host: str, same: bool) -> None:
     assert is_same_origin(origin, host) == same

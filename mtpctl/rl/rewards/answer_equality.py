@@ -15,11 +15,11 @@ from mtpctl.rl.rewards.numerals import Number, read_number, same_number
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
 _QUANTITY = re.compile(r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()]*\))?")
 _ROUNDED = 0.01
-"""Relative difference up to which the sides of an approximate equation hold."""
+"""Maximum relative difference between the sides of an approximate equation."""
 
 
 def equal(gold: Value, answer: Value) -> bool:
-    """Whether the answer states what the gold answer states, all of it and nothing else."""
+    """Whether the answer states exactly the values of the gold answer."""
     if gold.kind == "list" and answer.kind == "list":
         return _equal_lists(gold, answer)
     if gold.kind == "set" or answer.kind == "set":
@@ -79,7 +79,7 @@ def _matched(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
 
 
 def _names_agree(gold: Value, answer: Value) -> bool:
-    """Whether two assignments are to the same; one without a name agrees with each."""
+    """Whether two assignments have the same name. A value without a name matches any."""
     names = [value.name for value in (gold, answer) if re.fullmatch(_QUANTITY, value.name)]
     return len(names) < 2 or _plain(names[0]) == _plain(names[1])
 
@@ -107,7 +107,7 @@ def _plain(text: str) -> str:
 
 
 def _is_quantity(side: str, sums: bool = False) -> bool:
-    """Whether the side of an equation names what is computed: letters, f(2), |AB|, S:V, with `sums` also x + y; and not 2x or x + 1."""
+    """Whether a side of an equation names a quantity: letters, f(2), |AB|, S:V, with `sums` also x + y, but not 2x or x + 1."""
     bare = re.sub(r"_(?:\{[^{}]*\}|\w)|\^(?:\{\d+\}|\d)|\([^()]*\)|\\(?:frac|sqrt)", "", side)
     return re.search(r"\d" if sums else r"\d|[-+]", bare) is None
 
@@ -128,7 +128,7 @@ def _same(gold: Value, answer: Value) -> bool:
         if gold.source == answer.source:
             return True
         if expected is not None and expected.value is not None:
-            return False  # what is left to compute (a function of numbers) or no number
+            return False  # an unevaluated function of numbers, or not a number
         return _by_library(gold.source, answer.source)
     if expected.evaluated and not number.evaluated:
         return _plain(gold.source) == _plain(answer.source)

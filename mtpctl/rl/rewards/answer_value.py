@@ -38,7 +38,7 @@ class Value:
 
     @property
     def stated(self) -> bool:
-        """Whether it states a value, and not only a text."""
+        """Whether it is a value and not only text."""
         return self.kind != "text" and all(item.kind != "text" for item in self.items)
 
 
@@ -98,7 +98,7 @@ _SHORT_WORDS_TEXT = (
     "all"
 )
 _SHORT_WORDS = frozenset(_SHORT_WORDS_TEXT.split())
-"""Words of two or three letters. Other letters as few as those are variables, as in 4 ab."""
+"""Words of two or three letters. Other strings of two or three letters are variables, as in 4 ab."""
 _FUNCTIONS_TEXT = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log exp sqrt infinity"
 _FUNCTIONS = frozenset(_FUNCTIONS_TEXT.split())
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -108,7 +108,7 @@ _CHANGES_TEXT = (
     "third thirds quarter quarters divided multiplied sum difference product square-root"
 )
 _CHANGES = frozenset(_CHANGES_TEXT.split())
-"""Words that make another value of the number that they stand with."""
+"""Words that change the value of the number next to them."""
 _NOISE = re.compile(r"^(?:either|both|exactly|approximately|about|roughly|around|therefore|thus|hence|so|and|or)\s+", re.IGNORECASE)
 _BETWEEN = re.compile(r"^(?:.*\b)?(?:between\s+(?P<a>.+?)\s+and|from\s+(?P<b>.+?)\s+(?:to|through|until))\s+(?P<end>.+)$", re.IGNORECASE)
 _TO = re.compile(r"^(?P<a>.+?)\s+(?:to|through|until)\s+(?P<end>.+)$", re.IGNORECASE)
@@ -120,7 +120,7 @@ _SUBSCRIPT = re.compile(r"(?<=\d)_(?:\{\s*\d+\s*\}|\d+)$")
 
 
 def readings(text: str) -> tuple[Value, ...]:
-    """The values that a text can be read as; none for a text without content."""
+    """The possible readings of a text; empty for a text without content."""
     text = _normalized(text)
     if not text:
         return ()
@@ -131,7 +131,7 @@ def readings(text: str) -> tuple[Value, ...]:
         values.append(_read(text.replace(",", ".")))
     if (match := _DASHED.match(text)) and all((ends := (_read(match[1]), _read(match[2])))[each].number for each in (0, 1)):
         values.append(Value("range", text, ends))
-    if r"\approx" in text:  # the exact value before a rounded one is an answer as well
+    if r"\approx" in text:  # an exact value before a rounded one is also an answer
         values += [_read(part) for part in text.split(r"\approx")[-2:-1] if part.strip()]
     return tuple(dict.fromkeys(values))
 
@@ -275,7 +275,7 @@ def _is_word(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """A text for comparison: without case, blanks and punctuation around it."""
+    """A text for comparison: lower case, without surrounding blanks and punctuation."""
     return re.sub(r"[\s.,;:!?'\"\x02]+", " ", text).strip().lower()
 
 
@@ -300,7 +300,7 @@ _SEPARATORS = {
 
 
 def _split(text: str, separators: str) -> list[str]:
-    """Split at the separators that are in no bracket; parts without content are left out."""
+    """Split at separators outside brackets; empty parts are left out."""
     pattern = _SEPARATORS[separators]
     if pattern.search(text) is None:
         return [text]

@@ -1,7 +1,7 @@
-"""Where a response states its answer: the text of the answer, cut out of the text around it.
+"""Extracts the text of the answer from a response.
 
-In this order: the last box, with the boxes that it forms a list with; the last line after `#`; what follows "the answer is"; a text that
-is nothing but an answer; the last value of the text, with the values that it forms a list or a range with.
+Sources, in this order: the last box, with the boxes that form a list with it; the last line after `#`; what follows "the answer is"; a text
+that is only an answer; the last value of the text, with the values that form a list or range with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 MAX_CHARACTERS = 20_000
-"""Only this much of the end of a response is searched. Reasoning before it states no final answer."""
+"""Only this many characters at the end of a response are searched. Earlier reasoning does not state the final answer."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{])(\S+?)(?=[\s$.,;]|$))")
 _BLANK = re.compile(r"[\s$]|\\[()\[\], ]|\\q?quad(?![A-Za-z])")
@@ -54,13 +54,13 @@ _BEHIND = re.compile(r"\s*(?:percent(?:age)?|pct|hundred|thousand|million|billio
 
 
 def answer_texts(text: str) -> Iterator[str]:
-    """The texts that may be the answer of a response, best first. A reader takes the first one that it can read."""
+    """Candidate texts for the answer of a response, best first. Callers use the first one that can be parsed."""
     text = text[-MAX_CHARACTERS:]
     boxed, unclosed = _boxed(text)
     if boxed is not None:
         yield boxed
         return
-    if unclosed:  # cut off in its last box: what stands there may be a part of the answer
+    if unclosed:  # truncated in its last box, which may hold only a part of the answer
         return
     if (mark := _MARK.search(text) or _last(_MARKED_LINE, text)) is not None:
         yield mark[1]
@@ -109,7 +109,7 @@ def _boxed(text: str) -> tuple[str | None, bool]:
 
 
 def _joins(between: str) -> bool:
-    """Whether two boxes with this text between them are one list."""
+    """Whether two boxes with this text between them form one list."""
     if len(between) > 80:
         return False
     bare = _NAMED.sub("", _BLANK.sub(" ", between).strip()).strip()
@@ -140,7 +140,7 @@ def _sentence(text: str, start: int) -> str:
 
 
 def _last_values(text: str) -> str | None:
-    """The last value of a text with all that belongs to it: list, range, qualifiers before it and words of scale behind it."""
+    """The last value of a text with its list or range, the qualifiers before it and the words of scale after it."""
     matches = list(_VALUE.finditer(text))
     if not matches:
         return None

@@ -48,8 +48,8 @@ async def score(
 ) -> dict[str, float]:
     """The last number in the judge's reply that `pattern` finds (its first group), divided by `scale`, from 0 to 1.
 
-    "3/10" and "30%" are the number 0.3, whatever `scale` is. A number out of range is moved to the nearer bound and counted by the part
-    `out_of_range`, which is 1 then.
+    "3/10" and "30%" are the number 0.3, whatever `scale` is. A number out of range is clamped, and the part `out_of_range`
+    is 1.
 
     `url` is what `/chat/completions` is appended to (`http://host:8000/v1`). `prompt` may hold {prompt}, {response} and {answer}, each as
     often as it likes; other braces stay as they are. `api_key_env` names the environment variable of the key. A request that finds no
@@ -75,13 +75,13 @@ async def score(
 
 
 def _value(text: str, scale: float) -> float:
-    """The share of the full score that a number stands for. Raises ValueError for what is no finite number."""
+    """A number as a share of the full score. Raises ValueError if it is not finite."""
     number, slash, full = text.replace(" ", "").partition("/")
     if number.endswith("%"):
         number, slash, full = number[:-1], "/", "100"
     value = float(number) / (float(full) if slash else scale)
     if not math.isfinite(value):
-        raise ValueError(f"the judge's score {text[:40]!r} is no finite number")
+        raise ValueError(f"the judge's score {text[:40]!r} is not a finite number")
     return value
 
 

@@ -3,9 +3,9 @@
 `final_answer` cuts the answers out of the texts, `answer_value` reads them, and `answer_equality` compares them: numbers exactly, several
 values as a whole, and other expressions by the library math-verify.
 
-The library would bound its time by the clock, in which little may be computed on a busy machine. Here CPU seconds count, and of the clock
-four times as many, so that a right answer is right whatever else runs. Only main threads receive signals, so workers run reward functions
-in theirs. If sympy is stuck in C, which no Python signal reaches, `reward.timeout_s` ends the worker.
+The library limits wall-clock time, in which little may be computed on a busy machine. Here CPU time is limited, and wall-clock time to four
+times that, so that the verdict does not depend on the load. Only main threads receive signals, so workers run reward functions in theirs.
+If sympy hangs in C code, which Python signals do not interrupt, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_THE_CLOCK = 4
 
 
 def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
-    """1.0 if the answer that the response states equals the row's; 0.0 if not, and if reading or comparing computes over `seconds`."""
+    """1.0 if the answer that the response states equals the row's; 0.0 if not, or after `seconds` of CPU time."""
     return float(_equal(response, problem.answer, seconds))
 
 
@@ -57,7 +57,7 @@ def _compare(gold: Value, stated: Value, seconds: float) -> bool:
             return equal(gold, stated)
     except TimeoutException:
         return False
-    except Exception:  # the library and sympy raise various errors for texts that are not mathematics: such a text is not the answer
+    except Exception:  # the library and sympy raise various errors for texts that are not mathematics; these are wrong answers
         logging.getLogger(__name__).debug("not comparable: %r and %r", gold, stated, exc_info=True)
         return False
 

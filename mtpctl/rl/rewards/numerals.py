@@ -1,4 +1,4 @@
-"""Numbers as answers state them: read exactly, with a note whether anything is left to compute.
+"""Parses the numbers in answers exactly, and records whether they are fully evaluated.
 
 The grammar is that of numerals in LaTeX or plain text: integers, decimals, repeating decimals, scientific notation, fractions, mixed
 numbers, roots, powers, sums and products of those, and the constant pi. Anything else is left to the library (`mtpctl.rl.rewards.math`).

@@ -51,7 +51,7 @@ class Rewarder:
             return outcome
         told = f"{outcome.error} ({problem.prompt_id})"
         if self.config.on_error == "stop":
-            raise RuntimeFailure(f"reward.function: {told}; mend it, or set reward.on_error: zero or drop")
+            raise RuntimeFailure(f"reward.function: {told}; fix it, or set reward.on_error: zero or drop")
         if (place := outcome.error.partition(": ")[0]) not in self._told:
             self._told.add(place)
             means = _MEANS[self.config.on_error]

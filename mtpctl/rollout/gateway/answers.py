@@ -42,7 +42,7 @@ class Completion:
     """One response of the endpoint: `answers` under the name of the model."""
 
     def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, ids: bool = False) -> None:
-        """`logprobs`: with the log-prob of each token; `ids`: whose tokens are then named by their ids."""
+        """`logprobs`: include the log-prob of each token; `ids`: name these tokens by id."""
         self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, ids
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -67,7 +67,7 @@ class Completion:
             logprobs = self._logprobs_of(each)
             for place, delta in enumerate(deltas):
                 yield self._event([{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if place == 1 else None}])
-            # An answer without text has tokens all the same: its end token at least.
+            # An answer without text still has tokens: at least its end token.
             left = logprobs if len(deltas) == 1 else None
             yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": left}])
         if usage:

@@ -1,7 +1,7 @@
-"""The fields of a chat request: which are honored, which need nothing done, and which are rejected.
+"""Which fields of a chat request are honored, accepted without effect, or rejected.
 
-Nothing that changes an answer is left out silently. A field of OpenAI's or vLLM's schema, or of none, that is not honored is an error that
-names it, unless its value asks for what happens anyway. With `rollout.gateway_fields: ignore` it is listed in a header of the answer.
+No field that would change an answer is dropped silently. A field that is not honored, known or unknown, is an error that names it, unless
+its value is the default behavior. With `rollout.gateway_fields: ignore` it is listed in a header of the answer instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WITHOUT_EFFECT = frozenset(
         "session_id",
     }
 )
-"""Fields for the bookkeeping of a provider. They ask for nothing that an answer would show."""
-ANYWAY: Mapping[str, tuple[object, ...]] = {
+"""Bookkeeping fields of a provider, which do not change an answer."""
+ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     # OpenAI's
     "audio": (),
     "function_call": ("none",),
@@ -74,26 +74,26 @@ ANYWAY: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Fields that are not honored, with the values that ask for what happens anyway; null does so always."""
+"""Fields that are not honored, each with the accepted values, which are the default behavior. Null is always accepted."""
 
 
 @dataclass(frozen=True)
 class FieldRules:
-    """`serving`: nothing is trained on, so clients decide how tokens are drawn. `ignore`: what is not honored is listed, not rejected."""
+    """`serving`: there is no training, so clients set sampling. `ignore`: fields that are not honored are listed instead of rejected."""
 
     serving: bool = False
     ignore: bool = False
 
 
 def not_honored(others: Mapping[str, object], honored: Collection[str]) -> dict[str, str]:
-    """Of the fields of a request that are not `honored`, those that ask for something, each with the reason why it is rejected."""
+    """The rejected fields of a request, each with the reason. `others`: its fields that are not in `honored`."""
     reasons: dict[str, str] = {}
     for name, value in others.items():
-        if name in WITHOUT_EFFECT or (name in ANYWAY and (value is None or value in ANYWAY[name])):
+        if name in WITHOUT_EFFECT or (name in ACCEPTED_VALUES and (value is None or value in ACCEPTED_VALUES[name])):
             continue
-        if name in ANYWAY:
+        if name in ACCEPTED_VALUES:
             reasons[name] = "is not supported; leave it out"
             continue
-        near = difflib.get_close_matches(name[:40], [*honored, *ANYWAY], 1)
-        reasons[shown(name)[1:-1]] = f"is no field of a chat request{f'; did you mean {near[0]}?' if near else ''}"
+        near = difflib.get_close_matches(name[:40], [*honored, *ACCEPTED_VALUES], 1)
+        reasons[shown(name)[1:-1]] = f"is not a field of a chat request{f'; did you mean {near[0]}?' if near else ''}"
     return reasons

@@ -24,7 +24,7 @@ _SET_BY_GATEWAY = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Arguments of a chat template, or of transformers' function that renders it, which are no variables for clients."""
+"""Arguments of chat templates, or of transformers' rendering function, that clients must not set."""
 
 
 class Function(BaseModel):
@@ -59,7 +59,7 @@ class StreamOptions(BaseModel):
 
 
 class ToolFunction(BaseModel):
-    """What a tool is called and takes."""
+    """Name and parameters of a tool."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -126,10 +126,10 @@ class ChatRequest(Sampling):
         return self._ignored
 
     def check(self, request: GenerationRequest, template: str, rules: FieldRules) -> None:
-        """Raise RequestInvalid for what the gateway cannot do: nothing is left out silently that changes what an answer means.
+        """Raise RequestInvalid for anything that the gateway does not support.
 
-        `request`: how the trajectory draws tokens; `template`: the chat template. With `rules.ignore` what is not honored is noted in
-        `ignored`; what no answer can be made of is still rejected.
+        `request`: the sampling settings of the trajectory; `template`: the chat template. With `rules.ignore`, fields that are not honored
+        are listed in `ignored` instead, and only invalid requests are rejected.
         """
         self._check_tools()
         for message in self.messages:
@@ -140,7 +140,7 @@ class ChatRequest(Sampling):
             kept = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
             for name in changes_of(self, request):
                 used = f"rollout.{name}: {kept[name]:g}" if name in kept else "the recipe's settings"
-                reasons[name] = f"tokens are drawn with {used}, because they are trained on; leave it out"
+                reasons[name] = f"tokens are sampled with {used}, because they are trained on; leave it out"
         if reasons and not rules.ignore:
             name, reason = next(iter(reasons.items()))
             hint = "" if rules.serving else ", or set rollout.gateway_fields: ignore"
@@ -148,12 +148,12 @@ class ChatRequest(Sampling):
         self._ignored = list(reasons)
 
     def _reasons(self, template: str) -> dict[str, str]:
-        """The fields that are not honored whoever asks, each with the reason."""
+        """The fields that are never honored, each with the reason."""
         reasons = not_honored(self.model_extra or {}, type(self).model_fields)
         if self.top_logprobs:
-            reasons["top_logprobs"] = "the engines give the log-prob of the sampled token alone; leave it out"
+            reasons["top_logprobs"] = "only the log-prob of the sampled token is available; leave it out"
         if self.tool_choice not in (None, "auto", "none"):
-            reasons["tool_choice"] = "nothing can make the model call a tool; send auto or none"
+            reasons["tool_choice"] = "forced tool calls are not supported; send auto or none"
         if any(tool["function"].get("strict") for tool in self.tools or ()):
             reasons["tools.function.strict"] = "calls are not constrained to the schema; leave it out"
         for name in self.variables:

@@ -1,7 +1,7 @@
-"""How a client's request asks for tokens to be drawn: temperature, penalties, grammars and the like.
+"""Sampling settings of client requests: temperature, penalties, grammars and similar.
 
-While a run trains, tokens are drawn as the recipe says, since the objective is computed for that distribution. When nothing trains, clients
-decide, as far as the engine can do it.
+During training the recipe's settings apply, because the objective is computed for that distribution. Without training, clients set them,
+as far as the engine supports it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Whole = Annotated[int, Strict()]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 IDS, WORDS = 1024, 64
-"""Most token ids and words that a field may name."""
+"""Maximum number of token ids and of words in a field."""
 GRAMMAR_CHARACTERS = 1 << 16
-"""Characters that a grammar may have; a schema counts as its JSON."""
+"""Maximum length of a grammar in characters; a schema counts as its JSON."""
 
 
 class JsonSchema(BaseModel):
-    """OpenAI's `response_format.json_schema`. It is always enforced, whether `strict` asks for that or not."""
+    """OpenAI's `response_format.json_schema`. It is always enforced, whatever the value of `strict`."""
 
     name: str = ""
     description: str | None = None
@@ -58,7 +58,7 @@ class Structured(BaseModel):
 
 
 class Sampling(BaseModel):
-    """The fields that change which tokens are drawn. When a run trains, the recipe decides that."""
+    """The fields that change the sampling distribution. During training the recipe sets them."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -78,7 +78,7 @@ class Sampling(BaseModel):
 
 
 def apply(sampling: Sampling, request: GenerationRequest) -> GenerationRequest:
-    """The request as a served client wants its tokens drawn. Raises RequestInvalid for values that nothing can honor."""
+    """The request with the client's sampling settings. Raises RequestInvalid for unsupported values."""
     changes: dict[str, Any] = {name: value for name in ("temperature", "top_p", "seed") if (value := getattr(sampling, name)) is not None}
     if 0 < changes.get("temperature", 1) < LOWEST_TEMPERATURE:
         raise RequestInvalid(f"temperature: must be 0, or {LOWEST_TEMPERATURE:g} to 2; got {sampling.temperature:g}")
@@ -98,7 +98,7 @@ def apply(sampling: Sampling, request: GenerationRequest) -> GenerationRequest:
 
 
 def changes_of(sampling: Sampling, request: GenerationRequest) -> Iterator[str]:
-    """The fields that ask for other tokens than `request` gives, in the order of the schema."""
+    """The fields whose values differ from the settings of `request`, in the order of the schema."""
     default = {"temperature": request.temperature, "top_p": request.top_p, "min_p": 0, "repetition_penalty": 1}
     for name in Sampling.model_fields:
         value = getattr(sampling, name)

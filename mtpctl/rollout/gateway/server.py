@@ -42,7 +42,7 @@ REWARD_HEADER = "mtpctl-reward"
 IGNORED_HEADER = "mtpctl-ignored"
 """Header of an answer: the fields of the request that were ignored."""
 IGNORED = 32
-"""Names in it, at most."""
+"""Maximum number of names in it."""
 WAIT_S = 30.0
 """Seconds for which a client that asks for a problem waits for one, before it has to ask again."""
 
@@ -80,10 +80,10 @@ class Gateway:
         rules: FieldRules = REJECT,
         client_limit: int | None = None,
     ) -> None:
-        """`name` is what the model is called; `turns`: the answers of a trajectory, at most; `rules`: see `Trajectory`.
+        """`name`: the model's name; `turns`: maximum number of answers in a trajectory; `rules`: see `Trajectory`.
 
-        `key` is what every route needs, except those under a trajectory's secret. Without one, only handing out problems needs a token,
-        which is drawn here. `client_limit`: problems that one address may have open; None: any number.
+        `key`: required by every route except those under a trajectory's secret. Without a key, only `POST /v1/trajectories` requires a
+        token, which is generated here. `client_limit`: maximum number of open problems per address; None: no limit.
         """
         self._model, self._tokenizer, self._name, self._turns, self._bound = model, tokenizer, name, turns, bound
         self._rules, self._client_limit = rules, client_limit
@@ -214,7 +214,9 @@ class Gateway:
         client = request.client.host if request.client else ""
         if self._client_limit is not None and self._holding[client] >= self._client_limit:
             raise RequestInvalid(
-                f"this client has its {self._client_limit} trajectories (rollout.agents_per_client); finish one", "client_limit", 429
+                f"this client already has {self._client_limit} open trajectories (rollout.agents_per_client); finish one",
+                "client_limit",
+                429,
             )
         self._holding[client] += 1
         handed: Handed | None = None

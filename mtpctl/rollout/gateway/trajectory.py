@@ -101,7 +101,7 @@ class _Start:
 class Trajectory:
     """Answers an agent's requests as `request` says, whose sample names the problem and whose limits are those of every sample.
 
-    `turns`: answers that there may be; `rules`: what becomes of fields that are not honored. The clock of `request.deadline_s` runs from
+    `turns`: maximum number of answers; `rules`: how fields that are not honored are handled. The clock of `request.deadline_s` runs from
     the beginning.
     """
 
@@ -124,11 +124,11 @@ class Trajectory:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the agent last asked for something; 0 while an answer is under way."""
+        """Seconds since the last request of the agent; 0 while an answer is being generated."""
         return 0.0 if self._under_way else time.monotonic() - self._used_at
 
     def touch(self) -> None:
-        """Note that the agent is at work."""
+        """Record a request of the agent."""
         self._used_at = time.monotonic()
 
     def restart_clock(self) -> None:
@@ -276,7 +276,7 @@ class Trajectory:
 
 
 def _seeded(request: GenerationRequest, choice: int) -> GenerationRequest:
-    """The request of one of several choices, which draw different numbers from one seed."""
+    """The request for one of several choices. Each gets a different seed, derived from the request's."""
     return request if request.seed is None or not choice else replace(request, seed=request.seed + choice)
 
 

@@ -154,7 +154,9 @@ class SglangEngine(Engine):
         if request.top_p < 1 or request.top_k:
             raise UserError("rollout.engine: SGLang's log-probs leave top_p and top_k out; sample without, or set rollout.engine: vllm")
         if request.steering is not None and (names := request.steering.changed):
-            raise UserError(f"{names[0]}: SGLang's log-probs leave it out; leave it out of the request, or set rollout.engine: vllm")
+            raise UserError(
+                f"{names[0]}: SGLang's log-probs do not account for it; leave it out of the request, or set rollout.engine: vllm"
+            )
         if request.stop and self._settings.args["skip_tokenizer_init"]:
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
         options: dict[str, object] = {

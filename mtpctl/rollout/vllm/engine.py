@@ -96,7 +96,7 @@ class VllmEngine(Engine):
         if output is None:
             raise self._died(RuntimeError(f"request {request_id} ended without an output"))
         if output.outputs[0].finish_reason == "error":
-            raise UserError("response_format: vLLM cannot follow it; send a simpler schema or grammar")
+            raise UserError("response_format: vLLM cannot compile it; send a simpler schema or grammar")
         cached = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
         return _chunk(output.outputs[0], self._settings.routes, cached)
 
@@ -129,7 +129,7 @@ class VllmEngine(Engine):
             max_tokens=room,
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids or None,
-            # The request has all end tokens of the run. vLLM's own would be those of the tokenizer that it loads, if it loads one.
+            # The request contains all end tokens of the run. vLLM would otherwise use those of its own tokenizer, if it loads one.
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,

@@ -77,7 +77,7 @@ def engine_settings(
         "disable_log_stats": True,
         "generation_config": "vllm",
         "skip_tokenizer_init": not rollout.stop and tokenizer is None,
-        # vLLM's "auto" accepts at the front what the one backend that its core has loaded then fails at.
+        # With "auto", vLLM's front end accepts grammars that the backend in the engine core then fails to compile.
         "structured_outputs_config": {"backend": "xgrammar"},
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
@@ -115,7 +115,7 @@ def engine_settings(
         args["distributed_executor_backend"] = "mp"
     args |= rollout.engine_args
     if args.get("speculative_config"):
-        # Also for a speculator of the user's, such as n-gram: its drafts are counted like those of an MTP head.
+        # Also for another speculator, such as n-gram: its drafts are counted like those of an MTP head.
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads)

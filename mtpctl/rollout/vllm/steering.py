@@ -1,4 +1,4 @@
-"""Settings of served requests as vLLM takes them, and its reasons where it rejects a request."""
+"""Converts the settings of served requests for vLLM, and vLLM's reasons for rejecting a request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mtpctl.errors import UserError
 from mtpctl.samples import Steering
 
 WITHOUT_DRAFTS = ("min_p", "logit_bias")
-"""What vLLM 0.32 rejects while it speculates: its rejection sampler does not apply them (`SamplingParams._validate_spec_decode`)."""
+"""Rejected by vLLM 0.32 while it speculates, because its rejection sampler does not apply them (`SamplingParams._validate_spec_decode`)."""
 
 
 def sampling_of(steering: Steering, *, drafts: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams`. `drafts`: whether the engine speculates.
 
-    Raises UserError for what vLLM does not do while it speculates, and for a grammar that vLLM cannot read.
+    Raises UserError for settings that vLLM rejects while it speculates, and for a grammar that vLLM cannot parse.
     """
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import StructuredOutputsParams
@@ -32,7 +32,7 @@ def sampling_of(steering: Steering, *, drafts: bool) -> dict[str, Any]:
 
 
 def rejection(error: Exception) -> str:
-    """vLLM's reason for rejecting a request, in one line that begins with the field."""
+    """vLLM's reason for rejecting a request, as one line that begins with the field."""
     text = " ".join(str(error.args[0] if error.args else error).split())[:400]
     field = getattr(error, "parameter", None)
     return f"{field}: {text}" if field else text

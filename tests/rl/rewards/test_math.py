@@ -213,7 +213,7 @@ def test_numbers_are_compared_by_relative_difference(one: str, other: str, same:
         ("no solution", "solution"),
     ],
 )
-def test_number_is_not_the_value_of_a_phrase_with_more_in_it(written: str, answer: str) -> None:
+def test_number_is_not_the_value_of_a_longer_phrase(written: str, answer: str) -> None:
     for way in WAYS[:4]:
         assert reward(way.format(written), answer) == 0.0, way
     assert reward(rf"\boxed{{{answer}}}", written) == 0.0

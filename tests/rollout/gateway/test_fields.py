@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai.types.chat import completion_create_params
 
-from mtpctl.rollout.gateway.fields import ANYWAY, WITHOUT_EFFECT, FieldRules
+from mtpctl.rollout.gateway.fields import ACCEPTED_VALUES, WITHOUT_EFFECT, FieldRules
 from mtpctl.rollout.gateway.messages import ChatRequest
 from mtpctl.rollout.gateway.server import Gateway
 from mtpctl.samples import GenerationRequest, Sample, Steering
@@ -76,7 +76,7 @@ HONORED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fields", "expected"), HONORED)
-def test_a_served_request_draws_tokens_as_the_client_asks(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_a_served_request_has_the_sampling_settings_of_the_client(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     engine = Recording()
     answer = ask(engine, SERVING, **fields)
     assert answer.status_code == 200, answer.text
@@ -92,7 +92,7 @@ def test_choices_of_one_seed_draw_different_numbers() -> None:
 
 
 @pytest.mark.parametrize(("fields", "_"), HONORED)
-def test_a_trained_request_that_asks_for_other_tokens_is_rejected_by_name(fields: dict[str, Any], _: Any) -> None:
+def test_other_sampling_settings_in_training_are_rejected_by_name(fields: dict[str, Any], _: Any) -> None:
     if fields == {"top_k": -1}:
         return  # off, as the recipe has it
     name = next(name for name in ChatRequest.model_fields if name in fields)
@@ -124,9 +124,9 @@ SAME = {
 
 
 @pytest.mark.parametrize("rules", [TRAINING, SERVING])
-def test_what_happens_anyway_is_accepted(rules: FieldRules) -> None:
-    anyway = {name: values[0] for name, values in ANYWAY.items() if values}
-    nothing = dict.fromkeys([*ANYWAY, *ChatRequest.model_fields.keys() - {"messages"}])
+def test_fields_with_default_behavior_are_accepted(rules: FieldRules) -> None:
+    anyway = {name: values[0] for name, values in ACCEPTED_VALUES.items() if values}
+    nothing = dict.fromkeys([*ACCEPTED_VALUES, *ChatRequest.model_fields.keys() - {"messages"}])
     for fields in (SAME, anyway, nothing, dict.fromkeys(WITHOUT_EFFECT, "x"), {"tool_choice": "auto", "parallel_tool_calls": True}):
         answer = ask(Recording(), rules, **fields)
         assert answer.status_code == 200 and "mtpctl-ignored" not in answer.headers, answer.text
@@ -163,19 +163,19 @@ OTHERS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("rules", [TRAINING, SERVING])
 @pytest.mark.parametrize(("name", "value"), OTHERS)
-def test_a_field_that_nothing_honors_is_rejected_by_name(name: str, value: Any, rules: FieldRules) -> None:
+def test_an_unsupported_field_is_rejected_by_name(name: str, value: Any, rules: FieldRules) -> None:
     answer = ask(Recording(), rules, **{name: value})
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{name}: ")
     assert ("did you mean temperature?" in answer.text) == (name == "temprature")
 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS)
-def test_a_field_that_nothing_honors_is_listed_if_the_recipe_ignores_it(name: str, value: Any) -> None:
+def test_an_unsupported_field_is_listed_if_the_recipe_ignores_it(name: str, value: Any) -> None:
     answer = ask(Recording(), IGNORING, **{name: value})
     assert answer.status_code == 200 and answer.headers["mtpctl-ignored"] == name
 
 
-def test_the_header_holds_any_name() -> None:
+def test_the_header_of_ignored_fields_can_hold_any_name() -> None:
     answer = ask(Recording(), IGNORING, **{"ü\n\u2603": 1, **{f"x{number}": 1 for number in range(100)}})
     assert answer.status_code == 200
     assert answer.headers["mtpctl-ignored"].startswith(r"\xfc\\n\u2603, x0, ") and answer.headers["mtpctl-ignored"].endswith(
@@ -225,7 +225,7 @@ def test_the_header_holds_any_name() -> None:
         {"chat_template_kwargs": 3},
     ],
 )
-def test_a_value_that_nothing_can_honor_is_rejected_by_name(fields: dict[str, Any]) -> None:
+def test_an_invalid_value_is_rejected_by_name(fields: dict[str, Any]) -> None:
     answer = ask(Recording(), SERVING, **fields)
     (name,) = fields
     message = answer.json()["error"]["message"]
@@ -233,15 +233,15 @@ def test_a_value_that_nothing_can_honor_is_rejected_by_name(fields: dict[str, An
     assert "\n" not in message and len(message) < 500
 
 
-def test_every_field_of_openais_schema_is_decided_on() -> None:
+def test_every_field_of_openais_schema_is_classified() -> None:
     schema = set(get_type_hints(completion_create_params.CompletionCreateParamsBase)) | {"stream"}
-    assert schema - set(ChatRequest.model_fields) - set(ANYWAY) - WITHOUT_EFFECT == set()
+    assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - WITHOUT_EFFECT == set()
 
 
-def test_every_field_of_vllms_schema_is_decided_on() -> None:
+def test_every_field_of_vllms_schema_is_classified() -> None:
     protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
     schema = set(protocol.ChatCompletionRequest.model_fields)
-    assert schema - set(ChatRequest.model_fields) - set(ANYWAY) - WITHOUT_EFFECT == set()
+    assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - WITHOUT_EFFECT == set()
 
 
 def test_one_tool_call_is_returned_if_parallel_ones_are_not_wanted() -> None:
@@ -254,7 +254,7 @@ def test_one_tool_call_is_returned_if_parallel_ones_are_not_wanted() -> None:
         assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == count
 
 
-def test_variables_reach_the_chat_template_and_part_conversations() -> None:
+def test_template_variables_reach_the_template_and_separate_conversations() -> None:
     tokenizer = byte_tokenizer()
     template = tokenizer.inner.chat_template
     assert isinstance(template, str)
@@ -302,6 +302,6 @@ def test_a_stream_has_the_log_prob_of_every_token_once(text: str) -> None:
     assert all(row["logprob"] == -0.25 for row in found)
 
 
-def test_an_answer_is_under_the_name_of_what_is_served() -> None:
+def test_an_answer_has_the_id_of_the_served_model() -> None:
     answer = ask(Recording(), SERVING, model="gpt-9")
     assert answer.json()["model"] == "toy"

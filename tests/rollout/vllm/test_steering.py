@@ -86,7 +86,7 @@ def test_log_probs_are_those_of_the_tokens_that_are_allowed(ask: Ask, k: int) ->
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_penalty_lowers_the_log_prob_of_what_was_said(ask: Ask, k: int) -> None:
+def test_a_penalty_lowers_the_log_prob_of_repeated_tokens(ask: Ask, k: int) -> None:
     """Two tokens are allowed, so the penalized distribution can be computed by hand."""
     allowed, penalty = [65, 66], 1.5
     steering = {"allowed_token_ids": allowed, "frequency_penalty": penalty}
@@ -99,7 +99,7 @@ def test_a_penalty_lowers_the_log_prob_of_what_was_said(ask: Ask, k: int) -> Non
         assert logprob == pytest.approx(float(each.log_softmax(0)[allowed.index(sample.response_ids[place])]), abs=1e-4)
 
 
-def test_a_bias_and_a_least_probability_work_without_drafts(ask: Ask) -> None:
+def test_logit_bias_and_min_p_work_without_drafts(ask: Ask) -> None:
     biased = ask(0, steering={"logit_bias": {65: 100.0}}, max_tokens=8)
     assert biased.response_ids.tolist() == [65] * 8
     greedy = ask(0, temperature=0.0)
@@ -107,7 +107,7 @@ def test_a_bias_and_a_least_probability_work_without_drafts(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("steering", [{"min_p": 0.5}, {"logit_bias": {65: 1.0}}])
-def test_what_vllm_does_not_do_while_it_speculates_is_rejected_by_name(ask: Ask, steering: dict[str, Any]) -> None:
+def test_settings_that_vllm_rejects_while_speculating_are_rejected_by_name(ask: Ask, steering: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(steering))}: .*rollout.speculation.num_tokens: 0"):
         ask(2, steering=steering)
     assert ask(2).response_ids, "the engine goes on"
@@ -139,7 +139,7 @@ def test_a_grammar_decides_the_text(ask: Ask, k: int) -> None:
         ({"min_tokens": 1000}, "min_tokens"),
     ],
 )
-def test_what_vllm_rejects_is_the_clients_mistake_and_the_engine_goes_on(ask: Ask, steering: dict[str, Any], reason: str) -> None:
+def test_a_request_that_vllm_rejects_is_a_client_error_and_the_engine_continues(ask: Ask, steering: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=f"(?i){reason}") as caught:
         ask(0, steering=steering)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -50,7 +50,7 @@ def install() -> bool:
         return True
     require_pinned(__name__)
     if not _misreads_heads():
-        raise UpstreamMoved(f"{__name__}: vLLM's CPU kernel for rotary embeddings no longer shows the fault mended here; remove the mend")
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU kernel for rotary embeddings no longer shows the fault patched here; remove the patch")
     upstream = RotaryEmbedding.forward_cpu
 
     def forward_cpu(

@@ -66,7 +66,7 @@ def install() -> bool:
         return True
     require_pinned(__name__)
     if not _loses_result(_expand_kernel_impl) or not _crashes_without_rows(apply_top_k_only):
-        raise UpstreamMoved(f"{__name__}: vLLM's CPU sampler no longer shows the faults mended here; remove the mend")
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU sampler no longer shows the faults patched here; remove the patch")
     upstream = rejection_sampler.apply_top_k_top_p
 
     def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:

@@ -52,7 +52,7 @@ def install() -> bool:
         return True
     require_pinned(__name__)
     if _has_offset():
-        raise UpstreamMoved(f"{__name__}: a CPU's generator has an offset now; remove the mend")
+        raise UpstreamMoved(f"{__name__}: a CPU's generator has an offset now; remove the patch")
     # torch's decorator around it hides its type.
     upstream = cast("Callable[[CPUModelRunner, GrammarOutput | None], Sampled]", CPUModelRunner.sample_tokens)
 

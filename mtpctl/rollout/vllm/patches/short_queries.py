@@ -1,12 +1,12 @@
-"""Convolution state of linear attention if a sequence has fewer draft tokens than the engine may draft, on a CPU (vLLM 0.32.0).
+"""Fix the convolution state of linear attention for sequences with fewer drafts than the engine's maximum, on a CPU (vLLM 0.32.0).
 
 With speculation, vLLM keeps for each sequence a buffer of the last inputs of the causal convolution: `width - 2` inputs before the current
 query, then the query's. The next step reads its history at the number of tokens that were accepted. A query of `state_len - width + 2`
-tokens fills the buffer exactly. A shorter one (at the context limit, or after the number of drafts was reduced) belongs at the same
-column, but vLLM aligns it to the buffer's end: the next step reads inputs that are too old, and if more tokens were accepted before than
-are queried now, the copy fails and the engine dies. On CUDA the kernel places short queries correctly.
+tokens fills the buffer exactly. A shorter one (at the context limit, or after the number of drafts was reduced) must be
+stored at the same column, but vLLM aligns it to the end of the buffer. Then the next step reads inputs that are too old, and if the
+previous step accepted more tokens than the query has, the copy fails and the engine dies. The CUDA kernel stores short queries correctly.
 
-Steps in which all queries are full run vLLM's own code.
+Steps with full queries only run vLLM's own code.
 """
 
 from __future__ import annotations

@@ -106,5 +106,5 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mended, "expand_batch_to_tokens", None)
     monkeypatch.setattr(sampler, "_loses_result", lambda upstream: False)
-    with pytest.raises(UpstreamMoved, match="remove the mend"):
+    with pytest.raises(UpstreamMoved, match="remove the patch"):
         sampler.install()

@@ -66,5 +66,5 @@ def test_a_fault_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CPUModelRunner, "sample_tokens", lambda self: None)
     monkeypatch.setattr(seeds, "_has_offset", lambda: True)
-    with pytest.raises(UpstreamMoved, match="remove the mend"):
+    with pytest.raises(UpstreamMoved, match="remove the patch"):
         seeds.install()
