@@ -20,7 +20,7 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
-from mtpctl.controller.resuming import Start, report_ended, find_start
+from mtpctl.controller.resuming import Start, find_start, report_ended
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring

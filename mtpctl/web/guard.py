@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtpctl.web.hosts import HOSTS, is_same_origin, is_allowed_host
+from mtpctl.web.hosts import HOSTS, is_allowed_host, is_same_origin
 from mtpctl.web.json_body import shown
 
 if TYPE_CHECKING:
