@@ -153,5 +153,5 @@ def test_requests_have_the_end_tokens_of_the_models_configs(folder: Path, tmp_pa
 def test_an_end_token_that_the_recipe_leaves_out_is_a_caution(tmp_path: Path) -> None:
     prepared = prepare(recipe("rollout.end_ids=[35]"), tmp_path / "run")
     assert list(prepared.end_ids) == [35]
-    told = "rollout.end_ids leaves out 258, with which the chat template closes a turn: responses do not end at it"
+    told = "rollout.end_ids does not contain 258, with which the chat template closes a turn: responses do not end at it"
     assert told in prepared.warnings

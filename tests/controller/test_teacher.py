@@ -193,7 +193,7 @@ def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = 
     ("status", "body", "reason"),
     [
         (200, {"version": "0.32.0"}, "is an inference engine such as vLLM, .* prompt log-probs are wrong"),
-        (200, {"version": None}, "is an engine"),
+        (200, {"version": None}, "is an inference engine"),
         (200, {"status": "ok"}, "is no log-prob server"),
         (200, [], "is no log-prob server"),
         (404, {"detail": "Not Found"}, r"is no log-prob server \(status 404\)"),
