@@ -220,7 +220,7 @@ def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None
                 namespace="mtpctl",
                 runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
             )
-        except Exception as error:  # Ray raises plain `Exception` where one of its own processes does not start.
+        except Exception as error:  # Ray raises plain `Exception` if one of its processes does not start.
             where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
             raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
         finally:

@@ -207,7 +207,7 @@ def fetch_if_lost(recipe: Recipe, tell: Tell) -> str:
 
 
 def copies_of(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, tell: Tell) -> Copies | None:
-    """The copies of a run, which begin with the checkpoint that it resumes from; None where the recipe asks for none."""
+    """The copies of a run, which begin with the checkpoint that it resumes from; None if the recipe has none."""
     store = store_of(recipe)
     if store is None:
         return None

@@ -99,14 +99,14 @@ def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
 
 
 def _to_go_on(recipe: Recipe, stage: str) -> str:
-    """Tells the user how to train further where the run has ended, its last stage being `stage`."""
+    """Hint how to train further after a run that has ended with the stage `stage`."""
     if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
         return "name another run_dir to train from the beginning, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
 def _for_another_task(keys: list[str]) -> str:
-    """Tells the user what to do where the run has ended and the recipe asks for another task, in these keys."""
+    """Hint for a run that has ended with another task than the recipe's, which differs in these keys."""
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one a `name` of its own to train by it"
 

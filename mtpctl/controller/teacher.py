@@ -218,11 +218,11 @@ def _why_not_logprob_server(answer: httpx.Response) -> str | None:
     if answer.status_code == 401:
         return f"requires a key: set {KEY}"
     if answer.status_code != 200:
-        return f"is no log-prob server (status {answer.status_code})"
+        return f"is not a log-prob server (status {answer.status_code})"
     try:
         version = answer.json()["version"]
     except (ValueError, KeyError, TypeError):
-        return "is no log-prob server; start mtpctl logprob-serve"
+        return "is not a log-prob server; start mtpctl logprob-serve"
     if isinstance(version, int):
         return None
     return (

@@ -98,7 +98,7 @@ def end_tokens(
     *,
     vocab: int | None = None,
 ) -> EndTokens:
-    """The end tokens by the tokenizer, the section `rollout`, and those that the model's configs name (`config_end_ids`).
+    """The end tokens from the tokenizer, the section `rollout`, and the model's configs (`config_end_ids`).
 
     Ids beyond a model's `vocab` are left out of what its configs name: the model cannot generate them. If `tokenizer` is None, as for a
     model that is not downloaded yet, the set is incomplete.

@@ -25,7 +25,7 @@ class NotRendered(UserError):
 
 
 class Arguments(dict[str, object]):
-    """The arguments of a tool call: an object for templates that serialize it, and its JSON where a template writes it as text."""
+    """The arguments of a tool call: an object for templates that serialize it, and its JSON for templates that write it as text."""
 
     def __init__(self, arguments: Mapping[str, object], text: str | None = None) -> None:
         super().__init__(arguments)

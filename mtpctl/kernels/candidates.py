@@ -184,7 +184,7 @@ def _slice_of(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _Slice:
     of_named = by_named - whole.unsqueeze(1) * named_logprob.detach().exp()
     of_rest = by_rest - whole * rest_logprob.detach().exp()
     scale = arguments.inverse_temperature * arguments.grad_scale
-    # A share of the rest, and 0 at the named entries; also where there is no rest.
+    # A share of the rest, and 0 at the named entries; also if there is no rest.
     spread = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((of_rest * scale).to(wide).unsqueeze(1))
     own = (of_named * scale).to(wide).masked_fill_(~here, 0)
     return _Slice(loss.detach().to(wide), divergence.detach().to(wide), spread, own, local)

@@ -194,9 +194,9 @@ def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = 
     [
         (200, {"version": "0.32.0"}, "is an inference engine such as vLLM, .* prompt log-probs are wrong"),
         (200, {"version": None}, "is an inference engine"),
-        (200, {"status": "ok"}, "is no log-prob server"),
-        (200, [], "is no log-prob server"),
-        (404, {"detail": "Not Found"}, r"is no log-prob server \(status 404\)"),
+        (200, {"status": "ok"}, "is not a log-prob server"),
+        (200, [], "is not a log-prob server"),
+        (404, {"detail": "Not Found"}, r"is not a log-prob server \(status 404\)"),
         (401, {}, "MTPCTL_TEACHER_KEY"),
     ],
 )

@@ -67,7 +67,7 @@ class Turn:
 class Conversation:
     """A sample that grows turn by turn. `history`: its messages, as they are compared.
 
-    `tools`: those that its prompt tells of, and the variables of its template.
+    `tools`: the tools in its prompt, and the variables of its template.
     """
 
     sample: Sample
