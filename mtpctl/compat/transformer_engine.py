@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mtpctl.compat import bridge_models
+
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
@@ -54,13 +56,16 @@ def import_auto_bridge() -> type[AutoBridge]:
     if "megatron.bridge" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
         return importlib.import_module("megatron.bridge").AutoBridge
     importlib.import_module("megatron.core.models.gpt.gpt_model")
+    bridge_models.install()
     stand_ins = _stand_ins()
     sys.modules.update(stand_ins)
     # The bridge reports every optional symbol of Transformer Engine that it misses; here all of them are missed on purpose.
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        return importlib.import_module("megatron.bridge").AutoBridge
+        auto_bridge: type[AutoBridge] = importlib.import_module("megatron.bridge").AutoBridge
+        bridge_models.register_families()
+        return auto_bridge
     finally:
         logging.disable(disabled)
         # It also turns the root logger to INFO, where megatron-core tells its whole configuration.
