@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpctl.checkpoint.listing import read_listing, write_listing
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
@@ -190,7 +191,11 @@ def test_a_tower_in_fp8_is_refused_and_does_not_lose_its_scales(tmp_path: Path) 
     write(folder, plain | tower)
     with pytest.raises(UserError, match=r"visual\.proj\.weight is FP8 and no part of the language model; "):
         converted(folder, tmp_path / "checkpoint")
+    # A checkpoint without the model's files, and with a list that does not miss them.
     shutil.rmtree(tmp_path / "plain" / "hf")
+    listing = read_listing(tmp_path / "plain")
+    assert listing is not None
+    write_listing(tmp_path / "plain", listing.number, {})
     with pytest.raises(UserError, match=r"visual\.proj\.weight is FP8"):
         converted(tmp_path / "plain", tmp_path / "back", model=folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "plain"]
