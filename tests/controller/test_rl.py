@@ -316,14 +316,6 @@ def test_a_deterministic_run_trains_on_prompts_in_the_order_of_the_data(tmp_path
     assert [s.prompt_id for batch in world.batches for s in batch[::2]] == [f"p{i}" for i in range(24)]
 
 
-def test_held_out_problems_that_are_trained_on_are_told_of(tmp_path: Path) -> None:
-    stage = stage_of(recipe_of(steps=1), world := World(), tmp_path, lambda s: str(s.index))
-    stage.prepared.problems.evaluation.extend([Problem("e1", "7", "1"), Problem("e2", "other", "1")])
-    asyncio.run(asyncio.wait_for(stage.run(), 20))
-    assert [(kind, message[:8]) for kind, message in world.events] == [("data", "1 of 2 h")]
-    assert run(recipe_of(steps=1), tmp_path).events == []
-
-
 def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
     world = run(recipe_of(staleness=0.0), tmp_path, lambda s: str(s.index) if int(s.prompt_id[1:]) % 2 else "0")
     assert {int(s.prompt_id[1:]) % 2 for batch in world.batches for s in batch} == {1}
