@@ -122,7 +122,7 @@ def test_doctor_verifies_the_checkpoints_of_a_run(recipe: Recipe, mtpctl: Any) -
     assert isinstance(diagnosis.error, ThresholdMissed) and diagnosis.verdict == "damaged"
     told = mtpctl("doctor", str(run), "--json")
     assert told.code == 6 and json.loads(told.out)["checks"]["rl-000002"]["data"]["file"] == SHARD
-    with pytest.raises(UserError, match="is no run directory"):
+    with pytest.raises(UserError, match="is not a run directory"):
         examine_run(run / "checkpoints")
 
 
