@@ -184,7 +184,7 @@ def test_repeated_roles_are_accepted_or_rejected_with_their_line_as_the_template
     assert text_of(chatml(), problem).count("12 degrees.<|im_end|>") == 2
     mistral = tokenizer_of(next(family for family in FAMILIES if family.name == "mistral"))
     with pytest.raises(
-        UserError, match=r"^r\.jsonl:1: data\.chat_template: the template of mistral does not take .*must alternate"
+        UserError, match=r"^r\.jsonl:1: data\.chat_template: the template of mistral rejects .*must alternate"
     ) as caught:
         encode_sft(mistral, problem, DataConfig())
     assert "system_prompt" not in str(caught.value)
