@@ -194,7 +194,7 @@ def test_evaluations_at_other_steps_compare() -> None:
     assert best_speedup(results) == pytest.approx(10 / 4.5)
 
 
-@pytest.mark.parametrize(("sets", "every"), [([], 5), (["train.rl.steps=6"], 2), (["train.eval_every=3"], 3)])
+@pytest.mark.parametrize(("sets", "every"), [(["train.rl.steps=80"], 5), (["train.rl.steps=6"], 2), (["train.eval_every=3"], 3)])
 def test_a_recipe_without_evaluations_gets_sixteen_or_one_every_two_updates(tmp_path: Path, sets: list[str], every: int) -> None:
     experiment = evaluated(Experiment("tiny_mtp", (), ["train.eval_every=0", *sets], tmp_path))
     loaded = experiment.load("stale-0", 0)

@@ -183,9 +183,7 @@ def test_repeated_roles_are_accepted_or_rejected_with_their_line_as_the_template
     (problem,) = read(tmp_path / "r.jsonl", {"messages": [ASK, ASK, SAY, SAY]})
     assert text_of(chatml(), problem).count("12 degrees.<|im_end|>") == 2
     mistral = tokenizer_of(next(family for family in FAMILIES if family.name == "mistral"))
-    with pytest.raises(
-        UserError, match=r"^r\.jsonl:1: data\.chat_template: the template of mistral rejects .*must alternate"
-    ) as caught:
+    with pytest.raises(UserError, match=r"^r\.jsonl:1: data\.chat_template: the template of mistral rejects .*must alternate") as caught:
         encode_sft(mistral, problem, DataConfig())
     assert "system_prompt" not in str(caught.value)
     (leading,) = read(tmp_path / "l.jsonl", {"messages": [SAY, ASK, SAY]})

@@ -306,7 +306,7 @@ def test_a_pass_that_fails_is_told_as_every_error_is(stream: bool) -> None:
     [
         ({"prompt": "ab", "max_tokens": 4, "echo": True}, "does not generate"),
         ({"prompt": "ab"}, "does not generate"),
-        ({"prompt": "ab", "echo": True, "max_tokens": 0, "n": 2}, "one answer"),
+        ({"prompt": "ab", "echo": True, "max_tokens": 0, "n": 2}, "one whole answer"),
     ],
 )
 def test_this_server_does_not_generate(client: httpx.Client, body: dict[str, Any], reason: str) -> None:
