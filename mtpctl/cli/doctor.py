@@ -13,7 +13,7 @@ from mtpctl.cli.answers import answer
 from mtpctl.cli.options import Json
 
 if TYPE_CHECKING:
-    from mtpctl.bench.doctor.examination import Diagnosis
+    from mtpctl.doctor.checks import Diagnosis
 
 MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–[/]", "loaded": "[yellow]?[/]", "failed": "[red]✗[/]"}
 
@@ -21,10 +21,10 @@ MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–
 def doctor(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run: only verify its checkpoints against their checksums.")] = None,
     as_json: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the self-check, which samples and scores for real.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the self-check, which samples and scores with real engines.")] = False,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="ADDRESS", help="Try the network between every two hosts of this Ray cluster, and nothing else."),
+        typer.Option("--cluster", metavar="ADDRESS", help="Only measure the network between every two hosts of this Ray cluster."),
     ] = None,
 ) -> None:
     """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
@@ -33,19 +33,17 @@ def doctor(
     """
     from rich.console import Console
 
-    from mtpctl.bench.doctor.examination import examine, examine_cluster
+    from mtpctl.doctor.checks import examine, examine_cluster, examine_run
 
-    with Console(stderr=True).status("looking at what is installed …") as status:
+    with Console(stderr=True).status("checking the installed packages …") as status:
         if run is not None:
-            from mtpctl.bench.doctor.checkpoints import examine_run
-
             status.update(f"reading the checkpoints of {run} …")
             diagnosis = examine_run(run)
         elif cluster is not None:
-            status.update(f"trying the links between the hosts of {cluster} …")
+            status.update(f"measuring the links between the hosts of {cluster} …")
             diagnosis = examine_cluster(cluster)
         else:
-            diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}; going on …"))
+            diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}"))
     if as_json:
         answer(json.dumps(diagnosis.to_dict(), indent=2))
     else:
@@ -67,7 +65,7 @@ def _print(diagnosis: Diagnosis) -> None:
     table.add_column(justify="right", no_wrap=True, style="dim")
     for check in diagnosis.checks:
         finding = check.finding
-        table.add_row(MARKS[finding.state], f"[bold]{check.name}[/]", escape(finding.told), f"{check.seconds:.1f} s")
+        table.add_row(MARKS[finding.state], f"[bold]{check.name}[/]", escape(finding.summary), f"{check.seconds:.1f} s")
     console = Console(highlight=False)
     console.print(table)
     skipped = [check.name for check in diagnosis.checks if check.finding.state == "skipped"]

@@ -1,4 +1,4 @@
-"""What `mtpctl doctor` prints, and what it exits with; the examination itself is in tests/bench/doctor."""
+"""Output and exit codes of `mtpctl doctor`. The checks are tested in tests/doctor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.doctor.examination import Check, Diagnosis, Finding
 from mtpctl.cli.app import main
+from mtpctl.doctor.checks import Check, Diagnosis, Finding
 from mtpctl.errors import EnvironmentMissing
 
 WELL = [Check("python", Finding("ok", "3.12 [as wanted]"), 0.0), Check("gpus", Finding("absent", "none"), 0.0)]
-SKIPPED = Check("self-check", Finding("skipped", "left out by --quick"), 0.0)
+SKIPPED = Check("self-check", Finding("skipped", "skipped by --quick"), 0.0)
 BROKEN = Check("packages", Finding("failed", "torch: is not installed", [1], EnvironmentMissing("torch: is not installed")), 0.1)
 
 Call = Callable[..., tuple[int, str, str]]
@@ -28,7 +28,7 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
                 done(check)
             return Diagnosis(checks, 2.5)
 
-        monkeypatch.setattr("mtpctl.bench.doctor.examination.examine", examine)
+        monkeypatch.setattr("mtpctl.doctor.checks.examine", examine)
         with pytest.raises(SystemExit) as ended:
             main(["doctor", *arguments])
         printed = capsys.readouterr()
@@ -37,28 +37,28 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return call
 
 
-def test_all_well(doctor: Call) -> None:
+def test_machine_without_failures_is_all_well(doctor: Call) -> None:
     code, out, _ = doctor(WELL)
     assert code == 0
     assert "✓  python  3.12 [as wanted]" in out and "–  gpus" in out
     assert out.endswith("all well, after 2.5 s\n")
 
 
-def test_what_was_left_out_is_said(doctor: Call) -> None:
+def test_skipped_check_is_named_in_the_verdict(doctor: Call) -> None:
     assert doctor([*WELL, SKIPPED], "--quick")[1].endswith("all well, without the self-check, after 2.5 s\n")
 
 
-def test_what_is_missing_is_exit_3_with_one_line_after_the_table(doctor: Call) -> None:
+def test_missing_package_gives_exit_code_3_with_one_line_after_the_table(doctor: Call) -> None:
     code, out, err = doctor([*WELL, BROKEN])
     assert code == 3 and err == "error: torch: is not installed\n"
     assert "✗  packages" in out and "not fit to run" in out
 
 
-def test_json_is_the_whole_diagnosis_whatever_the_verdict(doctor: Call) -> None:
+def test_json_has_the_whole_diagnosis_of_a_failure(doctor: Call) -> None:
     code, out, err = doctor([*WELL, BROKEN], "--json")
-    told = json.loads(out)
-    assert (code, told["exit_code"]) == (3, 3) and err.endswith("error: torch: is not installed\n")
-    assert told["checks"]["packages"] == {
+    document = json.loads(out)
+    assert (code, document["exit_code"]) == (3, 3) and err.endswith("error: torch: is not installed\n")
+    assert document["checks"]["packages"] == {
         "state": "failed",
         "finding": "torch: is not installed",
         "data": [1],

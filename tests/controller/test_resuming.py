@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.doctor.checkpoints import examine_run
 from mtpctl.checkpoint.finding import damaged_in, saved_in
 from mtpctl.checkpoint.listing import write_listing
 from mtpctl.controller import state as module
 from mtpctl.controller.resuming import describe_start, find_start, start_over
 from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState
+from mtpctl.doctor.checks import examine_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, ThresholdMissed, UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe

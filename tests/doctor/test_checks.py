@@ -1,4 +1,4 @@
-"""What the examination makes of its findings; the parts are made up here, and real in test_self_check."""
+"""Findings, errors and exit codes of the doctor. The parts are faked here; `test_parts` runs real ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.doctor import examination
-from mtpctl.bench.doctor.examination import Diagnosis, examine
-from mtpctl.bench.doctor.part import NoAnswer
-from mtpctl.bench.doctor.self_check import Agreement
-from mtpctl.bench.doctor.stack import packages
 from mtpctl.cluster.leftovers import Leftover
 from mtpctl.cluster.links import Link
+from mtpctl.doctor import checks
+from mtpctl.doctor.checks import Diagnosis, examine
+from mtpctl.doctor.parts import Agreement, PartTimeout
+from mtpctl.doctor.stack import packages
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
@@ -36,80 +35,78 @@ PARTS: dict[str, Any] = {
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch) -> Any:
     def call(parts: dict[str, Any] | None = None, **options: Any) -> Diagnosis:
-        told = {**PARTS, **(parts or {})}
+        results = {**PARTS, **(parts or {})}
 
         async def run_part(name: str, folder: Path, deadline_s: float) -> Any:
-            if isinstance(told[name], Exception):
-                raise told[name]
-            return told[name]
+            if isinstance(results[name], Exception):
+                raise results[name]
+            return results[name]
 
-        monkeypatch.setattr(examination, "run_part", run_part)
+        monkeypatch.setattr(checks, "run_part", run_part)
         return examine(**options)
 
     return call
 
 
-def finding(diagnosis: Diagnosis, name: str) -> examination.Finding:
+def finding(diagnosis: Diagnosis, name: str) -> checks.Finding:
     return next(check.finding for check in diagnosis.checks if check.name == name)
 
 
-def test_all_well_has_every_finding_and_exit_code_0(examined: Any) -> None:
-    heard: list[str] = []
-    diagnosis = examined(done=lambda check: heard.append(check.name))
+def test_machine_without_failures_has_every_finding_and_exit_code_0(examined: Any) -> None:
+    reported: list[str] = []
+    diagnosis = examined(done=lambda check: reported.append(check.name))
     names = [check.name for check in diagnosis.checks]
     assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "sandbox", "families", "self-check"]
-    assert set(heard) == set(names)
-    told = diagnosis.to_dict()
-    assert told["exit_code"] == 0 and diagnosis.error is None
-    assert told["checks"]["self-check"]["data"]["accepted"] == 9
-    assert "9 of 30 drafts accepted" in finding(diagnosis, "self-check").told
-    assert finding(diagnosis, "transports").told == "shm live; nccl needs CUDA"
+    assert set(reported) == set(names)
+    document = diagnosis.to_dict()
+    assert document["exit_code"] == 0 and diagnosis.error is None
+    assert document["checks"]["self-check"]["data"]["accepted"] == 9
+    assert "9 of 30 drafts accepted" in finding(diagnosis, "self-check").summary
+    assert finding(diagnosis, "transports").summary == "shm live; nccl needs CUDA"
 
 
-def test_quick_says_that_it_compared_nothing(examined: Any) -> None:
+def test_quick_skips_the_self_check_and_reports_it(examined: Any) -> None:
     skipped = finding(examined({"sample": RuntimeFailure("must not run")}, quick=True), "self-check")
-    assert skipped.state == "skipped" and "--quick" in skipped.told
+    assert skipped.state == "skipped" and "--quick" in skipped.summary
 
 
-def test_log_probs_beyond_the_bound_are_exit_6_with_the_figures(examined: Any) -> None:
+def test_log_probs_beyond_the_bound_give_exit_code_6_with_the_figures(examined: Any) -> None:
     diagnosis = examined({"score": asdict(AGREED) | {"mean_abs": 2e-4, "max_abs": 0.3}})
     assert isinstance(diagnosis.error, ThresholdMissed) and "2.00e-04" in str(diagnosis.error)
     assert finding(diagnosis, "self-check").data["max_abs"] == 0.3
 
 
-def test_log_probs_that_are_no_number_do_not_pass(examined: Any) -> None:
+def test_nan_log_probs_fail(examined: Any) -> None:
     assert isinstance(examined({"score": asdict(AGREED) | {"mean_abs": float("nan")}}).error, ThresholdMissed)
 
 
-def test_what_fails_is_told_and_the_rest_is_still_looked_at(examined: Any) -> None:
+def test_failed_checks_are_named_and_the_others_still_run(examined: Any) -> None:
     diagnosis = examined({"ray": EnvironmentMissing("Ray did not start"), "sample": RuntimeFailure("sample: crashed")})
     assert diagnosis.to_dict()["exit_code"] == 3
     assert str(diagnosis.error) == "Ray did not start (also wrong: self-check)"
     assert finding(diagnosis, "kernels").state == "ok"
 
 
-def test_a_missing_package_is_exit_3_with_its_mend(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination.stack, "project_requirements", lambda: ["nonesuch==1.0", "rich>=13.7", "typer>=999"])
+def test_missing_package_gives_exit_code_3_with_its_fix(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.stack, "project_requirements", lambda: ["nonesuch==1.0", "rich>=13.7", "typer>=999"])
     diagnosis = examined()
     assert isinstance(diagnosis.error, EnvironmentMissing)
     assert str(diagnosis.error) == "nonesuch: is not installed; run pip install 'nonesuch==1.0' in this environment (also: typer)"
 
 
-def test_without_vllm_there_is_no_self_check(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "find_spec", lambda name: None)
+def test_self_check_is_skipped_without_vllm(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert finding(examined({"sample": RuntimeFailure("must not run")}), "self-check").state == "skipped"
 
 
-def test_a_kernel_that_auto_takes_and_that_is_wrong_is_exit_6(examined: Any) -> None:
+def test_wrong_kernel_selected_by_auto_gives_exit_code_6(examined: Any) -> None:
     wrong = {"name": "chunked", "live": False, "reason": "is 3.0e+00 off the reference"}
     diagnosis = examined({"kernels": PARTS["kernels"] | {"implementations": [wrong, {"name": "reference", "live": True}]}})
     assert diagnosis.to_dict()["exit_code"] == 6
 
 
-@pytest.mark.parametrize("error", [NoAnswer("ray: no answer within 120 s"), EnvironmentMissing("Ray did not start: the node timed out")])
-def test_on_a_loaded_machine_what_takes_too_long_tells_nothing_of_it(
-    error: Exception, examined: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("error", [PartTimeout("ray: no answer within 120 s"), EnvironmentMissing("Ray did not start: the node timed out")])
+def test_timeout_on_a_loaded_machine_is_reported_as_loaded(error: Exception, examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (20.0, 20.0, 20.0))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     diagnosis = examined({"ray": error})
@@ -119,54 +116,54 @@ def test_on_a_loaded_machine_what_takes_too_long_tells_nothing_of_it(
     assert type(diagnosis.error) is type(error)
 
 
-def test_on_an_idle_one_it_does(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_on_an_idle_machine_is_a_failure(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (3.9, 0.0, 0.0))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    diagnosis = examined({"ray": NoAnswer("ray: no answer within 120 s")})
+    diagnosis = examined({"ray": PartTimeout("ray: no answer within 120 s")})
     assert finding(diagnosis, "ray").state == "failed" and diagnosis.verdict == "not fit to run"
 
 
-def test_what_crashes_is_broken_under_any_load(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_is_a_failure_under_any_load(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (20.0, 20.0, 20.0))
     diagnosis = examined({"kernels": RuntimeFailure("kernels: ended with code 1")})
     assert finding(diagnosis, "kernels").state == "failed" and diagnosis.verdict == "not fit to run"
 
 
-def test_what_killed_runs_left_is_shown(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination.leftovers, "find", lambda: [Leftover(Path("/dev/shm/mtpctl-run"), 15 << 30)])
+def test_leftovers_of_killed_runs_are_reported(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.leftovers, "find", lambda: [Leftover(Path("/dev/shm/mtpctl-run"), 15 << 30)])
     machine = finding(examined(), "machine")
-    assert machine.told.endswith("killed runs left 1 folder(s), 15 GiB: the next start removes them, or mtpctl clean")
+    assert machine.summary.endswith("killed runs left 1 folder(s), 15 GiB: the next start removes them, or mtpctl clean")
     assert machine.data["leftovers"] == [{"path": "/dev/shm/mtpctl-run", "bytes": 15 << 30}]
 
 
-def test_a_family_that_vllm_cannot_import_is_named_with_the_mend(examined: Any) -> None:
+def test_family_that_vllm_cannot_import_is_named_with_the_fix(examined: Any) -> None:
     rows = [
         row | ({} if row["name"] == "mimo" else {"live": False, "reason": "No module named 'torchvision'", "lacks": "torchvision"})
         for row in PARTS["families"]["families"]
     ]
     diagnosis = examined({"families": {"families": rows}})
-    assert diagnosis.to_dict()["exit_code"] == 3 and "vLLM serves mimo" in finding(diagnosis, "families").told
+    assert diagnosis.to_dict()["exit_code"] == 3 and "vLLM serves mimo" in finding(diagnosis, "families").summary
     assert str(diagnosis.error) == (
         "families: vLLM cannot serve qwen3.5, qwen3.5-moe here: No module named 'torchvision'; "
         "install torchvision in the release that pyproject.toml names"
     )
 
 
-@pytest.mark.parametrize(("found", "told"), [("0.6.0", "there"), ("0.5.0", "not there"), (None, "not there")])
-def test_what_only_adds_speed_is_told_with_what_it_is_for(found: str | None, told: str) -> None:
+@pytest.mark.parametrize(("version", "state"), [("0.6.0", "installed"), ("0.5.0", "not installed"), (None, "not installed")])
+def test_optional_package_is_reported_with_its_purpose(version: str | None, state: str) -> None:
     lines = ["torch==2.13.0", "flash-linear-attention==0.6.0; extra == 'gpu'"]
-    there = {"torch": "2.13.0", "flash-linear-attention": found}
-    package = asyncio.run(examination.packages(packages(lines, "gpu", there.get)))
+    versions = {"torch": "2.13.0", "flash-linear-attention": version}
+    package = asyncio.run(checks.packages(packages(lines, "gpu", versions.get)))
     assert package.state == "ok" and package.error is None
-    assert f"optional: flash-linear-attention {told} (for linear attention of Qwen3-Next and Qwen3.5 in the trainer" in package.told
-    assert package.told.startswith(f"all {2 if told == 'there' else 1} as asked for")
+    assert f"optional: flash-linear-attention {state} (for linear attention of Qwen3-Next and Qwen3.5 in the trainer" in package.summary
+    assert package.summary.startswith(f"all {2 if state == 'installed' else 1} in the required versions")
 
 
 GOOD = Link("a", "b", 1e-4, 1e9)
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "error", "told"),
+    ("measured", "state", "error", "summary"),
     [
         ([], "absent", None, "the cluster has one host"),
         ([GOOD, GOOD], "ok", None, "2 pairs of hosts, 1.00 GB/s in the median"),
@@ -174,7 +171,7 @@ GOOD = Link("a", "b", 1e-4, 1e9)
         ([GOOD, Link("b", "c", error="not reached: refused")], "failed", EnvironmentMissing, "slow: b – c: not reached: refused"),
     ],
 )
-def test_links_between_hosts(found: list[Link], state: str, error: type[Exception] | None, told: str) -> None:
-    finding = examination.links(found)
-    assert finding.state == state and told in finding.told
+def test_links_between_hosts(measured: list[Link], state: str, error: type[Exception] | None, summary: str) -> None:
+    finding = checks.links(measured)
+    assert finding.state == state and summary in finding.summary
     assert finding.error is None if error is None else type(finding.error) is error

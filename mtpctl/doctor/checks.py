@@ -1,0 +1,347 @@
+"""The checks of `mtpctl doctor`. Each has a finding in one sentence, its data, and the seconds it took."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mtpctl.checkpoint.finding import check as check_checkpoint
+from mtpctl.checkpoint.finding import damaged_in, saved_in
+from mtpctl.checkpoint.listing import Damaged, read_listing
+from mtpctl.cluster import leftovers
+from mtpctl.cluster.links import Link, slow, try_links
+from mtpctl.cluster.local import cluster
+from mtpctl.controller.resuming import REFERENCE
+from mtpctl.doctor import stack
+from mtpctl.doctor.parts import Agreement, PartTimeout, run_part
+from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed, UserError
+from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.sandbox.layers import layers
+from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from mtpctl.doctor.parts import Trial
+
+LANES = 2
+"""Checks that run concurrently."""
+
+DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 120.0, "sample": 300.0, "score": 300.0}
+"""Deadlines of the parts. Kernels may have to compile, and the machine may be busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check, as a sentence and as JSON-ready data.
+
+    State `absent`: something optional is missing. `failed` has an error. `loaded` has one too: the check exceeded its deadline on a busy
+    machine, which is no statement about the machine itself.
+    """
+
+    state: Literal["ok", "absent", "skipped", "loaded", "failed"]
+    summary: str
+    data: object = None
+    error: MtpctlError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check with its finding and duration."""
+
+    name: str
+    finding: Finding
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All checks in order, and the total duration. `failure` is the verdict if a check failed."""
+
+    checks: list[Check]
+    seconds: float
+    failure: str = "not fit to run"
+
+    @property
+    def verdict(self) -> str:
+        """The outcome of all checks, in a few words."""
+        states = {check.finding.state for check in self.checks}
+        if "failed" in states:
+            return self.failure
+        return "the machine is too loaded to tell" if "loaded" in states else "all well"
+
+    @property
+    def error(self) -> MtpctlError | None:
+        """The first failure, with the names of the other failed checks; None if there is no failure."""
+        failed = [(check.name, check.finding.error) for check in self.checks if check.finding.error is not None]
+        if not failed:
+            return None
+        first = failed[0][1]
+        return type(first)(f"{first} (also wrong: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready: every check by its name, the total duration, and the exit code."""
+        checks = {
+            check.name: {
+                "state": check.finding.state,
+                "finding": check.finding.summary,
+                "data": check.finding.data,
+                "error": None if check.finding.error is None else str(check.finding.error),
+                "seconds": round(check.seconds, 3),
+            }
+            for check in self.checks
+        }
+        return {"checks": checks, "seconds": round(self.seconds, 3), "exit_code": 0 if self.error is None else self.error.exit_code}
+
+
+Report = Callable[[Check], None]
+
+
+def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
+    """Run every check and call `done` with each as it ends; `quick` skips the self-check.
+
+    A failed check does not stop the others. Raises EnvironmentMissing if the project is not installed.
+    """
+    cards, no_cards = stack.gpus()
+    installed = stack.packages(stack.project_requirements(), "gpu" if cards else "cpu")
+    with tempfile.TemporaryDirectory(prefix="mtpctl-doctor-") as scratch:
+        folder = Path(scratch)
+        # Two lanes, since most of a part's time is spent importing packages on one core.
+        lanes: list[dict[str, Callable[[], Awaitable[Finding]]]] = [
+            {
+                "python": python,
+                "machine": machine,
+                "gpus": lambda: gpus(cards, no_cards),
+                "packages": lambda: packages(installed),
+                "kernels": lambda: kernels(folder),
+                "transports": lambda: transports(folder),
+                "ray": lambda: ray(folder),
+                "sandbox": sandbox,
+                "families": lambda: families(folder, on_cpu=not cards),
+            },
+            {"self-check": lambda: self_check(folder, quick)},
+        ]
+
+        async def run_lanes() -> list[list[Check]]:
+            return await asyncio.gather(*(_run_lane(lane, done) for lane in lanes))
+
+        began = time.perf_counter()
+        checks = asyncio.run(run_lanes())
+        return Diagnosis([check for lane in checks for check in lane], time.perf_counter() - began)
+
+
+async def _run_lane(lane: dict[str, Callable[[], Awaitable[Finding]]], done: Report) -> list[Check]:
+    checks = []
+    for name, find in lane.items():
+        began = time.perf_counter()
+        try:
+            finding = await find()
+        except MtpctlError as error:
+            finding = _failure(error)
+        checks.append(Check(name, finding, time.perf_counter() - began))
+        done(checks[-1])
+    return checks
+
+
+def _failure(error: MtpctlError) -> Finding:
+    """The finding of a failed check: `loaded` if it timed out on a busy machine."""
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    # Ray has a deadline of its own for its processes and reports it in its own words.
+    timed_out = isinstance(error, PartTimeout) or "timed out" in str(error)
+    if not timed_out or load - LANES < cpus:
+        return Finding("failed", str(error), error=error)
+    summary = f"{error}; the machine is loaded ({load:.1f} processes want its {cpus} CPUs): run doctor again when it is less busy"
+    return Finding("loaded", summary, error=type(error)(summary))
+
+
+async def python() -> Finding:
+    """Is this interpreter a supported one?"""
+    running = stack.python()
+    if running.state == "other":
+        raise EnvironmentMissing(
+            f"Python: {running.found} is running, {running.wanted} is needed; create the environment with a supported version"
+        )
+    return Finding("ok", f"{running.found} ({running.wanted} is needed)", {"version": running.found, "needed": running.wanted})
+
+
+async def machine() -> Finding:
+    """How many CPUs and how much memory does the machine have, and what did killed runs leave? This check never fails."""
+    host, left = stack.machine(), leftovers.find()
+    size = sum(each.nbytes for each in left) / 2**30
+    summary = (
+        f"{host['cpus']} CPUs, {host['memory_gib']:g} GiB memory, {host['memory_available_gib']:g} of it free, "
+        f"{host['shared_memory_free_gib']:g} GiB free in /dev/shm; {host['system']}, {host['arch']}"
+    )
+    if left:
+        summary += f"; killed runs left {len(left)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"
+    return Finding("ok", summary, {**host, "leftovers": [{"path": str(each.path), "bytes": each.nbytes} for each in left]})
+
+
+async def gpus(cards: list[stack.Card], reason: str) -> Finding:
+    """Which GPUs does the machine have? `reason`: of their absence."""
+    if not cards:
+        return Finding("absent", f"none ({reason}): everything runs on the CPU", [])
+    kinds = [(card["name"], card["memory_gib"]) for card in cards]
+    summary = "; ".join(f"{kinds.count(kind)} x {kind[0]}, {kind[1]:g} GiB each" for kind in dict.fromkeys(kinds))
+    return Finding("ok", f"{summary}; driver {cards[0]['driver']}", cards)
+
+
+async def packages(installed: list[stack.Package]) -> Finding:
+    """Are all required packages installed, in the required versions?"""
+    data = [asdict(package) | {"state": package.state} for package in installed]
+    wrong = [package for package in installed if package.needed and package.state != "ok"]
+    if wrong:
+        others = f" (also: {', '.join(package.name for package in wrong[1:])})" if wrong[1:] else ""
+        return Finding("failed", "; ".join(package.fix for package in wrong), data, EnvironmentMissing(wrong[0].fix + others))
+    pinned = [f"{package.name} {package.found}" for package in installed if package.pinned and package.state == "ok"]
+    optional = [package for package in installed if not package.needed]
+    missing = sum(package.state != "ok" for package in optional)
+    summary = [f"all {len(installed) - missing} in the required versions, pinned: {', '.join(pinned)}"]
+    for package in optional:
+        purpose = stack.SPEEDS_UP.get(package.name, "speed alone")
+        summary.append(f"optional: {package.name} {'installed' if package.state == 'ok' else 'not installed'} (for {purpose})")
+    return Finding("ok", "; ".join(summary), data)
+
+
+async def kernels(folder: Path) -> Finding:
+    """Which implementations of `linear_logprob` agree with the reference here? The one that `auto` selects must."""
+    result = await run_part("kernels", folder, DEADLINE_S["kernels"])
+    text = f"{_live(result['implementations'])}; auto runs {result['auto']}"
+    if not any(row["live"] for row in result["implementations"] if row["name"] == result["auto"].split()[0]):
+        error = ThresholdMissed(f"kernels: the implementation that auto runs here does not agree with the reference: {text}")
+        return Finding("failed", text, result, error)
+    return Finding("ok", text, result)
+
+
+async def transports(folder: Path) -> Finding:
+    """Which transports work between trainer and engines here?"""
+    rows = (await run_part("transports", folder, DEADLINE_S["transports"]))["transports"]
+    text = _live(rows)
+    if not any(row["live"] for row in rows):
+        return Finding("failed", text, rows, EnvironmentMissing(f"transports: none works here: {text}"))
+    return Finding("ok", text, rows)
+
+
+async def ray(folder: Path) -> Finding:
+    """Does Ray start on this machine, and does a worker answer?"""
+    result = await run_part("ray", folder, DEADLINE_S["ray"])
+    return Finding("ok", f"{result['version']} starts here, and a task answers", result)
+
+
+async def sandbox() -> Finding:
+    """Which layers isolate the model's code here, in rewards and environments that run it?"""
+    try:
+        with Sandbox() as box:
+            available = await asyncio.to_thread(layers, box)
+            walls = box.walls()
+    except EnvironmentMissing as error:
+        return Finding("absent", f"{error}; the reward code and the environment python refuse to start", [])
+    summary = "; ".join([str(walls), *(f"{layer.name}: {layer.by}" for layer in available)])
+    return Finding("ok", summary, [asdict(layer) for layer in available])
+
+
+async def families(folder: Path, *, on_cpu: bool) -> Finding:
+    """Which model families can vLLM serve here?"""
+    if find_spec("vllm") is None:
+        return Finding("skipped", "vLLM is not installed")
+    rows = (await run_part("families", folder, DEADLINE_S["families"]))["families"]
+    dead = [row for row in rows if not row["live"]]
+    text = f"vLLM serves {', '.join(row['name'] for row in rows if row['live']) or 'none'}"
+    if dead:
+        lacks = next((row["lacks"] for row in dead if row["lacks"]), None)
+        fix = f"install {lacks} in the release that pyproject.toml names" if lacks else "reinstall the project"
+        names = ", ".join(row["name"] for row in dead)
+        return Finding("failed", text, rows, EnvironmentMissing(f"families: vLLM cannot serve {names} here: {dead[0]['reason']}; {fix}"))
+    return Finding("ok", text + ("; linear attention, on a CPU, in bf16 alone" if on_cpu else ""), rows)
+
+
+async def self_check(folder: Path, quick: bool) -> Finding:
+    """Do vLLM and Megatron compute the same log-probs of the same tokens?"""
+    if quick:
+        return Finding("skipped", "skipped by --quick: vLLM's log-probs were not compared with the trainer's")
+    if find_spec("vllm") is None:
+        return Finding("skipped", "vLLM is not installed")
+    sampled = await run_part("sample", folder, DEADLINE_S["sample"])
+    agreement = Agreement(**await run_part("score", folder, DEADLINE_S["score"]))
+    summary = (
+        f"{agreement.tokens:,} tokens of {agreement.responses} responses, sampled at T={agreement.temperature:g} with speculation: the "
+        f"log-probs of vLLM and of the trainer differ by {agreement.mean_abs:.1e} in the mean, {agreement.max_abs:.1e} at most (bound "
+        f"{agreement.bound:g} for the mean, {agreement.precision}); {agreement.accepted:,} of {agreement.drafted:,} drafts accepted"
+    )
+    data = asdict(agreement) | {"tokens_per_s": sampled["tokens"] / sampled["seconds"]}
+    try:
+        agreement.check()
+    except ThresholdMissed as error:
+        return Finding("failed", summary, data, error)
+    return Finding("ok", summary, data)
+
+
+def _live(rows: list[Trial]) -> str:
+    live = [row["name"] for row in rows if row["live"]]
+    return "; ".join([f"{', '.join(live) or 'none'} live", *(f"{row['name']} {row['reason']}" for row in rows if not row["live"])])
+
+
+def examine_cluster(address: str) -> Diagnosis:
+    """Measure the network between every two hosts of the cluster at this address. Raises EnvironmentMissing if no cluster answers."""
+    began = time.perf_counter()
+    with cluster(ClusterConfig(address=address), cpus=0, gpus=0, tidy=False):
+        measured = asyncio.run(try_links())
+    seconds = time.perf_counter() - began
+    return Diagnosis([Check("links", links(measured), seconds)], seconds)
+
+
+def links(measured: list[Link]) -> Finding:
+    """Which links between hosts are slow or dead?"""
+    data = [asdict(link) for link in measured]
+    if not measured:
+        return Finding("absent", "the cluster has one host", data)
+    rates = sorted(link.rate for link in measured if not link.error)
+    usual = f"{len(measured)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
+    bad = slow(measured)
+    if not bad:
+        return Finding("ok", usual, data)
+    summary = f"{usual}; slow: {'; '.join(link.told() for link in bad)}"
+    kind = EnvironmentMissing if any(link.error for link in bad) else ThresholdMissed
+    return Finding("failed", summary, data, kind(f"links: {summary}; look at its cable and route, or set cluster.interface"))
+
+
+def examine_run(run: Path) -> Diagnosis:
+    """Compare the checkpoints of a run, newest first, and the initial policy of its RL with their checksums.
+
+    Raises UserError if `run` is not a run directory.
+    """
+    directory, began = RunDirectory(run), time.perf_counter()
+    if not directory.recipe.is_file():
+        raise UserError(f"{run}: is not a run directory; name one that has {directory.recipe.name}")
+    checks = [_verify(path, of_run=True) for path in saved_in(directory.checkpoints)]
+    if (reference := directory.path / REFERENCE).is_dir():
+        checks.append(_verify(reference, of_run=False))
+    renamed = "is damaged, and was renamed by an earlier start: no run resumes from it"
+    checks += [Check(path.name, Finding("absent", renamed), 0.0) for path in damaged_in(directory.checkpoints)]
+    if not checks:
+        checks = [Check("checkpoints", Finding("absent", "the run has none yet"), 0.0)]
+    return Diagnosis(checks, time.perf_counter() - began, failure="damaged")
+
+
+def _verify(path: Path, *, of_run: bool) -> Check:
+    began = time.perf_counter()
+    try:
+        verified = check_checkpoint(path, contents=True, of_run=of_run)
+        listing = read_listing(path)
+    except Damaged as damage:
+        error = ThresholdMissed(f"{path}/{damage}; restore it, or resume: the run uses its newest whole checkpoint, and keeps this one")
+        finding = Finding("failed", str(damage), {"file": damage.file, "damage": damage.what}, error)
+    else:
+        if not verified or listing is None:
+            finding = Finding("absent", "was saved without checksums, by an earlier release: its contents are not verified")
+        else:
+            size = f"{listing.nbytes / (1 << 30):,.2f} GiB" if listing.nbytes >= 1 << 30 else f"{listing.nbytes / (1 << 20):,.1f} MiB"
+            data = {"files": len(listing.files), "bytes": listing.nbytes}
+            finding = Finding("ok", f"{len(listing.files)} files, {size}, match their checksums", data)
+    return Check(path.name, finding, time.perf_counter() - began)
