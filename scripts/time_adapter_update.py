@@ -20,14 +20,14 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.families.tensors import section_of
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
-from mtpctl.plan.wire import ADAPTER_PREFIX, adapter_tensors, wire_tensors
+from mtpctl.plan.buckets import ADAPTER_PREFIX, adapter_tensors, wire_tensors
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import DTYPES, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
-from mtpctl.sync.publisher import Publisher
-from mtpctl.sync.session import update_target
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
+from mtpctl.sync.update import update_target
 
 
 class Here:

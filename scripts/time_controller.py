@@ -35,7 +35,7 @@ from typing import Any, cast
 
 import psutil
 
-from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.process import settle_heap
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage

@@ -31,8 +31,8 @@ import typer
 from mtpctl.bench.cycle_model import answer
 from mtpctl.bench.machine import machine, told
 from mtpctl.bench.rollout_engines import Bench, Options, known_shape
-from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
+from mtpctl.cluster.process import settle_heap
 from mtpctl.data.tokenizers import Tokenizer, load_byte_tokenizer, make_byte_tokenizer
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.rollout.chat import ChatReplies

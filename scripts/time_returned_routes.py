@@ -20,7 +20,7 @@ import typer
 from mtpctl.bench.rollout_engines import START_S
 from mtpctl.bench.rollout_load import make_load, send
 from mtpctl.cluster.local import cluster
-from mtpctl.families.hub import hub_config
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.memory import kv_bytes_per_token
 from mtpctl.plan.placement import Actor, Placement

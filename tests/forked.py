@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mtpctl.cluster.meeting import address_of, host_store
+from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.model.parallel import Rank
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpctl.bench.fused_cases import Inputs, clipped_loss, make_inputs
 from mtpctl.bench.fused_kernels import Shape, time_runs
-from mtpctl.cluster.meeting import address_of, host_store, join_store
+from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.plan.memory import GIB

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from mtpctl.bench.machine import Environment
 from mtpctl.bench.train_step import TIMER, TokensWithEntropy, matmul_tflops, samples, synchronize
-from mtpctl.cluster.meeting import address_of, host_store
+from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.model.parallel import Rank

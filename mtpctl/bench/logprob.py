@@ -22,7 +22,7 @@ import torch
 
 from mtpctl.bench.logprob_rank import BenchRank
 from mtpctl.bench.machine import Environment
-from mtpctl.families.toy import toy_config
+from mtpctl.families.configs import toy_config
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.protocol import Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig

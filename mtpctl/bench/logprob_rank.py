@@ -15,8 +15,8 @@ from mtpctl.logprob.rank import ScoreRank
 from mtpctl.model.build import TORCH_DTYPES
 from mtpctl.plan.buckets import TensorSpec
 from mtpctl.plan.memory import GIB
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.protocol import Manifest
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.head import Head

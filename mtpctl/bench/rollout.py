@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from mtpctl.bench.rollout_engines import Bench, Offline, Once, Options, all_of
 from mtpctl.bench.rollout_load import Load, Run
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
+from mtpctl.cluster.process import settle_heap
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.rollout.pool import ReplicaPool
 

@@ -17,10 +17,9 @@ from mtpctl.bench.cycle_model import write_cycle_model
 from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
 from mtpctl.cluster.deadlines import within
 from mtpctl.errors import UserError
-from mtpctl.families.hub import hub_config
+from mtpctl.families.configs import hub_config, toy_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters
-from mtpctl.families.toy import toy_config
 from mtpctl.plan.memory import kv_bytes_per_token
 from mtpctl.plan.placement import Actor, Placement
 from mtpctl.recipe.schema import Recipe

@@ -16,11 +16,10 @@ from mtpctl.bench.sync_results import Options
 from mtpctl.errors import RuntimeFailure
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode
+from mtpctl.sync.protocol import Manifest, PauseMode
 from mtpctl.sync.sender import Sender
-from mtpctl.sync.session import SyncReport
 from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.update import SyncReport
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -142,7 +141,7 @@ class SingleEngine:
         return [f"engine {rank}" for rank in range(ranks)]
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
-        from mtpctl.sync.session import or_cancel
+        from mtpctl.sync.update import or_cancel
 
         report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
         return [report]

@@ -26,7 +26,7 @@ from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.transports.base import Sent
 
 if TYPE_CHECKING:

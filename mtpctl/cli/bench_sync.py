@@ -44,7 +44,7 @@ def sync_weights(
     from mtpctl.bench import sync_weights as bench
     from mtpctl.bench.machine import machine
     from mtpctl.bench.sync_results import Options, as_json, table
-    from mtpctl.families.hub import hub_config
+    from mtpctl.families.configs import hub_config
     from mtpctl.recipe.loading import load_recipe
 
     cuda = torch.cuda.is_available()

@@ -65,7 +65,7 @@ def convert_hf(
     from mtpctl.convert.target import check_target
 
     check_target(source, target, force=force)  # before torch is imported, which takes seconds
-    from mtpctl.cluster.heap import importing
+    from mtpctl.cluster.process import importing
 
     with importing():
         from mtpctl.convert.conversion import ConversionOptions, convert

@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
+from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import cluster
-from mtpctl.cluster.room import Host
 from mtpctl.controller.copies import check_copies
 from mtpctl.controller.inputs import check_rows, check_weights
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.look import leaks_in, look
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
-from mtpctl.families.reading import shape_of
-from mtpctl.families.serving import check_importable
+from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.buckets import base_weight_bytes, section_buckets
 from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
-from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, trainer_memory
+from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, most_engines, place
-from mtpctl.plan.routes import route_bytes
-from mtpctl.plan.wire import base_weight_bytes, section_buckets
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.schema import Recipe
@@ -175,7 +173,7 @@ def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
 
     Raises EnvironmentMissing where no cluster answers.
     """
-    from mtpctl.cluster.hosts import ray_hosts
+    from mtpctl.cluster.bundles import ray_hosts
 
     with cluster(recipe.cluster, cpus=0, gpus=0, tidy=False):
         found = ray_hosts()

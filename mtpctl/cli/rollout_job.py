@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
+from mtpctl.cluster.process import settle_heap
 from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
 from mtpctl.data.end_tokens import EndTokens
@@ -35,7 +35,7 @@ from mtpctl.rollout.sample_file import Origin, SampleFile
 from mtpctl.rollout.start import start_pool
 from mtpctl.rollout.trial import try_environment
 from mtpctl.samples import Sample
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.store import VersionStore
 
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ def _plan(recipe: Recipe) -> Plan:
     """Buckets by section, from the model's shape alone."""
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
-    from mtpctl.plan.wire import base_weight_bytes, section_buckets
+    from mtpctl.plan.buckets import base_weight_bytes, section_buckets
     from mtpctl.recipe.model_source import hf_config
 
     config = hf_config(recipe.model)

@@ -1,65 +1,61 @@
-"""The hosts of the Ray cluster that this process has joined: what each has, and what is free on it."""
+"""Room on hosts: the CPUs and the share of each card that are free, and what is left of them when ranks take some."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-from mtpctl.cluster.room import Host
 
 
 @dataclass(frozen=True, slots=True)
-class RayHost:
-    """A host by its id in Ray: all its CPUs and GPUs (`whole`), and those that nobody has reserved (`free`).
+class Host:
+    """CPUs and GPUs of one machine, and its name where it is known. The fractional part of `gpus` is the free share of one card."""
 
-    Nothing is free on a host that is being drained, where Ray starts nothing any more.
+    cpus: float
+    gpus: float = 0
+    name: str = ""
+
+
+Room = tuple[float, list[float]]
+"""CPUs that are free on a host, and the free share of each of its cards."""
+
+Taken = tuple[int, list[tuple[int, ...]]]
+"""The index of a host, and for each rank the numbers of the cards that it takes there."""
+
+
+def rooms(hosts: Iterable[Host], most: float = math.inf) -> list[Room]:
+    """The room of each host; of its cards, at most `most` are counted."""
+    return [(host.cpus, _cards(min(host.gpus, most))) for host in hosts]
+
+
+def _cards(gpus: float) -> list[float]:
+    gpus = round(gpus, 4)  # as finely as Ray counts
+    whole = int(gpus)
+    return [1.0] * whole + ([gpus - whole] if gpus > whole else [])
+
+
+def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None:
+    """Take CPUs and cards for all ranks from the first host that has enough, and reduce `free` by them. None where no host has enough."""
+    for host, (spare, cards) in enumerate(free):
+        left = without(cards, ranks, gpus)
+        if spare + 1e-9 >= ranks * cpus and left is not None:
+            free[host] = (spare - ranks * cpus, left[0])
+            return host, left[1]
+    return None
+
+
+def without(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
+    """The free shares of the cards after `ranks` ranks took `gpus` each, and the cards that each rank took; None where they do not suffice.
+
+    Cards are chosen as Ray chooses them: a share is taken from the card with the least room that is enough.
     """
-
-    node: str
-    whole: Host
-    free: Host
-
-    @property
-    def name(self) -> str:
-        """Its address; where several hosts have the same address, with the first characters of its id."""
-        return self.whole.name
-
-
-def ray_hosts() -> list[RayHost]:
-    """The hosts that are alive, the head first and the others by their addresses, so that every call has them in the same order."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    free, leaving = available_resources_per_node(), draining()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
-    addresses = [str(node["NodeManagerAddress"]) for node in alive]
-    found = []
-    for node, address in zip(alive, addresses, strict=True):
-        key = str(node["NodeID"])
-        name = address if addresses.count(address) == 1 else f"{address}/{key[:6]}"
-        found.append(RayHost(key, _host(node["Resources"], name), _host({} if key in leaving else free.get(key, {}), name)))
-    return found
-
-
-def draining() -> set[str]:
-    """Ids of the hosts that are being drained: they are alive, and will be taken away soon."""
-    from ray._private.state import state
-
-    return set(state.get_draining_nodes())
-
-
-def living() -> set[str]:
-    """Ids of the hosts that are alive, as far as Ray knows: Ray takes some seconds to notice that a host is gone."""
-    import ray
-
-    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
-
-
-def _host(resources: dict[str, Any], name: str) -> Host:
-    return Host(float(resources.get("CPU", 0)), float(resources.get("GPU", 0)), name)
-
-
-def _order(node: dict[str, Any]) -> tuple[bool, list[int], str]:
-    address = str(node["NodeManagerAddress"])
-    numbers = [int(part) for part in address.split(".")] if address.replace(".", "").isdigit() else []
-    return "node:__internal_head__" not in node["Resources"], numbers, str(node["NodeID"])
+    left, taken = list(cards), []
+    for _ in range(ranks):
+        fitting = [card for card, free in enumerate(left) if free + 1e-9 >= min(gpus, 1)]
+        chosen = sorted(fitting, key=left.__getitem__)[: math.ceil(gpus)]
+        if len(chosen) < gpus:
+            return None
+        for card in chosen:
+            left[card] -= min(gpus, 1)
+        taken.append(tuple(chosen))
+    return left, taken

@@ -114,7 +114,7 @@ async def try_links() -> list[Link]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from mtpctl.cluster.hosts import ray_hosts
+    from mtpctl.cluster.bundles import ray_hosts
 
     hosts = ray_hosts()
     remote = ray.remote(Endpoint)

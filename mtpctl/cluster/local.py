@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.logs import folder_for_all
+from mtpctl.cluster.process import folder_for_all
 from mtpctl.cluster.watchdog import Watchdog
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig

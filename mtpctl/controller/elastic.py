@@ -13,9 +13,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
+from mtpctl.cluster.bundles import Claim, Seats, draining, living
 from mtpctl.cluster.deadlines import in_thread, one_line
-from mtpctl.cluster.hosts import draining, living
-from mtpctl.cluster.seats import Claim, Seats
 from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits
 from mtpctl.errors import UserError

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from mtpctl.checkpoint.finding import choose
+from mtpctl.cluster.bundles import Seats
 from mtpctl.cluster.deadlines import finished_before, within
-from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import Daemons, check_room, cluster
-from mtpctl.cluster.room import Host
-from mtpctl.cluster.seats import Seats
+from mtpctl.cluster.process import settle_heap
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.elastic import ElasticRollout

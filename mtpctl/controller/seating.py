@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from mtpctl.cluster.hosts import RayHost, ray_hosts
-from mtpctl.cluster.seats import LOOK_S, Bundle, Claim, Occupied, Seats
+from mtpctl.cluster.bundles import LOOK_S, Bundle, Claim, Occupied, RayHost, Seats, ray_hosts
 from mtpctl.controller.waits import Waits
 from mtpctl.errors import ClusterResources
 from mtpctl.plan.placement import Actor, Placement, place

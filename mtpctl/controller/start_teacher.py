@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from mtpctl.cluster.bundles import Seats
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.seats import Seats
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.teacher import Hint, ServedAtUrl, ServedInRun, Source, Teacher
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer

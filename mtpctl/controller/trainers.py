@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mtpctl.cluster.bundles import LOOK_S, Found, Options, Seats
 from mtpctl.cluster.deadlines import one_line, within
-from mtpctl.cluster.logs import name_for_one
-from mtpctl.cluster.seats import LOOK_S, Found, Options, Seats
+from mtpctl.cluster.process import name_for_one
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtpctl.cluster.logs import newest_line
+from mtpctl.cluster.process import newest_line
 
 LOOK_S = 1.0
 """Seconds between two looks at the logs."""

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.manifest import Section
-from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.protocol import Section, SyncError
 from mtpctl.sync.update import Generators, LogprobReplicas, Parties, Trainer, WeightUpdate
 
 

@@ -17,7 +17,7 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.convert.verification import BOUND, Verified, compare, compare_extras, compare_logits, prompt_logits
 from mtpctl.errors import ThresholdMissed
-from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
 APPLIED_BOUND = 1e-4

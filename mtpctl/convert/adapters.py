@@ -21,7 +21,7 @@ from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.upstream import ConversionTask, ParamMapping, packs_experts
 from mtpctl.errors import UserError
 from mtpctl.model.lora import ROW, WHOLE, Adapter
-from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
 SAMPLED_ROWS = 8

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, get_args
 
 from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, ThresholdMissed, UserError
+from mtpctl.families.configs import toy_config
 from mtpctl.families.registry import FAMILIES
-from mtpctl.families.toy import toy_config
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.sync import TRANSPORTS
@@ -190,7 +190,7 @@ def _send_through_shm(fallback: Path) -> str:
     """Publish a tensor and read it back as a receiver does. Returns the reason of a failure, or an empty string."""
     import torch
 
-    from mtpctl.sync.publisher import Publisher
+    from mtpctl.sync.sender import Publisher
     from mtpctl.sync.store import VersionStore, default_root
     from mtpctl.sync.transports.base import open_reader
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
 
 from mtpctl.errors import UserError
-from mtpctl.families.registry import Flag
+from mtpctl.families.registry import Family, Flag
+from mtpctl.families.shape import RopeScaling
 
 
 class Fields:
@@ -48,3 +51,215 @@ def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"model config: {key} must be an object, got {value!r}")
     return value or {}
+
+
+REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+"""Required numbers, by kind of scaling."""
+
+OPTIONAL = {
+    "linear": (),
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""Optional numbers, by kind of scaling."""
+
+MAGNITUDES = ("mscale", "mscale_all_dim")
+"""Further numbers of YaRN; 0 means unset."""
+
+LAYER_KINDS = ("full_attention", "linear_attention", "sliding_attention", "chunked_attention")
+"""Keys of a config that has rotary embeddings for each kind of layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFields:
+    """theta: base of the wavelengths; fraction: rotated share of a head; positions: tokens that the embedding covers."""
+
+    theta: float
+    scaling: RopeScaling | None
+    fraction: float
+    positions: int
+
+
+def rope_fields(family: Family, config: Mapping[str, object], positions: int) -> RopeFields:
+    """Read the rotary embedding of a config whose `max_position_embeddings` is `positions`.
+
+    Raises UserError for a scaling that the trainer does not compute, and if a number is missing or of another type.
+    """
+    rope, above = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
+    if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
+        raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
+    fraction = rope.number("partial_rotary_factor", above.number("partial_rotary_factor", family.rotary_fraction))
+    if fraction != family.rotary_fraction and (family.rotary_fraction == 1.0 or family.latent):
+        # In these families transformers ignores the field and engines apply it.
+        raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
+    scaling = _scaling(family, rope, positions)
+    if scaling is not None:
+        positions = _covered(scaling, positions)
+    return RopeFields(rope.number("rope_theta", above.number("rope_theta", family.rope_theta)), scaling, fraction, positions)
+
+
+def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None:
+    """The scaling fields, checked for the numbers that their kind needs; None if RoPE is not scaled."""
+    kind, older = (rope.raw.get(name) for name in ("rope_type", "type"))
+    if kind is not None and older is not None and kind != older:
+        raise UserError(f"model config: rope_type {kind!r} and type {older!r} contradict each other; keep rope_type")
+    kind = kind or older or "default"
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in REQUIRED:
+        raise UserError(f"model config: RoPE scaling {kind!r} is not supported; linear, llama3 and yarn are")
+    for key in REQUIRED[kind]:
+        if rope.raw.get(key) is None:
+            raise UserError(f"model config: RoPE scaling {kind!r} lacks {key}")
+    for key in (*REQUIRED[kind], *OPTIONAL[kind]):
+        rope.number(key, 1.0)
+    if kind == "llama3" and rope.number("low_freq_factor", 1.0) >= rope.number("high_freq_factor", 4.0):
+        raise UserError("model config: low_freq_factor of RoPE scaling 'llama3' must be below high_freq_factor")
+    if kind == "yarn":
+        for key in MAGNITUDES:
+            if rope.raw.get(key):
+                rope.number(key, 1.0)
+        rope.switch("truncate", True)
+    if family.latent:
+        _check_latent(family, kind, rope)
+    # Everything but linear scaling refers to the length that the model was trained with.
+    trained = {} if kind == "linear" else {"original_max_position_embeddings": rope.whole("original_max_position_embeddings", positions)}
+    return cast(RopeScaling, {**rope.raw, "rope_type": kind, **trained})
+
+
+def _check_latent(family: Family, kind: str, rope: Fields) -> None:
+    """Reject scalings that engines compute differently from transformers for latent attention: engines support YaRN with mscale only."""
+    if kind != "yarn":
+        raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; yarn is")
+    if rope.raw.get("attention_factor") is not None:
+        raise UserError(f"model config: attention_factor is not supported for {family.name}; mscale and mscale_all_dim are")
+    if not rope.switch("truncate", True):
+        raise UserError(f"model config: truncate false is not supported for {family.name}; true is")
+    if bool(rope.raw.get("mscale")) != bool(rope.raw.get("mscale_all_dim")):
+        raise UserError(f"model config: mscale and mscale_all_dim of {family.name} must both be given, or neither")
+
+
+def _covered(scaling: RopeScaling, positions: int) -> int:
+    """The tokens for which engines have rotary embeddings: `max_position_embeddings` counts scaled ones except with linear scaling."""
+    if scaling["rope_type"] == "linear":
+        return int(positions * scaling["factor"])
+    if scaling["rope_type"] == "yarn":
+        return min(positions, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+    return positions
+
+
+OFF = (None, False, 0, "", "none")
+ONE = (None, 1)
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    # scores and logits
+    "attn_logit_softcapping": OFF,
+    "attn_logit_softcap": OFF,
+    "final_logit_softcapping": OFF,
+    "logits_soft_cap": OFF,
+    "router_logit_softcapping": OFF,
+    "logit_scale": ONE,
+    "logits_scaling": ONE,
+    "query_pre_attn_scalar": OFF,
+    "attention_multiplier": OFF,
+    "attn_temperature_tuning": OFF,
+    "llama_4_scaling": OFF,
+    # states
+    "embedding_multiplier": ONE,
+    "residual_multiplier": ONE,
+    "scale_emb": ONE,
+    "scale_depth": OFF,
+    "layer_scale": OFF,
+    "use_parallel_residual": OFF,
+    "parallel_attn": OFF,
+    "clip_qkv": OFF,
+    # attention
+    "alibi": OFF,
+    "is_causal": (None, True),
+    "position_embedding_type": (None, "rope", "rotary"),
+    "no_rope_layer_interval": OFF,
+    "attention_chunk_size": OFF,
+    "dual_chunk_attention_config": (*OFF, {}),
+    "index_topk": OFF,
+    "use_sliding_window": OFF,
+    "rope_interleave": (None, True),
+    # biases
+    "use_bias": OFF,
+    "add_bias_linear": OFF,
+    "attention_out_bias": OFF,
+    "mlp_bias": OFF,
+    # experts and MTP layers
+    "moe_layer_freq": ONE,
+    "mtp_use_dedicated_embeddings": OFF,
+}
+"""Accepted values of each field, which change nothing. 1 equals 1.0 here, and 0 equals false."""
+
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
+WINDOWLESS = ("qwen2", "qwen3", "qwen3-moe", "mimo")
+"""Families whose configs state a `sliding_window` that is used only with `use_sliding_window`."""
+
+
+def check_supported(family: Family, fields: Fields, positions: int) -> None:
+    """Raise UserError naming a field that changes what the model computes and that the trainer does not implement."""
+    for key in ACTIVATIONS:
+        activation = fields.raw.get(key) or "silu"
+        if activation not in ("silu", "swish"):
+            raise UserError(f"model config: {key} {activation!r} is not supported; silu is")
+    _check_biases(family, fields)
+    for key, value in family.required_values:
+        if (said := fields.raw.get(key)) not in (None, value):
+            raise UserError(f"model config: {key} {said!r} is not supported for {family.name}; {value!r} is")
+    for key, neutral in NEUTRAL.items():
+        if (said := fields.raw.get(key)) not in neutral:
+            raise UserError(f"model config: {key} {said!r} is not supported: the trainer would compute the model without it")
+    _check_windows(family, fields, positions)
+    _check_norms_and_gates(family, fields)
+    _check_router(family, fields)
+
+
+def _check_biases(family: Family, fields: Fields) -> None:
+    for key in family.output_biases:
+        if fields.switch(key, False):
+            raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
+    wanted = family.qkv_bias is True
+    if "qkv_bias" in fields.raw and fields.switch("qkv_bias", wanted) != wanted:
+        raise UserError(f"model config: qkv_bias {str(not wanted).lower()} is not supported for {family.name}; {str(wanted).lower()} is")
+
+
+def _check_windows(family: Family, fields: Fields, positions: int) -> None:
+    kinds = fields.raw.get("layer_types")
+    if isinstance(kinds, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in kinds):
+        raise UserError("model config: layer_types with windows are not supported: every token attends to all before it")
+    window = fields.raw.get("sliding_window")
+    unused = window in OFF or family.name in WINDOWLESS or fields.raw.get("use_sliding_window") is False
+    if not unused and (not isinstance(window, int) or window < positions):
+        raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all before it")
+    layers = fields.raw.get("no_rope_layers")
+    if isinstance(layers, list) and not all(layers):
+        raise UserError("model config: no_rope_layers is not supported: every layer has rotary embeddings")
+
+
+def _check_norms_and_gates(family: Family, fields: Fields) -> None:
+    for key in ("qk_norm", "use_qk_norm", "qk_layernorm"):
+        if key != family.qk_norm and key in fields.raw and fields.switch(key, False) != fields.flag(family.qk_norm):
+            raise UserError(f"model config: {key} {str(fields.raw[key]).lower()} is not supported for {family.name}")
+    if fields.switch("attn_output_gate", family.gated_attention) != family.gated_attention:
+        raise UserError(f"model config: attn_output_gate must be {str(family.gated_attention).lower()} for {family.name}")
+
+
+def _check_router(family: Family, fields: Fields) -> None:
+    if family.moe is None:
+        return
+    if not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
+        raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
+    score = "sigmoid" if family.moe.router_bias else "softmax"
+    if (said := fields.raw.get("scoring_func")) not in (None, score):
+        raise UserError(f"model config: scoring_func {said!r} is not supported for {family.name}; {score!r} is")
+    if family.moe.router_bias:
+        if (said := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
+            raise UserError(f"model config: topk_method {said!r} is not supported for {family.name}; 'noaux_tc' is")
+        return
+    for key in ("routed_scaling_factor", "n_group", "topk_group"):
+        if (said := fields.raw.get(key)) not in (*OFF, 1):
+            raise UserError(f"model config: {key} {said!r} is not supported for {family.name}; 1 is")

@@ -12,8 +12,7 @@ import torch
 
 from mtpctl.sync.adapter import AdapterReceiver, rank_of
 from mtpctl.sync.checksums import checksum
-from mtpctl.sync.manifest import SectionPlan
-from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 
 
 class MergedAdapter(AdapterReceiver):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from mtpctl.cluster.bundles import Options, Seats
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Tell, tell_nobody
-from mtpctl.cluster.seats import Options, Seats
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica

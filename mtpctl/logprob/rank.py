@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.cluster.heap import importing, settle_heap
-from mtpctl.cluster.logs import write_to_run
-from mtpctl.cluster.seats import Found, here
+from mtpctl.cluster.bundles import Found, here
+from mtpctl.cluster.process import importing, settle_heap, write_to_run
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.kernels import KernelsConfig
@@ -19,8 +18,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
-from mtpctl.sync.manifest import JsonObject, Manifest
-from mtpctl.sync.protocol import PlanMismatch, Section, SyncError, WeightsDiffer
+from mtpctl.sync.protocol import JsonObject, Manifest, PlanMismatch, Section, SyncError, WeightsDiffer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +73,7 @@ class ScoreRank:
 
     def address(self) -> str:
         """Address of the store at which the ranks meet. Rank 0 holds it from now on; the other ranks return an empty string."""
-        from mtpctl.cluster.meeting import address_of, host_store
+        from mtpctl.cluster.rendezvous import address_of, host_store
 
         if self.rank:
             return ""

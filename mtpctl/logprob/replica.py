@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mtpctl.cluster.logs import name_for_one
-from mtpctl.cluster.seats import Found, Options
+from mtpctl.cluster.bundles import Found, Options
+from mtpctl.cluster.process import name_for_one
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.plan.buckets import Bucket
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import Section, TargetDirty
+from mtpctl.sync.protocol import Manifest, Section, TargetDirty
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.heap import settle_heap
 from mtpctl.cluster.local import cluster
+from mtpctl.cluster.process import settle_heap
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import ClusterResources
 from mtpctl.logprob.http import make_app

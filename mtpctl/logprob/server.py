@@ -18,9 +18,8 @@ from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import Published, TargetDirty
-from mtpctl.sync.session import SyncReport, or_cancel, update_target
+from mtpctl.sync.protocol import Manifest, Published, TargetDirty
+from mtpctl.sync.update import SyncReport, or_cancel, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
-from mtpctl.cluster.meeting import join_store
+from mtpctl.cluster.rendezvous import join_store
 from mtpctl.compat import cpu_device
 from mtpctl.errors import ClusterResources
 from mtpctl.plan.sharding import expert_tp

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtpctl.families.shape import ModelShape
+from mtpctl.plan.buckets import adapted_weights
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
-from mtpctl.plan.wire import adapted_weights
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.train import Replay
+from mtpctl.routes import RouteShape
 
 GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
@@ -322,3 +324,23 @@ def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
         }
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {"linear_qkv": (hidden, q * (2 if shape.gated_attention else 1) + 2 * kv), "linear_proj": (hidden, q)}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteBytes:
+    """Bytes of the routes of a token, of the longest sample, and of a batch of such samples, which every trainer rank receives."""
+
+    replay: Replay
+    token: int
+    sample: int
+    batch: int
+
+
+def route_bytes(recipe: Recipe, shape: ModelShape) -> RouteBytes | None:
+    """None where samples carry no routes."""
+    replay, routes, rl = recipe.replay(shape), RouteShape.of(shape), recipe.train.rl
+    if replay == "off" or routes is None:
+        return None
+    context = min(recipe.rollout.context or shape.max_positions, shape.max_positions)
+    sample = context * routes.token_bytes
+    return RouteBytes(replay, routes.token_bytes, sample, rl.prompts_per_step * rl.group_size * sample)

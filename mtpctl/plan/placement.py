@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtpctl.cluster.room import Host, Room, Taken, rooms, take
+from mtpctl.cluster.hosts import Host, Room, Taken, rooms, take
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 

@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 
 from mtpctl.errors import UserError, first_of
-from mtpctl.families.reading import shape_of
-from mtpctl.families.serving import missing_fields, unsupported_by_vllm_cpu
+from mtpctl.families.reading import missing_fields, shape_of, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.cluster import address_fits
 from mtpctl.recipe.data import data_fits

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.hub import HUB_CONFIGS, hub_config
+from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.model import ModelConfig

@@ -16,17 +16,15 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mtpctl.cluster.heap import settle_heap
-from mtpctl.cluster.logs import name_for_one, write_to_run
-from mtpctl.cluster.seats import Found, here
+from mtpctl.cluster.bundles import Found, here
+from mtpctl.cluster.process import name_for_one, settle_heap, write_to_run
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode
-from mtpctl.sync.session import SyncReport
+from mtpctl.sync.protocol import Manifest, PauseMode
+from mtpctl.sync.update import SyncReport
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

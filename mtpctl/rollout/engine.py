@@ -21,9 +21,8 @@ from mtpctl.rollout.turns import last_turn, length_to_stop
 from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode, Section, TargetDirty, VersionConflict
-from mtpctl.sync.session import SyncReport, update_target
+from mtpctl.sync.protocol import Manifest, PauseMode, Section, TargetDirty, VersionConflict
+from mtpctl.sync.update import SyncReport, update_target
 
 T = TypeVar("T")
 CONTROL_DEADLINE_S = 120.0

@@ -27,9 +27,8 @@ from mtpctl.rollout.membership import Membership
 from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats, SpeculationState
 from mtpctl.rollout.turns import Play, Turns
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode, Published, TargetDirty
-from mtpctl.sync.session import SyncReport, or_cancel
+from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
+from mtpctl.sync.update import SyncReport, or_cancel
 
 AFFINITY_SLACK = 8
 WITH_ENVIRONMENT = 8

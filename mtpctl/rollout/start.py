@@ -6,9 +6,9 @@ from itertools import count
 from math import ceil
 from typing import Protocol
 
+from mtpctl.cluster.bundles import Options, Seats
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Tell, tell_nobody
-from mtpctl.cluster.seats import Options, Seats
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import changed
 from mtpctl.plan.memory import engine_memory

@@ -19,13 +19,10 @@ from torch import nn
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
-from mtpctl.plan.buckets import Bucket
-from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket
 from mtpctl.sync.checksums import Part, summed
-from mtpctl.sync.manifest import SectionPlan
-from mtpctl.sync.names import Renamer, resolve
-from mtpctl.sync.places import Misfit, Ranks, find_place
-from mtpctl.sync.protocol import PlanMismatch
+from mtpctl.sync.parameters import Misfit, Ranks, Renamer, find_place, resolve
+from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 from mtpctl.sync.receiver import BucketReceiver, pieces
 
 _MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")

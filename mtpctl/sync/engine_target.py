@@ -16,11 +16,10 @@ from mtpctl.plan.buckets import Bucket
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.checksums import Part, combined
-from mtpctl.sync.manifest import Manifest, Section
-from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, VersionConflict
-from mtpctl.sync.session import update_target
-from mtpctl.sync.steps import RankSums, UpdateStep, begin_step
+from mtpctl.sync.protocol import Manifest, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.receiver import RankSums, UpdateStep, begin_step
 from mtpctl.sync.store import VersionStore
+from mtpctl.sync.update import update_target
 
 ADAPTER = "mtpctl"
 ADAPTER_ID = 1

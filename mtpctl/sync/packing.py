@@ -14,8 +14,7 @@ import torch
 
 from mtpctl.plan.buckets import Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
-from mtpctl.sync.manifest import SectionPlan
-from mtpctl.sync.protocol import PlanMismatch, Section, SyncError
+from mtpctl.sync.protocol import PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
 Export = Iterable[tuple[str, torch.Tensor]]

@@ -18,8 +18,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.local import on_one_host
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import VersionConflict
+from mtpctl.sync.protocol import Manifest, VersionConflict
 
 KEPT = 2
 _MANIFEST = "manifest.json"

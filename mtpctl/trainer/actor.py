@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.checkpoint.listing import Entry
-from mtpctl.cluster.heap import importing, settle_heap
-from mtpctl.cluster.logs import write_to_run
-from mtpctl.cluster.seats import Found, here
+from mtpctl.cluster.bundles import Found, here
+from mtpctl.cluster.process import importing, settle_heap, write_to_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import Replay
 from mtpctl.samples import Logprobs, Sample
-from mtpctl.sync.manifest import Manifest, Section
+from mtpctl.sync.protocol import Manifest, Section
 from mtpctl.trainer.profile import UpdateProfile
 from mtpctl.trainer.sending import WeightSource
 from mtpctl.trainer.share import BatchTable, Share
@@ -72,7 +71,7 @@ class TrainerRank(WeightSource):
 
     def address(self) -> str:
         """The address at which the ranks meet: that of a store which this rank hosts from now on."""
-        from mtpctl.cluster.meeting import address_of, host_store
+        from mtpctl.cluster.rendezvous import address_of, host_store
 
         self.meeting = host_store()
         return address_of(self.meeting)
@@ -85,7 +84,7 @@ class TrainerRank(WeightSource):
         with importing():
             import torch
 
-            from mtpctl.cluster.meeting import use_own_interface
+            from mtpctl.cluster.rendezvous import use_own_interface
             from mtpctl.convert.hf_folder import HfFolder
             from mtpctl.model.parallel import Rank
             from mtpctl.rl.own_loss import check_loss

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED
-from mtpctl.sync.manifest import Manifest, Section
+from mtpctl.sync.protocol import Manifest, Section
 from mtpctl.sync.transports.base import Sent
 
 if TYPE_CHECKING:
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.sync.packing import Checksums
-    from mtpctl.sync.publisher import Publisher
-    from mtpctl.sync.sender import Sender
+    from mtpctl.sync.sender import Publisher, Sender
 
 type Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -80,7 +79,7 @@ class WeightSource:
 
     @property
     def _publisher(self) -> Publisher:
-        from mtpctl.sync.publisher import Publisher
+        from mtpctl.sync.sender import Publisher
 
         assert isinstance(self._sender, Publisher)
         return self._sender
@@ -95,10 +94,9 @@ class WeightSource:
     def _new_sender(self, store: str) -> Publisher | Sender:
         """The sender of the recipe's transport. The first version has every section."""
         from mtpctl.families.tensors import section_of
-        from mtpctl.plan.wire import ADAPTER_PREFIX
+        from mtpctl.plan.buckets import ADAPTER_PREFIX
         from mtpctl.sync.packing import PackingOptions
-        from mtpctl.sync.publisher import Publisher
-        from mtpctl.sync.sender import Sender
+        from mtpctl.sync.sender import Publisher, Sender
         from mtpctl.sync.store import VersionStore
 
         shape, sync = self.engine.folder.shape, self.recipe.sync

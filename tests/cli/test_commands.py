@@ -222,7 +222,7 @@ def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.M
 
 
 def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mtpctl.families.serving.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.families.reading.find_spec", lambda name: None)
     folder = sparse_folder(tmp_path / "hf", TOYS["qwen3.5"])
     model = "model={config: null, path: " + json.dumps(str(folder)) + ", tokenizer: bytes}"
     told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.precision=bf16")

@@ -31,7 +31,7 @@ class Actor:
         self.child = subprocess.Popen(["sleep", "600"])
         return os.getpid()
     def store(self):
-        from mtpctl.cluster.meeting import address_of, host_store, use_own_interface
+        from mtpctl.cluster.rendezvous import address_of, host_store, use_own_interface
         self.held = host_store()
         use_own_interface()
         return address_of(self.held), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]

@@ -8,7 +8,7 @@ import sys
 SETTLE = """
 import gc, weakref
 import mtpctl.recipe.schema
-from mtpctl.cluster.heap import settle_heap
+from mtpctl.cluster.process import settle_heap
 
 class Node: pass
 
@@ -37,7 +37,7 @@ def test_what_is_loaded_is_left_alone_and_what_comes_after_is_not() -> None:
 
 IMPORT = """
 import gc
-from mtpctl.cluster.heap import importing
+from mtpctl.cluster.process import importing
 
 class Node: pass
 

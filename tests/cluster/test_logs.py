@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.cluster import logs
-from mtpctl.cluster.logs import empty_if_large, folder_for_all, name_for_one, write_to_run
+from mtpctl.cluster import process
+from mtpctl.cluster.process import empty_if_large, folder_for_all, name_for_one, write_to_run
 
 PROGRAM = """
 import os, subprocess, sys
-from mtpctl.cluster.logs import write_to_run
+from mtpctl.cluster.process import write_to_run
 print("before")
 print(write_to_run())
 print("from python", file=sys.stderr)
@@ -46,12 +46,12 @@ def test_a_host_that_lacks_the_folder_leaves_the_output_where_it_is(tmp_path: Pa
 
 
 def test_a_process_that_no_run_has_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(logs.FOLDER_VARIABLE, raising=False)
+    monkeypatch.delenv(process.FOLDER_VARIABLE, raising=False)
     assert write_to_run() is None
 
 
 def test_a_file_that_has_grown_is_emptied_and_writers_go_on_at_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "FILE_BYTES", 100)
+    monkeypatch.setattr(process, "FILE_BYTES", 100)
     path = tmp_path / "a.log"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, b"x" * 100)
@@ -70,7 +70,7 @@ def test_an_actor_of_a_run_writes_to_the_runs_folder(tmp_path: Path) -> None:
 import ray
 from pathlib import Path
 from mtpctl.cluster.local import cluster
-from mtpctl.cluster.logs import name_for_one, write_to_run
+from mtpctl.cluster.process import name_for_one, write_to_run
 from mtpctl.recipe.cluster import ClusterConfig
 
 class Actor:

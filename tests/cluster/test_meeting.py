@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.meeting import address_of, host_store, join_store
+from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 
 
 def taken(address: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtpctl.cluster.room import Host, rooms, take, without
+from mtpctl.cluster.hosts import Host, rooms, take, without
 
 
 def test_a_share_comes_from_the_fullest_card_that_has_room() -> None:

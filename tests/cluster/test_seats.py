@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.hosts import draining, living, ray_hosts
-from mtpctl.cluster.seats import Claim, Found, Seat, Seats, here
+from mtpctl.cluster.bundles import Claim, Found, Seat, Seats, draining, here, living, ray_hosts
 from mtpctl.controller.seating import seated
 from mtpctl.controller.waits import Waits
 from mtpctl.errors import ClusterResources, RuntimeFailure
@@ -162,7 +161,7 @@ def test_each_host_has_a_name_of_its_own(hosts: Any) -> None:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Seats:
     """Two ranks and an engine on a host; the engine shares the second rank's card."""
-    monkeypatch.setattr("mtpctl.cluster.seats.ray_hosts", lambda: [])
+    monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", lambda: [])
     first, second = object(), object()
     of = {"trainer-0": first, "trainer-1": second, "rollout-0": second}
     return Seats({name: Seat(Claim(name, 1, 0.5), "aaaaaaaa", group) for name, group in of.items()})  # type: ignore[arg-type]
@@ -184,7 +183,7 @@ def test_cards_are_shared_by_those_that_the_plan_has_share_them_and_by_no_others
 
 
 def test_seats_close_up_to_the_hosts_that_are_left(plan: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.cluster.seats.living", lambda: {"cc"})
+    monkeypatch.setattr("mtpctl.cluster.bundles.living", lambda: {"cc"})
     seats = Seats({f"trainer-{i}": Seat(Claim(f"trainer-{i}", 1), node, None) for i, node in enumerate(["bb", "bb", "cc", "cc"])})
     assert seats.lost(list(seats.seats)) == ["trainer-0", "trainer-1"]
     seats.close_up(list(seats.seats))
@@ -198,8 +197,8 @@ def test_seats_close_up_to_the_hosts_that_are_left(plan: Seats, monkeypatch: pyt
 
 def test_who_waits_for_a_place_is_known_until_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that join leave the room to those who wait (`ElasticRollout`)."""
-    monkeypatch.setattr("mtpctl.cluster.seats.living", set)
-    monkeypatch.setattr("mtpctl.cluster.seats.ray_hosts", list)
+    monkeypatch.setattr("mtpctl.cluster.bundles.living", set)
+    monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", list)
     seats = Seats({"logprob-0-rank-0": Seat(Claim("logprob-0-rank-0", 1), "bb", None)})
 
     async def wait() -> None:

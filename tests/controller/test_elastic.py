@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.cluster.seats import Claim, Seat, Seats
+from mtpctl.cluster.bundles import Claim, Seat, Seats
 from mtpctl.controller.elastic import YIELD_S, ElasticRollout
 from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits

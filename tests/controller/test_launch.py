@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.checkpoint.pointer import point_to
-from mtpctl.cluster.seats import Seats
+from mtpctl.cluster.bundles import Seats
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from mtpctl.cluster.room import Host
-from mtpctl.cluster.seats import Bundle, Claim, Found, Seat, Seats
+from mtpctl.cluster.bundles import Bundle, Claim, Found, Seat, Seats
+from mtpctl.cluster.hosts import Host
 from mtpctl.controller import trainers
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.errors import RuntimeFailure, UserError
@@ -83,8 +83,8 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: dict[str, float]) -> None:
         self.free = free
         self.seats = Seats({f"trainer-{i}": Seat(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
-        monkeypatch.setattr("mtpctl.cluster.seats.living", lambda: set(self.free))
-        monkeypatch.setattr("mtpctl.cluster.seats.ray_hosts", self._hosts)
+        monkeypatch.setattr("mtpctl.cluster.bundles.living", lambda: set(self.free))
+        monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", self._hosts)
         monkeypatch.setattr(Seats, "reserve", lambda seats, bundles, *, planned: self._reserve(seats, bundles))
         monkeypatch.setattr(trainers, "ROOM_S", 0.1)
         monkeypatch.setattr(trainers, "LOOK_S", 0.02)

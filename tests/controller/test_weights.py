@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.cluster.meeting import host_store
+from mtpctl.cluster.rendezvous import host_store
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.controller.weights import WeightSync
 from mtpctl.errors import RuntimeFailure
@@ -25,11 +25,10 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.session import SyncReport
+from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.transports.control import Address
+from mtpctl.sync.update import SyncReport
 from tests.logprob.conftest import serve
 from tests.logprob.fakes import Started, Store, manifest
 from tests.rollout.fake_replica import FakeReplica

@@ -107,7 +107,7 @@ def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_p
 
 def test_the_published_length_of_mimo_7b_is_mended() -> None:
     from mtpctl.convert.carried import written_config
-    from mtpctl.families.hub import hub_config
+    from mtpctl.families.configs import hub_config
 
     config = hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
     made = written_config(config, torch.bfloat16, mtp_layers=1)

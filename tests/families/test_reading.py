@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.hub import HUB_CONFIGS, hub_config
-from mtpctl.families.reading import MTP_COUNTS, shape_of
+from mtpctl.families.configs import HUB_CONFIGS, hub_config
+from mtpctl.families.reading import MTP_COUNTS, check_importable, shape_of
 from mtpctl.families.registry import FAMILIES
-from mtpctl.families.serving import check_importable
 from tests.families.toys import SIZES, TOYS
 
 MIMO: dict[str, Any] = {
@@ -280,7 +279,7 @@ def test_a_router_that_is_not_computed_here_is_refused() -> None:
 
 @pytest.mark.parametrize("family", TOYS)
 def test_a_package_that_only_some_families_are_served_with_is_named(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.families.serving.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.families.reading.find_spec", lambda name: None)
     if not family.startswith("qwen3.5"):
         check_importable(TOYS[family])
         return

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from mtpctl.families.hub import hub_config
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, count_parameters, section_of, tensor_shapes

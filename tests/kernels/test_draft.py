@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.cluster.meeting import join_store
+from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.chunked import TEMPORARIES
 from mtpctl.kernels.draft import linear_draft_loss
 from mtpctl.kernels.draft_terms import LOSSES, DraftLossOut

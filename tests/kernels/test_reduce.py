@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mtpctl.cluster.meeting import address_of, host_store, join_store
+from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.kernels.reduce import join_stats

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.cluster.meeting import join_store
+from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels import chunked
 from mtpctl.kernels.draft_terms import Draft
 from mtpctl.kernels.policy import linear_policy_loss

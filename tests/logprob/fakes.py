@@ -8,7 +8,7 @@ from typing import Any
 from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
-from mtpctl.sync.manifest import Manifest, SectionPlan
+from mtpctl.sync.protocol import Manifest, SectionPlan
 from tests.logprob.conftest import LocalRanks
 
 

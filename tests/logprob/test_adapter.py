@@ -15,9 +15,8 @@ from mtpctl.logprob.adapter import MergedAdapter
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, WeightsDiffer
-from mtpctl.sync.session import update_target
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, WeightsDiffer
+from mtpctl.sync.update import update_target
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
 from tests.sync import adapters
 

@@ -17,7 +17,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.checksums import checksum
-from mtpctl.sync.session import update_target
+from mtpctl.sync.update import update_target
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
 from tests.logprob.conftest import LocalRanks, Loop, replica_config

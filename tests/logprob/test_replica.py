@@ -23,7 +23,7 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.logprob.conftest import CONFIG, Loop, replica_config
 from tests.sync import adapters

@@ -13,8 +13,7 @@ import pytest
 from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, ScoreRequest, VersionGone
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.sync.manifest import Manifest, SectionPlan
-from mtpctl.sync.protocol import PlanMismatch, TargetDirty, WeightsDiffer
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
 from tests.logprob.conftest import Loop, serve
 from tests.logprob.fakes import Started, Store, manifest
 

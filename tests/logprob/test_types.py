@@ -14,11 +14,10 @@ from mtpctl.families.tensors import section_of
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch
-from mtpctl.sync.publisher import Publisher
-from mtpctl.sync.session import update_target
+from mtpctl.sync.protocol import Manifest, PlanMismatch
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
+from mtpctl.sync.update import update_target
 from tests.families.toys import TOYS, toy_folder
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
 

@@ -16,11 +16,10 @@ from mtpctl.families.tensors import section_of
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.weights import HeldWeights
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, VersionConflict
-from mtpctl.sync.publisher import Publisher
-from mtpctl.sync.session import update_target
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
+from mtpctl.sync.update import update_target
 from tests.logprob.conftest import Loop, serve
 
 Tensors = dict[str, torch.Tensor]

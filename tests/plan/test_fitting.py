@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtpctl.families.hub import hub_config
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
 from mtpctl.plan.memory import GIB, trainer_memory

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import ClusterResources, UserError
-from mtpctl.families.hub import hub_config
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
+from mtpctl.plan.buckets import section_buckets
 from mtpctl.plan.memory import GIB, activation_width, engine_memory, kv_bytes_per_token, logprob_memory, trainer_memory
 from mtpctl.plan.sharding import stage_layers, stages
-from mtpctl.plan.wire import section_buckets
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import Recipe

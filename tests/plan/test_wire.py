@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.wire import adapter_tensors, base_weight_bytes, section_buckets, wire_tensors
+from mtpctl.plan.buckets import adapter_tensors, base_weight_bytes, section_buckets, wire_tensors
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.train import LoraConfig, adapter_targets
 from tests.trainer.cases import MODELS

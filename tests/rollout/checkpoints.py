@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from mtpctl.families.toy import toy_config
+from mtpctl.families.configs import toy_config
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,10 +8,9 @@ from typing import Any
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode, VersionConflict
-from mtpctl.sync.session import SyncReport
+from mtpctl.sync.protocol import Manifest, PauseMode, VersionConflict
 from mtpctl.sync.transports.control import Address, join
+from mtpctl.sync.update import SyncReport
 
 VOCABULARY = 50
 

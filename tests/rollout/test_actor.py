@@ -14,7 +14,7 @@ import pytest
 from mtpctl.rollout.actor import RayReplica, start_replica
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import cpu_settings

@@ -18,8 +18,8 @@ from mtpctl.rollout.engine import Engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.protocol import Manifest
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, card_settings, cpu_settings, sglang_settings

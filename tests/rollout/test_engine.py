@@ -12,9 +12,8 @@ import torch
 from mtpctl.rollout.engine import Engine, GenerationChunk
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, SpeculationState
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode, TargetDirty
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.protocol import Manifest, PauseMode, TargetDirty
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.rollout.conftest import in_loop
 

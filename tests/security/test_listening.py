@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.local import keep_token_private, make_private_sessions
-from mtpctl.cluster.meeting import host_store
+from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 from tests.cluster.test_daemons import Command, command

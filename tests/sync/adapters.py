@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.sync.packing import default_section
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 
 RANK, ALPHA = 4, 8.0

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mtpctl.plan.buckets import TensorSpec
-from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.packing import Export
+from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.receiver import pieces
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore

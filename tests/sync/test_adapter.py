@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.adapter import check_fits, layers_of
 from mtpctl.sync.engine_target import EngineTarget
-from mtpctl.sync.manifest import Manifest, SectionPlan
-from mtpctl.sync.places import Ranks
-from mtpctl.sync.protocol import PlanMismatch, SyncError, TargetDirty, WeightsDiffer
-from mtpctl.sync.session import update_target
+from mtpctl.sync.parameters import Ranks
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer
+from mtpctl.sync.update import update_target
 from tests.rollout.checkpoints import random_tensors, tiny_config
 from tests.sync import adapters
 

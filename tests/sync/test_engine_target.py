@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, SyncError
-from mtpctl.sync.session import update_target
+from mtpctl.sync.update import update_target
 from tests.sync import adapters
 from tests.sync.test_adapter import BASE
 

@@ -25,12 +25,12 @@ from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
 from mtpctl.sync.packing import spec_of
+from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Sender
-from mtpctl.sync.session import SyncReport, or_cancel, update_target
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.update import SyncReport, or_cancel, update_target
 from tests.logprob.conftest import LocalRanks
 from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop

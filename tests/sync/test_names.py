@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtpctl.sync.names import Slot, resolve
+from mtpctl.sync.parameters import Slot, resolve
 
 LAYER = "model.layers.0"
 

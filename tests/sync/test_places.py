@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from mtpctl.sync.checksums import checksum, combined
-from mtpctl.sync.names import Slot, resolve
-from mtpctl.sync.places import Misfit, Place, Ranks, Run, find_place
+from mtpctl.sync.parameters import Misfit, Place, Ranks, Run, Slot, find_place, resolve
 
 
 def layer(weight: torch.Tensor, **attributes: Any) -> nn.Module:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mtpctl.plan.buckets import TensorSpec
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.protocol import Manifest, PlanMismatch
 from mtpctl.sync.receiver import pieces
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import open_reader
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from mtpctl.plan.buckets import Bucket
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch, SyncError
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import cancel
 from mtpctl.sync.transports.shm import Writer as StoreWriter
@@ -117,7 +116,7 @@ def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Recei
 
 def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE", 8)
-    monkeypatch.setattr("mtpctl.sync.persist.STAND_BY_S", 30.0)
+    monkeypatch.setattr("mtpctl.sync.sender.STAND_BY_S", 30.0)
     begun, upstream = Event(), StoreWriter.put
 
     def told(self: StoreWriter, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.sync.manifest import Manifest, SectionPlan
-from mtpctl.sync.protocol import SyncError, TargetDirty
-from mtpctl.sync.session import update_target
+from mtpctl.sync.protocol import Manifest, SectionPlan, SyncError, TargetDirty
+from mtpctl.sync.update import update_target
 
 SENT = Manifest(1, "shm", "nowhere", {"target": SectionPlan(())})
 

@@ -15,9 +15,8 @@ import torch
 
 from mtpctl.cluster import leftovers
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import VersionConflict
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.protocol import Manifest, VersionConflict
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import KEPT, VersionStore, default_root, name_of
 from mtpctl.sync.transports.base import open_reader
 from tests.full_disk import full_disk

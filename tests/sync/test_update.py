@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PauseMode, SyncError
-from mtpctl.sync.session import SyncReport
+from mtpctl.sync.protocol import Manifest, PauseMode, SyncError
 from mtpctl.sync.transports.base import Sent
-from mtpctl.sync.update import Parties, State, WeightUpdate
+from mtpctl.sync.update import Parties, State, SyncReport, WeightUpdate
 
 
 class World:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import multiprocessing as mp
 
-from mtpctl.cluster.meeting import address_of, host_store
+from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.model.parallel import Rank
 from tests.trainer.cases import CASES, Case
 

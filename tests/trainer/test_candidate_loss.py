@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.cluster.meeting import join_store
+from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
 from mtpctl.rl.distillation import Kl, candidate_kl
 from tests.forked import run_ranks

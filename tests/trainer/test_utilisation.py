@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.families.hub import hub_config
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.model import MtpConfig

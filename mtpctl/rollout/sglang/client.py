@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.rollout.sglang.settings import LOADER
 from mtpctl.sync.protocol import PlanMismatch, SyncError
-from mtpctl.sync.steps import RankSums, UpdateStep
+from mtpctl.sync.receiver import RankSums, UpdateStep
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

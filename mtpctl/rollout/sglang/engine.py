@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import psutil
 
-from mtpctl.cluster.meeting import host_store
+from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import UserError
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
 from mtpctl.rollout.installed import check_options

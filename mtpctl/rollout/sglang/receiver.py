@@ -14,11 +14,9 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from mtpctl.sync.manifest import SectionPlan
-from mtpctl.sync.places import Place, Ranks
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
-from mtpctl.sync.receiver import match
-from mtpctl.sync.steps import Inbox, RankSums, StepReceiver, UpdateStep
+from mtpctl.sync.parameters import Place, Ranks
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
+from mtpctl.sync.receiver import Inbox, RankSums, StepReceiver, UpdateStep, match
 
 _RECEIVERS: dict[int, ModelReceiver] = {}
 """By `id` of the model, which lives as long as the process."""

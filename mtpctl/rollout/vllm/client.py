@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mtpctl.sync.steps import UpdateStep
+from mtpctl.sync.receiver import UpdateStep
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

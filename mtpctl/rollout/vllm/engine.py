@@ -7,7 +7,7 @@ import os
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from mtpctl.cluster.heap import importing
+from mtpctl.cluster.process import importing
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
 from mtpctl.rollout.installed import check_options

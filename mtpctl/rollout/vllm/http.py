@@ -22,10 +22,9 @@ from dataclasses import replace
 from mtpctl.errors import UserError
 from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.engine_target import EngineTarget
-from mtpctl.sync.manifest import JsonObject, Manifest
-from mtpctl.sync.protocol import PauseMode, Section, SyncError
-from mtpctl.sync.session import SyncReport, or_cancel, update_target
-from mtpctl.sync.steps import UpdateStep
+from mtpctl.sync.protocol import JsonObject, Manifest, PauseMode, Section, SyncError
+from mtpctl.sync.receiver import UpdateStep
+from mtpctl.sync.update import SyncReport, or_cancel, update_target
 
 _ANSWER_S = 300.0
 _WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)

@@ -1,7 +1,7 @@
 """Weights into a live vLLM engine, as a transfer engine of vLLM's own weight-update sessions.
 
 vLLM calls this inside each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`. The
-updates that it passes on are the steps of `mtpctl.sync.steps`; the bytes come through the transport, never through vLLM's control
+updates that it passes on are the steps of `mtpctl.sync.receiver`; the bytes come through the transport, never through vLLM's control
 channel.
 """
 
@@ -21,12 +21,10 @@ from mtpctl.rollout.vllm.patches import derived, names, packed
 from mtpctl.rollout.vllm.patches.draft_times import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, HELD
-from mtpctl.sync.manifest import SectionPlan
 from mtpctl.sync.memory import card_memory
-from mtpctl.sync.places import Place, Ranks
-from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SyncError
-from mtpctl.sync.receiver import SectionReceiver, match
-from mtpctl.sync.steps import Inbox, RankSums, StepReceiver, UpdateStep
+from mtpctl.sync.parameters import Place, Ranks
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
+from mtpctl.sync.receiver import Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep, match
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

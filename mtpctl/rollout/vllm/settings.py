@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpctl.errors import UserError
+from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES
-from mtpctl.plan.wire import ADAPTED
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig

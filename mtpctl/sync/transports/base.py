@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.plan.buckets import Bucket
 from mtpctl.recipe.sync import PUSHED
-from mtpctl.sync.manifest import Manifest
+from mtpctl.sync.protocol import Manifest
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from torch.distributed import TCPStore
 
-from mtpctl.cluster.meeting import join_store
+from mtpctl.cluster.rendezvous import join_store
 from mtpctl.sync.protocol import SyncError
 
 _LOOK_S = 0.02

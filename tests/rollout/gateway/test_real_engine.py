@@ -20,7 +20,7 @@ from mtpctl.rollout.gateway.trajectory import Model
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.web.server import listen
 from tests.rollout.chat_families import FAMILIES, tokenizer_of

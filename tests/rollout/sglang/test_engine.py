@@ -17,9 +17,8 @@ from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.sglang.engine import SglangEngine
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.protocol import Manifest, PlanMismatch
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, sglang_settings

@@ -17,9 +17,8 @@ from torch import nn
 from mtpctl.rollout.sglang.receiver import take
 from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.engine_target import EngineTarget
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.session import check_checksums, update_target
+from mtpctl.sync.protocol import Manifest, SyncError
+from mtpctl.sync.update import check_checksums, update_target
 from tests.sync import pushing
 
 

@@ -15,7 +15,7 @@ from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings

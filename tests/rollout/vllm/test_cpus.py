@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.compat.cpus import linear_amx
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint

@@ -12,7 +12,7 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.acceptance import AcceptanceWatch
 from mtpctl.sync.packing import default_section
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
 from tests.rollout.conftest import START_S, Loop, card_settings, cpu_settings

@@ -15,11 +15,10 @@ from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch, SyncError, VersionConflict
-from mtpctl.sync.publisher import Publisher
-from mtpctl.sync.session import update_target
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, VersionConflict
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
+from mtpctl.sync.update import update_target
 from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 

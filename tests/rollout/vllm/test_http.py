@@ -13,8 +13,7 @@ import pytest
 
 from mtpctl.rollout.vllm import http
 from mtpctl.rollout.vllm.http import ServedEngine
-from mtpctl.sync.manifest import Manifest, SectionPlan
-from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.protocol import Manifest, SectionPlan, SyncError
 
 SENT = Manifest(1, "shm", "/nowhere", {"target": SectionPlan(())})
 

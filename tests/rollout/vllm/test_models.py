@@ -14,7 +14,7 @@ from mtpctl.families.tensors import section_of
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PlanMismatch
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.families.toys import SERVED, SIZES, TOYS, toy_folder
 from tests.rollout.conftest import Loop, cpu_settings

@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.plan.wire import ADAPTER_PREFIX
+from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.manifest import Manifest
-from mtpctl.sync.protocol import PlanMismatch, SyncError
-from mtpctl.sync.publisher import Publisher
-from mtpctl.sync.sender import Sender
-from mtpctl.sync.session import or_cancel
+from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError
+from mtpctl.sync.sender import Publisher, Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import cancel
+from mtpctl.sync.update import or_cancel
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import Loop, cpu_settings
 from tests.rollout.conftest import run as run

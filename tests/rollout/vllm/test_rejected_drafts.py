@@ -13,7 +13,7 @@ from mtpctl.families.tensors import section_of
 from mtpctl.recipe.rollout import SpeculationConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.families.toys import QWEN3_5, toy_folder
 from tests.rollout.conftest import START_S, Loop, card_settings

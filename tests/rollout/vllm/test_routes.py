@@ -17,7 +17,7 @@ from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.families.toys import SIZES, TOYS, toy_folder
 from tests.rollout.conftest import Loop, cpu_settings

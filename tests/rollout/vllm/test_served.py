@@ -21,8 +21,8 @@ import torch
 from mtpctl.errors import UserError
 from mtpctl.rollout.vllm.http import ServedEngine
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.session import SyncReport
 from mtpctl.sync.store import SHARED_MEMORY
+from mtpctl.sync.update import SyncReport
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.sync import adapters
 

@@ -12,7 +12,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import section_of
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.publisher import Publisher
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.families.toys import GLM4_MOE, QWEN3_5_MOE, toy_folder
 from tests.rollout.conftest import START_S, Loop, cpu_settings

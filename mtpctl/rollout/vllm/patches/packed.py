@@ -15,7 +15,7 @@ from torch import nn
 
 from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
-from mtpctl.sync.places import Misfit
+from mtpctl.sync.parameters import Misfit
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
