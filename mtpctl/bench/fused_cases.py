@@ -113,7 +113,7 @@ def ours(times: float = 1.0) -> Iterator[Case]:
 
 
 def peers(device: str) -> Iterator[Case]:
-    """The cases of torch, and those of Liger and cut-cross-entropy where they are installed."""
+    """The cases of torch, and of cut-cross-entropy if it is installed."""
     yield Case("forward", "torch eager", _torch_forward(_eager), peer=True)
     yield Case("forward+backward", "torch eager", _torch_backward(_eager), peer=True)
     if device != "cuda":
@@ -121,12 +121,6 @@ def peers(device: str) -> Iterator[Case]:
     compiled = torch.compile(_eager)
     yield Case("forward", "torch.compile", _torch_forward(compiled), peer=True)
     yield Case("forward+backward", "torch.compile", _torch_backward(compiled), peer=True)
-    if find_spec("liger_kernel"):
-        yield Case("forward", "Liger FLCE (no entropy)", _torch_forward(_liger_flce), peer=True)
-        yield Case("forward+backward", "Liger FLCE (no entropy)", _torch_backward(_liger_flce), peer=True)
-        if find_spec("cutlass"):
-            yield Case("forward", "Liger scaled CE, Hopper", _forward("liger", GIB), peer=True)
-            yield Case("forward+backward", "Liger scaled CE, Hopper", _backward("liger", GIB), peer=True)
     if find_spec("cut_cross_entropy"):
         yield Case("forward", "cut-cross-entropy (no entropy)", _torch_forward(_cce), peer=True)
         yield Case("forward+backward", "cut-cross-entropy (no entropy)", _torch_backward(_cce), peer=True)
@@ -134,7 +128,7 @@ def peers(device: str) -> Iterator[Case]:
 
 def missing(device: str) -> list[str]:
     """Peers that would run if they were installed."""
-    packages = {"liger_kernel": "liger-kernel", "cutlass": "nvidia-cutlass-dsl", "cut_cross_entropy": "cut-cross-entropy"}
+    packages = {"cut_cross_entropy": "cut-cross-entropy"}
     return [name for module, name in packages.items() if find_spec(module) is None] if device == "cuda" else []
 
 
@@ -206,11 +200,6 @@ def _mtp_policy(workspace: int) -> Callable[[Inputs], Output]:
 def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logp = (hidden @ weight.T).float().log_softmax(1)
     return logp.gather(1, labels.unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(1)
-
-
-def _liger_flce(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, None]:
-    loss = import_module("liger_kernel.transformers.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyLoss(reduction="none")
-    return -loss(weight, hidden, labels), None
 
 
 def _cce(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, None]:

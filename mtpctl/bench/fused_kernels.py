@@ -281,7 +281,7 @@ def environment(device: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     found = [f"torch {torch.__version__}"]
-    for package in ("triton", "liger-kernel", "nvidia-cutlass-dsl", "cut-cross-entropy"):
+    for package in ("triton", "cut-cross-entropy"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

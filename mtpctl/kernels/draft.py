@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels.call import prepare
-from mtpctl.kernels.choice import ONE_PASS, Features, choose_one_pass
+from mtpctl.kernels.choice import ONE_PASS, choose
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.kernels.problem import DraftLoss
 from mtpctl.kernels.reference import reference_draft
@@ -75,7 +75,7 @@ def linear_draft_loss(
     swept = sweep(
         "linear_draft_loss",
         call,
-        choose_one_pass(implementation, hidden, weight, Features(call)),
+        choose(implementation, hidden, weight, rows=call.rows.count),
         teacher,
         weight,
         labels,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.call import Call, WeightSink
-from mtpctl.kernels.problem import Agreement, DraftLoss, DraftPull, Pair, Problem, SweepBackend
+from mtpctl.kernels.problem import Agreement, Backend, DraftLoss, DraftPull, Pair, Problem
 
 LOSSES = ("ce", "soft_ce", "kl", "tv")
 
@@ -112,7 +112,7 @@ class DraftTerm:
         ends = [*torch.searchsorted(self.trunk_row, starts).tolist()[1:], len(self.hidden)]
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def run(self, backend: SweepBackend, span: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
+    def run(self, backend: Backend, span: slice, trunk: TrunkSlice, sink: WeightSink, *, add: bool) -> bool:
         """Take the draft's rows `span`, which belong to this slice. Returns whether the weight's gradient was written."""
         if span.start >= span.stop:
             return False

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from mtpctl.kernels import inputs, reduce
 from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.call import Call, prepare, weight_sink
-from mtpctl.kernels.choice import Features, choose
+from mtpctl.kernels.choice import IMPLEMENTATIONS, choose
 from mtpctl.kernels.problem import Backend, RowGrads
 from mtpctl.kernels.reference import reference_scores
 
@@ -70,7 +70,7 @@ def linear_logprob(
     detach_weight: no gradient of the weight is computed (an isolated MTP head).
     valid_vocab: size of the whole vocabulary where the weight is padded; entries from there on have probability 0.
     workspace_bytes: memory beside inputs, results and gradients (default 1 GiB). With enough of it logits are kept for the backward pass.
-    implementation: "auto" (a measured table per card and shape; `choice.choose` says which), "reference", "chunked", "triton", "liger".
+    implementation: "auto" (a measured table per card and shape; `choice.choose` says which), "reference", "chunked", "triton".
     main_grad: where the weight has Megatron's `main_grad`, its gradient is added there, and `grad_added_to_main_grad` set.
 
     Raises ValueError, naming the argument and both values, for labels out of range, shapes, dtypes or devices that do not fit, and
@@ -95,7 +95,7 @@ def linear_logprob(
         exact = reference_scores(hidden, weight, labels, call, topk)
         return LogProbOut(exact[0], exact[1] if entropy else None, exact[2] if hit else None, TopK(*exact[3:]) if topk else None)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    backend = choose(implementation, hidden, weight, Features(call, topk=topk, hit=hit))
+    backend = choose(implementation, hidden, weight, rows=call.rows.count, topk=topk, names=IMPLEMENTATIONS)
     arguments = _Arguments(call, backend, entropy, topk, keep)
     logprob, row_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, arguments)
     return LogProbOut(logprob, row_entropy if entropy else None, greedy if hit else None, TopK(best, ids) if topk else None)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels.call import prepare
-from mtpctl.kernels.choice import Features, choose_one_pass
+from mtpctl.kernels.choice import choose
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.kernels.sweep import TokenLoss, sweep
 
@@ -85,7 +85,7 @@ def linear_policy_loss(
     )
     for draft in drafts:
         draft.check(hidden)
-    backend = choose_one_pass(implementation, hidden, weight, Features(call))
+    backend = choose(implementation, hidden, weight, rows=call.rows.count)
     swept = sweep(
         "linear_policy_loss",
         call,

@@ -118,7 +118,7 @@ class Agreement:
     """What two distributions, the draft's q and the teacher's p, have in common over this rank's columns; all [n].
 
     overlap: Σ min(p, q); below: Σ q where q < p, for tv alone; cost: −Σ p log q for soft_ce, Σ p (log p − log q) for kl; first_choice:
-    log p where q is largest. kept: what `SweepBackend.draft_grads` needs of the draft's logits.
+    log p where q is largest. kept: what `Backend.draft_grads` needs of the draft's logits.
     """
 
     overlap: Tensor
@@ -157,10 +157,6 @@ class Backend(Protocol):
         May overwrite `kept`, which cannot be used a second time.
         """
         ...
-
-
-class SweepBackend(Backend, Protocol):
-    """A backend that makes losses in one sweep, those of drafts among them."""
 
     def rows_that_keep(self, problem: Problem, states: int = 1) -> int:
         """Of how many rows the workspace can hold every logit of so many states between the passes; at least 1."""

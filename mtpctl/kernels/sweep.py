@@ -25,7 +25,7 @@ from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.call import Call, WeightSink, weight_sink
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut, DraftTerm, TrunkSlice
 from mtpctl.kernels.made_grads import MadeGrads
-from mtpctl.kernels.problem import Problem, RowGrads, SweepBackend, slices
+from mtpctl.kernels.problem import Backend, Problem, RowGrads, slices
 
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -47,7 +47,7 @@ class Swept(NamedTuple):
 def sweep(
     name: str,
     call: Call,
-    backend: SweepBackend,
+    backend: Backend,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -93,7 +93,7 @@ def sweep(
 class _Arguments(NamedTuple):
     name: str
     call: Call
-    backend: SweepBackend
+    backend: Backend
     token_loss: TokenLoss | None
     entropy: bool
     grad_scale: float

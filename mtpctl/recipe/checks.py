@@ -285,21 +285,12 @@ def _replay(recipe: Recipe) -> Complaints:
 
 def _kernels(recipe: Recipe) -> Complaints:
     """Kernels that the recipe names and that would refuse the first update."""
-    name = recipe.kernels.linear_logprob
-    if name not in ("triton", "liger"):
+    if recipe.kernels.linear_logprob != "triton":
         return
-    field = "kernels.linear_logprob"
     if recipe.device == "cpu":
-        yield f"{field}: {name} needs a GPU; set auto"
+        yield "kernels.linear_logprob: triton needs a GPU; set auto"
     elif recipe.train.precision != "bf16":
-        yield f"{field}: {name} needs train.precision: bf16; set auto"
-    elif name == "liger":
-        if recipe.mtp.trains:
-            yield f"{field}: liger tells no greedy hits, which mtp.mode: {recipe.mtp.mode} counts; set auto"
-        if recipe.train.parallel.tp > 1:
-            yield f"{field}: liger takes no vocabulary that train.parallel.tp: {recipe.train.parallel.tp} splits; set auto"
-        if recipe.logprob.standalone:
-            yield f"{field}: liger takes no temperature a token, as log-prob servers give it; set auto"
+        yield "kernels.linear_logprob: triton needs train.precision: bf16; set auto"
 
 
 def _devices(recipe: Recipe) -> Complaints:

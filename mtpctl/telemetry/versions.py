@@ -24,7 +24,6 @@ PACKAGES = (
     "tokenizers",
     "ray",
     "triton",
-    "liger-kernel",
     "flash-linear-attention",
     "numpy",
     "pydantic",

@@ -233,7 +233,6 @@ class Head:
             places = torch.nonzero(own >= 0).squeeze(1)
             rows, labels, targets = own[places], labels[places], targets[places]
         options = self._kernel_options(weight)
-        options["implementation"] = "auto" if self.kernels.linear_logprob == "liger" else self.kernels.linear_logprob
         teacher = teacher_states(packing, trunk, targets, depth, group)
         out = linear_draft_loss(
             distinct_rows(state, rows),

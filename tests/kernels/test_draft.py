@@ -189,7 +189,7 @@ def in_group(work: Any) -> Any:
     [
         ({"loss": "mse"}, "loss: 'mse', expected one of ce, soft_ce, kl, tv"),
         ({"mix": 1.5}, "mix: 1.5, expected 0 to 1"),
-        ({"implementation": "liger"}, "implementation: 'liger', expected one of auto, chunked, triton, reference"),
+        ({"implementation": "cuda"}, "implementation: 'cuda', expected one of auto, chunked, triton, reference"),
         ({"teacher": torch.zeros(2, WIDTH)}, "teacher: "),
     ],
 )

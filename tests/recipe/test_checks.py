@@ -185,17 +185,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["model.tokenizer=/nowhere/tokenizer"], "model.tokenizer: there is no folder /nowhere/tokenizer; give a folder"),
         (["data.task=", f"data.path={__file__}", f"data.eval_path={__file__}"], "data.eval_path: is data.path, which is trained on"),
         (["kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs a GPU; set auto"),
-        (["kernels.linear_logprob=liger"], "kernels.linear_logprob: liger needs a GPU; set auto"),
         ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
-        ([*CARD, "train.precision=bf16", "kernels.linear_logprob=liger"], "kernels.linear_logprob: liger tells no greedy hits"),
-        (
-            [*CARD, "train.precision=bf16", "mtp.mode=load", "train.parallel.tp=2", "kernels.linear_logprob=liger"],
-            "kernels.linear_logprob: liger takes no vocabulary that train.parallel.tp: 2 splits",
-        ),
-        (
-            [*CARD, "train.precision=bf16", "mtp.mode=load", "logprob.standalone=true", "kernels.linear_logprob=liger"],
-            "kernels.linear_logprob: liger takes no temperature a token",
-        ),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
         (["data.sft_task={min_digits: 4}"], "data.sft_task.min_digits: must be at most max_digits: 3, got 4"),
         (["run_dir=runs/{nmae}"], "run_dir: {nmae} is not known"),
@@ -269,7 +259,7 @@ def list_complaints(sets: list[str]) -> list[str]:
     return list(complaints_of(load_recipe("tiny_mtp", sets=[*SIZES, *sets]).recipe))
 
 
-@pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"], ["kernels.linear_logprob=liger", "mtp.mode=load"]])
+@pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])
 def test_kernels_by_name_are_allowed_where_they_can_work(sets: list[str]) -> None:
     assert not list_complaints([*CARD, "train.precision=bf16", *sets])
 
