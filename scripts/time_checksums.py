@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from mtpctl.checkpoint.listing import Checksum, check_listing, write_listing
-from mtpctl.compat import checkpoint_checksums
+from mtpctl.compat import megatron_core
 
 TENSOR = 64 << 20
 """Bytes of a tensor."""
@@ -33,7 +33,7 @@ def write(folder: Path, tensors: list[torch.Tensor], *, checksums: bool) -> floa
     folder.mkdir()
     items = [(WriteItem(MetadataIndex(str(i)), WriteItemType.TENSOR), tensor) for i, tensor in enumerate(tensors)]
     files = vars(filesystem_async)
-    checkpoint_checksums.install(Checksum)
+    megatron_core.compute_checksums(Checksum)
     hashed = files["open"]
     if not checksums:
         files["open"] = open
@@ -46,7 +46,7 @@ def write(folder: Path, tensors: list[torch.Tensor], *, checksums: bool) -> floa
         return time.perf_counter() - began
     finally:
         files["open"] = hashed
-        write_listing(folder, 1, {Path(path).name: entry for path, entry in checkpoint_checksums.take([file]).items()})  # type: ignore[misc]
+        write_listing(folder, 1, {Path(path).name: entry for path, entry in megatron_core.take_checksums([file]).items()})  # type: ignore[misc]
 
 
 def main() -> None:

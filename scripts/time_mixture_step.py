@@ -51,10 +51,10 @@ def ours(config: dict[str, Any], tokens: int, rate: float, trace: Path | None) -
     from mtpctl.recipe.kernels import KernelsConfig
     from mtpctl.recipe.model import MtpConfig
     from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.trainer.batch import update_flops
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
     from mtpctl.trainer.objective import NextToken
-    from mtpctl.trainer.utilisation import update_flops
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = shape_folder(config, Path(scratch))

@@ -26,9 +26,9 @@ from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig, parallel_fits
+from mtpctl.trainer.batch import update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.utilisation import update_flops
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue

@@ -31,12 +31,11 @@ from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.batch import Sequence, update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import NextToken, Sums
-from mtpctl.trainer.utilisation import update_flops
 
 WARMUP, ROUNDS, STEPS = 2, 3, 3
 TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"

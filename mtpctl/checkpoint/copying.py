@@ -20,9 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpctl.checkpoint.finding import set_aside
-from mtpctl.checkpoint.listing import LISTING, Damaged, Entry, Listing, entry_of, files_in, read_listing, save_listing
+from mtpctl.checkpoint.listing import (
+    LISTING,
+    Damaged,
+    Entry,
+    Listing,
+    entry_of,
+    files_in,
+    flush,
+    point_to,
+    pointer_of,
+    read_listing,
+    save_listing,
+)
 from mtpctl.checkpoint.object_store import FIELD, Absent, ObjectStore
-from mtpctl.checkpoint.pointer import flush, point_to, pointer_of
 from mtpctl.errors import UserError
 
 CHECKPOINTS = "checkpoints"

@@ -15,9 +15,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, read_listing
-from mtpctl.checkpoint.pointer import flush, point_to
-from mtpctl.checkpoint.stored_metadata import METADATA, shard_sizes
+from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, point_to, read_listing
+from mtpctl.checkpoint.reading import METADATA, shard_sizes
 from mtpctl.errors import UserError
 
 ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from mtpctl.checkpoint.stored_metadata import RestrictedUnpickler
-from mtpctl.compat import checkpoint_reading
+from mtpctl.checkpoint.listing import Damaged
+from mtpctl.compat import torch_checkpoint
 from mtpctl.errors import MtpctlError, UserError
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Read the checkpoint at `path` in the block. Raises a one-line UserError if it cannot be read."""
-    checkpoint_reading.install(RestrictedUnpickler)
+    torch_checkpoint.install(RestrictedUnpickler)
     try:
         yield
     except CheckpointException as error:
@@ -41,7 +42,7 @@ def _unreadable(path: Path, cause: BaseException) -> UserError:
 
 def reader_of(path: Path) -> FileSystemReader:
     """torch's reader of a checkpoint."""
-    checkpoint_reading.install(RestrictedUnpickler)
+    torch_checkpoint.install(RestrictedUnpickler)
     return FileSystemReader(path)
 
 
@@ -50,3 +51,96 @@ def tensors_in(path: Path) -> dict[str, ShardedTensor]:
     with reading(path):
         tensors: dict[str, ShardedTensor] = dist_checkpointing.load_tensors_metadata(str(path))
     return tensors
+
+
+# Reads the `.metadata` of a checkpoint, a pickle, without running code from it.
+#
+# A pickle may call any function that it names. `.metadata` needs a few data classes of torch; any other name is rejected, because its only
+# use would be to run code. Shards contain tensors and small objects, which torch reads with its own allow-list.
+
+METADATA = ".metadata"
+_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+_NAMES = {
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER, "BytesIOWriteData"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+_TYPES = {
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+}
+"""Dtypes, which a pickle names as attributes of `torch`."""
+
+Resolve = Callable[[str, str], object]
+"""Maps a module and name to the object to use for it."""
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Reads a `.metadata` file. `resolve` returns the object of an allowed name.
+
+    `load` raises UserError for any other name.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path, resolve: Resolve) -> None:
+        super().__init__(file)
+        self._path, self._resolve = path, resolve
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _NAMES or (module == "torch" and name in _TYPES):
+            return self._resolve(module, name)
+        raise UserError(
+            f"{self._path}: names {module}.{name}, which no checkpoint needs and which may run code; do not use this checkpoint "
+            "unless you can get it again from a source that you trust"
+        )
+
+
+class _Record:
+    """Stand-in for a torch object: its constructor arguments and its state."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+        self.state: dict[str, object] = {}
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state if isinstance(state, dict) else {}
+
+
+def shard_sizes(checkpoint: Path) -> dict[str, int]:
+    """The minimum size of each shard file, by name. Does not import torch.
+
+    Raises Damaged if the metadata cannot be read, UserError if it contains a name that may run code.
+    """
+    path = checkpoint / METADATA
+    sizes: dict[str, int] = {}
+    try:
+        with path.open("rb") as file:
+            metadata = RestrictedUnpickler(file, path, lambda module, name: _Record).load()
+        for stored in metadata.state["storage_data"].values():
+            name, end = str(stored.state["relative_path"]), int(stored.state["offset"]) + int(stored.state["length"])
+            if PurePosixPath(name).name != name:
+                raise ValueError("not a file of the folder")
+            sizes[name] = max(end, sizes.get(name, 0))
+    except FileNotFoundError as error:
+        raise Damaged(METADATA, "is missing") from error
+    except OSError as error:
+        raise Damaged(METADATA, f"cannot be read ({error.strerror})") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
+        raise Damaged(METADATA, "is truncated or overwritten") from error
+    return sizes

@@ -27,10 +27,9 @@ from megatron.core.transformer import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from mtpctl.checkpoint.finding import ENGINE, REPLACED, next_number
-from mtpctl.checkpoint.listing import Checksum, Entry, write_listing
-from mtpctl.checkpoint.pointer import flush
+from mtpctl.checkpoint.listing import Checksum, Entry, flush, write_listing
 from mtpctl.checkpoint.reading import reading, tensors_in
-from mtpctl.compat import checkpoint_checksums, checkpoint_queue
+from mtpctl.compat import megatron_core
 from mtpctl.errors import SaveFailed, UserError
 
 _FORMAT = 1
@@ -136,8 +135,8 @@ class Save:
 
     def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, beside: bool = False) -> None:
         """Plan, copy, and start to write. `beside`: the contents may change while they are written, so what would change is copied."""
-        checkpoint_queue.install()
-        checkpoint_checksums.install(Checksum)
+        megatron_core.use_local_queue()
+        megatron_core.compute_checksums(Checksum)
         self.path, self.folder = path, path.with_name(path.name + ".partial")
         self._record: EngineRecord = {
             "format": _FORMAT,
@@ -221,7 +220,7 @@ class Save:
     def _written(self) -> dict[str, Entry]:
         """The entries of the shards that all ranks have written."""
         parts: list[dict[str, Entry]] = [{}] * dist.get_world_size()
-        entries = checkpoint_checksums.take(self._files)
+        entries = megatron_core.take_checksums(self._files)
         dist.all_gather_object(parts, {Path(file).name: entry for file, entry in entries.items()})
         return {name: entry for part in parts for name, entry in part.items()}
 
@@ -229,8 +228,8 @@ class Save:
         """Wait for the thread, in place of `finish`, and leave nothing of the checkpoint."""
         if self._thread is not None:
             self._thread.join()
-        checkpoint_checksums.take(self._files)
-        checkpoint_queue.clear()
+        megatron_core.take_checksums(self._files)
+        megatron_core.clear_queue()
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 

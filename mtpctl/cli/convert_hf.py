@@ -57,12 +57,12 @@ def convert_hf(
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it looks for that card
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if target is None:
-        from mtpctl.convert.inspection import inspect as look
+        from mtpctl.convert.source import inspect as look
 
         found = look(source, model)
         answer(json.dumps(found, indent=2) if as_json else _listed(found))
         return
-    from mtpctl.convert.target import check_target
+    from mtpctl.convert.hf_folder import check_target
 
     check_target(source, target, force=force)  # before torch is imported, which takes seconds
     from mtpctl.cluster.process import importing

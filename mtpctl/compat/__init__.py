@@ -1,3 +1,34 @@
-"""Stand-ins for the behaviour of torch, transformers, Megatron-core and Megatron-Bridge, each guarded by version or shape.
-What is done to an engine lies in that engine's package under `rollout`.
+"""Patches of torch, transformers, sympy, Ray, Megatron-core and Megatron-Bridge, each guarded by release or by the names it replaces.
+
+Patches of an inference engine are in that engine's package under `rollout`.
 """
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def require_release(package: str, release: str, module: str) -> None:
+    """Raise RuntimeError unless this release of the package is installed. `module`: the patch to check otherwise."""
+    installed = importlib.metadata.version(package).partition("+")[0]
+    if installed != release:
+        raise RuntimeError(
+            f"{package} {installed} is installed, and {module} was written for {release}: check whether its patches still apply"
+        )
+
+
+@contextmanager
+def replaced(module: str, name: str, value: object, moved: str) -> Iterator[None]:
+    """Replace `name` in an upstream module within the block. Raises RuntimeError with the message `moved` if upstream has no such name."""
+    names = vars(importlib.import_module(module))
+    if name not in names:
+        raise RuntimeError(moved)
+    original = names[name]
+    names[name] = value
+    try:
+        yield
+    finally:
+        names[name] = original

@@ -1,9 +1,7 @@
-"""Let megatron-core run without CUDA: where it asks for the current CUDA device, it gets the CPU.
+"""Run megatron-core without CUDA: `torch.cuda` returns the CPU as the current device.
 
-megatron-core asks for `torch.cuda.current_device()` and `device="cuda"` in some eighty places that have nothing to do
-with CUDA itself (RoPE tables, gradient norms, loss scales, rank-to-rank buffers). On a machine without a card every
-one of them fails. `install()` makes them return the CPU. It does nothing where a card exists, so that a CUDA run never
-has a stand-in.
+megatron-core calls `torch.cuda.current_device()` and passes `device="cuda"` in some eighty lines that are not specific to CUDA (RoPE
+tables, gradient norms, loss scales, communication buffers). Without a GPU each of them fails. `install` does nothing if there is a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def _tensor_to_cpu(self: torch.Tensor, device: object = None, non_blocking: bool
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event: work on a CPU is already in order."""
+    """Replaces CUDA streams and events: work on a CPU is already in order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -68,33 +66,33 @@ class _NoStream:
 
 
 def _move_split_sizes() -> None:
-    """Make expert parallelism read split sizes on the CPU as numpy arrays. megatron-core leaves them tensors there, which gloo refuses."""
+    """Pass split sizes of expert parallelism as numpy arrays on the CPU. megatron-core leaves them as tensors, which gloo rejects."""
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     move = vars(dispatcher).get("maybe_move_tensor_to_cpu")
     if move is None:
         raise RuntimeError("megatron-core's token dispatcher no longer moves split sizes by maybe_move_tensor_to_cpu")
 
     @functools.wraps(move)
-    def moved(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    def to_numpy(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    vars(dispatcher)["maybe_move_tensor_to_cpu"] = moved
-    # The first dispatcher of a process makes this stream; by then other code may have replaced `torch.cuda.Stream`.
+    vars(dispatcher)["maybe_move_tensor_to_cpu"] = to_numpy
+    # The first dispatcher of a process creates this stream, when other code may have replaced `torch.cuda.Stream`.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
 
 
-def _forget_cuda_random_state() -> None:
-    """Replace the card's random state, which recomputed activations restore, by an empty one; nothing draws from it."""
+def _drop_cuda_random_state() -> None:
+    """Replace the GPU's random state, which recomputed activations restore, by an empty one. Nothing samples from it."""
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     if not {"_get_cuda_rng_state", "_set_cuda_rng_state"} <= random.keys():
-        raise RuntimeError("megatron-core's recomputation no longer keeps the card's random state by _get_cuda_rng_state")
+        raise RuntimeError("megatron-core's recomputation no longer stores the GPU's random state by _get_cuda_rng_state")
     random["_get_cuda_rng_state"] = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
     random["_set_cuda_rng_state"] = lambda *_, **__: None
 
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Give CPU tensors the type names of CUDA tensors, by which megatron-core's optimizers tell precisions apart."""
+    """Give CPU tensors the type names of CUDA tensors, by which megatron-core's optimizers distinguish precisions."""
     if torch.cuda.is_available():
         yield
         return
@@ -113,7 +111,7 @@ def cuda_type_names() -> Iterator[None]:
 
 
 def install() -> bool:
-    """Install the stand-ins where CUDA is absent. Returns whether they are installed. May be called again."""
+    """Install the replacements if CUDA is not available. Returns whether they are installed. Idempotent."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -134,7 +132,7 @@ def install() -> bool:
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment, return-value]
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
     _move_split_sizes()
-    _forget_cuda_random_state()
+    _drop_cuda_random_state()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _installed = True

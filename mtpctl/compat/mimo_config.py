@@ -1,8 +1,8 @@
-"""Let vLLM read MiMo folders as they are published: `model_type: "mimo"`.
+"""Register `model_type: "mimo"` with transformers, so that vLLM and Megatron-Bridge read published MiMo folders.
 
-transformers knows no such model type, and the published folder brings its configuration class as code of its own, which
-we do not run. MiMo's trunk is Qwen2's with MTP layers beside it, so a Qwen2 configuration under that name is all that is
-needed; vLLM picks the model by `architectures`, and turns speculation with `method: "mtp"` to the MTP layers by itself.
+transformers has no such model type, and the published folder brings its configuration class as custom code, which we do not run. MiMo's
+trunk is Qwen2's with additional MTP layers, so a Qwen2 configuration under that name is sufficient. vLLM selects the model by
+`architectures`, and with `method: "mtp"` speculates with the MTP layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ MODEL_TYPE = "mimo"
 
 
 def install() -> bool:
-    """Register the configuration class with transformers. Returns False where one is registered already, which then stays."""
+    """Register the configuration class. Returns False if one is registered already, which is then kept."""
     from transformers import AutoConfig, Qwen2Config
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,12 +1,12 @@
-"""Start the daemons of a local Ray cluster in sessions of their own, on the loopback interface.
+"""Start the daemons of a local Ray cluster in separate sessions, on the loopback interface.
 
 Ray 2.60 starts the GCS server, the raylet and its helpers in the process group of the driver. `timeout`, a shell that ends a job, and a
 terminal that is closed signal the whole group: the daemons end first, and the driver can no longer save a checkpoint. To reproduce, start
 `ray.init()` in a script and send SIGTERM to its process group.
 
 Ray also listens on all interfaces if the host has an interface other than loopback: it resolves 127.0.0.1 to that interface's address,
-unless multi-host clusters are disabled, which is the default on macOS only. It also replaces the driver's handler of SIGTERM by one that
-ends the process at once.
+unless multi-host clusters are disabled, which is the default on macOS only. It also replaces the driver's SIGTERM handler by one that
+exits immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from mtpctl.compat.replaced import replaced
+from mtpctl.compat import replaced
 from mtpctl.errors import UpstreamMoved
 
 PINNED = "2.60.0"
@@ -47,15 +47,15 @@ def own_sessions(register: Callable[[], None], started: dict[str, subprocess.Pop
 
 @contextmanager
 def starting(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Make `ray.init` start its daemons with `own_sessions`, on the loopback interface, and keep the handler of SIGTERM.
+    """Make `ray.init` start its daemons with `own_sessions`, on the loopback interface, and keep the driver's SIGTERM handler.
 
     Raises UpstreamMoved for another release of Ray than the pinned one.
     """
     if ray.__version__ != PINNED:
         raise UpstreamMoved(f"{__name__} was written for Ray {PINNED}, found {ray.__version__}: compare ray._private.services first")
     moved = f"{__name__}: Ray starts its processes in another way"
-    before = os.environ.get(ONE_HOST)
-    os.environ[ONE_HOST] = "0"  # for the processes that Ray starts; this one has read it already
+    previous = os.environ.get(ONE_HOST)
+    os.environ[ONE_HOST] = "0"  # For the processes that Ray starts; this process has read it already.
     try:
         with (
             replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False, moved),
@@ -64,7 +64,7 @@ def starting(register: Callable[[], None], started: dict[str, subprocess.Popen[b
         ):
             yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[ONE_HOST]
         else:
-            os.environ[ONE_HOST] = before
+            os.environ[ONE_HOST] = previous

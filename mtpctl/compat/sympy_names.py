@@ -1,7 +1,7 @@
-"""Read numbers without importing all of sympy for each of them.
+"""Make sympy's `parse_expr` import its names once.
 
-sympy's `parse_expr`, through which it reads every number that it is given as text, makes the names that the text may use anew each time, by
-an import of everything. That is a third of what math-verify takes for an answer. Here they are made once, by sympy itself, and copied.
+Through `parse_expr` sympy reads every number that it is given as text. Each call builds the namespace of the text by importing all of
+sympy, a third of the time that math-verify takes for an answer. Here sympy builds the namespace once, and calls copy it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Names = dict[str, object]
 
 
 def install() -> None:
-    """Have `parse_expr` copy the names where a caller gives none. Raises RuntimeError where sympy hands them to transformations no more."""
+    """Make `parse_expr` copy the names unless the caller passes some. Raises RuntimeError if transformations no longer get them."""
     upstream: Callable[..., object] = sympy_parser.parse_expr
     if hasattr(upstream, "__wrapped__"):
         return
-    made: Names = {}
+    namespace: Names = {}
 
-    def keep(tokens: list[tuple[int, str]], _: Names, names: Names) -> list[tuple[int, str]]:
-        made.update(names)
+    def capture(tokens: list[tuple[int, str]], _: Names, names: Names) -> list[tuple[int, str]]:
+        namespace.update(names)
         return tokens
 
-    upstream("1", transformations=(keep, *sympy_parser.standard_transformations))
-    if "Integer" not in made:
+    upstream("1", transformations=(capture, *sympy_parser.standard_transformations))
+    if "Integer" not in namespace:
         raise RuntimeError(f"sympy's parse_expr gives transformations no names any more: see {__name__}")
 
     @functools.wraps(upstream)
@@ -37,6 +37,6 @@ def install() -> None:
         global_dict: Names | None = None,
         evaluate: bool = True,
     ) -> object:
-        return upstream(s, local_dict, transformations, made.copy() if global_dict is None else global_dict, evaluate)
+        return upstream(s, local_dict, transformations, namespace.copy() if global_dict is None else global_dict, evaluate)
 
     vars(sympy_parser)["parse_expr"] = parse_expr

@@ -2,6 +2,6 @@
 Runs in trainer processes, log-prob servers and `mtpctl convert-hf`.
 """
 
-from mtpctl.compat import uncompiled
+from mtpctl.compat import megatron_core
 
-uncompiled.install()
+megatron_core.skip_compilation()

@@ -20,21 +20,17 @@ from typing import Literal
 import torch
 
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
-from mtpctl.convert.adapter_checkpoints import MergedReader, adapted, needed_weights, write_adapter
-from mtpctl.convert.adapter_verification import verify_adapter, verify_merged
-from mtpctl.convert.carried import carried_files, carry, write_config, written_config
+from mtpctl.convert.adapters import MergedReader, adapted, needed_weights, write_adapter
 from mtpctl.convert.dtypes import NAMES, cast, common, main_dtype
-from mtpctl.convert.folder_weights import FolderWeights
-from mtpctl.convert.hf_folder import HfConfig, HfFolder
+from mtpctl.convert.hf_folder import HfConfig, HfFolder, carried_files, carry, check_target, write_config, written_config
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import JOURNAL, Conversion, Journal, PartRecord
-from mtpctl.convert.layout import Stored, plain_layout, recast, save_layout
-from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, recast, save_layout
 from mtpctl.convert.parts import PartReader, PartWriter, Reader
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.convert.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, names_in, reference_of
-from mtpctl.convert.target import check_target
-from mtpctl.convert.verification import Verified, verify_conversion
+from mtpctl.convert.tensor_files import FolderWeights
+from mtpctl.convert.verification import Verified, verify_adapter, verify_conversion, verify_merged
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 

@@ -6,14 +6,18 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpctl.convert.folder_weights import FolderWeights
+import torch
+
+from mtpctl.checkpoint.listing import LISTING
+from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.families.reading import MTP_COUNTS, shape_of
+from mtpctl.families.reading import MTP_COUNTS, shape_of, stated_positions
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
@@ -171,3 +175,72 @@ def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, gene
     # The norms of families with linear attention count from 1, but for the one inside that attention.
     from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")
     return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)
+
+
+# The files of a model's folder beside its weights: config, generation config, tokenizer, chat template, code of its own.
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
+"""Suffixes of files that are weights, which are converted or left behind."""
+
+
+def carried_files(folder: Path) -> Iterator[Path]:
+    """Files that are copied unchanged, relative to `folder`. Hidden ones are not."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if path.is_file() and not hidden and path.suffix not in WEIGHTS and name.name not in (*INDEXES, LISTING, "config.json"):
+            yield name
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copy those files."""
+    for name in carried_files(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
+    """The config of a folder whose weights are of `dtype` and hold `mtp_layers` MTP layers.
+
+    max_position_embeddings is the length that the model was trained with, where the published file is known to state another.
+    quantization_config is left out, since the weights are dequantised.
+    """
+    made = {name: value for name, value in config.items() if name != "quantization_config"}
+    where = _part_with(made, "max_position_embeddings")
+    if where.get("max_position_embeddings") is not None:
+        where["max_position_embeddings"] = stated_positions(config)
+    count = next((key for key in MTP_COUNTS if key in _part_with(made, key)), None)
+    if count is not None:
+        _part_with(made, count)[count] = mtp_layers
+    named = [key for key in ("dtype", "torch_dtype") if key in made] or ["torch_dtype"]
+    for key in named:
+        made[key] = str(dtype).removeprefix("torch.")
+    if "text_config" in made and "dtype" in made["text_config"]:
+        made["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
+    return made
+
+
+def _part_with(config: HfConfig, key: str) -> HfConfig:
+    """The part of the config that has `key`: the config itself, or its `text_config`, which is replaced by a copy to write to."""
+    if key not in config and key in (config.get("text_config") or {}):
+        config["text_config"] = dict(config["text_config"])
+        return config["text_config"]
+    return config
+
+
+def write_config(config: HfConfig, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+# Where a conversion may write. Imports no torch, so that a command can ask before it loads anything.
+
+
+def check_target(source: Path, target: Path, *, force: bool) -> None:
+    """Raise UserError for a target that holds the source or lies in it, is a file, or exists without `force`."""
+    here, there = source.resolve(), target.resolve()
+    if there.is_relative_to(here) or here.is_relative_to(there):
+        raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target}: is a file; name a folder")
+    if target.exists() and not force:
+        raise UserError(f"{target}: exists; name another DST, or replace it with --force")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpctl.convert.layout import Stored
+from mtpctl.convert.model_weights import Stored
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of a file at most, as on the Hugging Face hub; a single tensor may be larger."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from mtpctl.checkpoint.pointer import flush
+from mtpctl.checkpoint.listing import flush
 from mtpctl.errors import UserError
 
 JOURNAL = "conversion.jsonl"

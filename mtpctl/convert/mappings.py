@@ -4,18 +4,107 @@ and the linear layers of `model`."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import Field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-
-from mtpctl.convert.glm import with_own_experts
-from mtpctl.convert.qwen_vl import of_the_text_model
-from mtpctl.convert.upstream import Pretrained
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.core.transformer import TransformerConfig
+if TYPE_CHECKING:
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.core.transformer import TransformerConfig
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+# Megatron-Bridge's classes, typed as far as they are called here. The classes themselves are imported by name, once the stand-ins
+# that importing Megatron-Bridge may need are installed.
+
+type HfNames = str | dict[str, str]
+"""The Hugging Face tensor of a parameter, or several by their part (q, k, v)."""
+
+
+class ParamMapping(Protocol):
+    """How one Megatron parameter and its Hugging Face tensors are made from each other."""
+
+    megatron_param: str
+    hf_param: HfNames
+
+    def hf_to_megatron(self, hf_weights: Tensor | Mapping[str, Tensor], megatron_module: torch.nn.Module) -> Tensor: ...
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: torch.nn.Module | None) -> dict[str, Tensor]: ...
+
+    def clear_broadcast_cache(self) -> None: ...
+
+    def clear_tensor_spec_output_cache(self) -> None: ...
+
+
+class ConversionTask(Protocol):
+    """One parameter of the whole model, a frozen dataclass. Module and weight are None on ranks of other pipeline stages."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    param_name: str
+    global_param_name: str
+    mapping: ParamMapping
+    megatron_module: torch.nn.Module | None
+    param_weight: Tensor | None
+
+
+class ModelBridge(Protocol):
+    """The conversion of one model architecture."""
+
+    build_conversion_tasks: Callable[..., list[ConversionTask | None]]
+
+    def load_weights_hf_to_megatron(self, hf_pretrained: object, megatron_model: list[torch.nn.Module]) -> object: ...
+
+    def stream_weights_megatron_to_hf(
+        self, megatron_model: list[torch.nn.Module], hf_pretrained: object, **options: object
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
+    def maybe_modify_loaded_hf_weight(self, hf_param: HfNames, weights: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]: ...
+
+    def maybe_modify_converted_hf_weight(
+        self, task: ConversionTask, converted: dict[str, Tensor], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]: ...
+
+    def _broadcast_shared_embeddings(self, megatron_model: list[torch.nn.Module]) -> None: ...
+
+
+class LocalTask(ConversionTask, Protocol):
+    """A task whose parameter this rank holds."""
+
+    megatron_module: torch.nn.Module
+    param_weight: Tensor
+
+
+class Pretrained[Config](Protocol):
+    """What Megatron-Bridge takes for a Hugging Face model, as far as its config goes."""
+
+    config: Config
+
+
+def is_local(task: ConversionTask) -> TypeGuard[LocalTask]:
+    """Whether this rank holds the task's parameter."""
+    return task.megatron_module is not None
+
+
+def names_of(task: ConversionTask) -> tuple[str, ...]:
+    """Names of the Hugging Face tensors that a parameter is made of."""
+    source = task.mapping.hf_param
+    return (source,) if isinstance(source, str) else tuple(source.values())
+
+
+def packs_experts(task: ConversionTask) -> bool:
+    """Whether the mapping knows the experts of a layer only as one packed tensor."""
+    return bool(getattr(task.mapping, "is_grouped_export", False))
+
 
 _LAYERS = {
     "column": ("LoraColumnParallelLinear",),
@@ -99,3 +188,80 @@ def _with_dense_layers(
             return registry(*super().mapping_registry().mappings, *more)
 
     return SparseBridge
+
+
+# What Megatron-Bridge's mapping of GLM-4.5 lacks: experts as modules of their own, and more than one shared expert.
+
+
+class _GlmConfig(Protocol):
+    moe_intermediate_size: int
+    n_shared_experts: int
+
+
+def with_own_experts(
+    upstream: type, registry: type[MegatronMappingRegistry], auto: Callable[..., object], gated: Callable[..., object]
+) -> type:
+    """Upstream's bridge with these mappings added. `auto` and `gated` are Megatron-Bridge's mappings of one and of two tensors."""
+
+    class GlmBridge(upstream):  # type: ignore[misc]
+        def provider_bridge(self, hf_pretrained: Pretrained[_GlmConfig]) -> TransformerConfig:
+            provider = super().provider_bridge(hf_pretrained)
+            config = hf_pretrained.config
+            provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.n_shared_experts
+            return provider
+
+        def _uses_fused_experts(self) -> bool:
+            # Upstream looks into the folder's files, which a stream of tensors does not have. Published folders name experts one by one.
+            return False
+
+        def mapping_registry(self) -> MegatronMappingRegistry:
+            layers = self.hf_config.num_hidden_layers
+            depths = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
+            places = {"decoder.layers.*": "model.layers.*"}
+            places |= {f"mtp.layers.{k}.mtp_model_layer": f"model.layers.{layers + k}" for k in range(depths)}
+            more = []
+            for ours, theirs in places.items():
+                expert, name = f"{ours}.mlp.experts.local_experts.*", f"{theirs}.mlp.experts.*"
+                more += [
+                    gated(f"{expert}.linear_fc1.weight", gate=f"{name}.gate_proj.weight", up=f"{name}.up_proj.weight"),
+                    auto(f"{expert}.linear_fc2.weight", f"{name}.down_proj.weight"),
+                ]
+            return registry(*super().mapping_registry().mappings, *more)
+
+    return GlmBridge
+
+
+# The language model inside Qwen3.5's wrappers for images, as Megatron-Bridge's text bridges know it by itself.
+#
+# Upstream's own bridges of these wrappers build the vision tower as well; here it stays in the folder that it came in.
+
+PREFIX = "model.language_model."
+
+
+class _TextConfig(Protocol):
+    tie_word_embeddings: bool
+
+
+class _WrapperConfig(Protocol):
+    tie_word_embeddings: bool
+    text_config: _TextConfig
+
+
+def of_the_text_model(upstream: type) -> type:
+    """The bridge of a wrapper, derived from the bridge of its text model."""
+    stored_packed = importlib.import_module("megatron.bridge.models.conversion.utils").moe_experts_stored_packed
+
+    class WrapperBridge(upstream):  # type: ignore[misc]
+        def provider_bridge(self, hf_pretrained: Pretrained[_WrapperConfig]) -> TransformerConfig:
+            text = copy(hf_pretrained.config.text_config)
+            text.tie_word_embeddings = hf_pretrained.config.tie_word_embeddings
+            return super().provider_bridge(SimpleNamespace(config=text))
+
+        def _get_dense_lm_mappings(self, **options: object) -> list[ParamMapping]:
+            return super()._get_dense_lm_mappings(**options, hf_prefix=PREFIX)
+
+        def _get_moe_lm_mappings(self, **options: object) -> list[ParamMapping]:
+            options["experts_packed"] = stored_packed(getattr(self, "hf_pretrained", None), f"{PREFIX}layers.")
+            return super()._get_moe_lm_mappings(**options, hf_prefix=PREFIX)
+
+    return WrapperBridge

@@ -7,17 +7,17 @@ rest of this package sees none of that. `layout` records how the folder stores i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.convert.folder_weights import FolderWeights
 from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
-from mtpctl.convert.layout import Stored
+from mtpctl.convert.tensor_files import SIZES, FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
@@ -25,6 +25,8 @@ from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+if TYPE_CHECKING:
+    import torch
 
 SCALE = "_scale_inv"
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -264,3 +266,53 @@ def _prefix_in(raw: FolderWeights, shape: ModelShape) -> str:
         if f"{prefix}embed_tokens.weight" in raw:
             return prefix
     return shape.prefix
+
+
+# How a folder stores its tensors: names, order, types, and which of the model's tensors each is made of.
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a folder.
+
+    code: safetensors' name of its type. pieces: the model's tensors in it, one after another: several where experts are packed, none where
+    it is no part of the language model and is copied as it is.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        from mtpctl.convert.dtypes import DTYPES
+
+        return DTYPES[self.code]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * SIZES[self.code]
+
+
+def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
+    """A folder that keeps every tensor whole, aliases included where the family's folders have them."""
+    from mtpctl.convert.dtypes import CODES
+
+    same = aliases(shape)
+    return [Stored(name, CODES[dtypes[same.get(name, name)]], size, (same.get(name, name),)) for name, size in tensor_shapes(shape).items()]
+
+
+def recast(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
+    """The layout with each of the model's tensors in the given type; what is carried along stays as it is."""
+    from mtpctl.convert.dtypes import CODES
+
+    return [replace(stored, code=CODES[dtypes[stored.pieces[0]]]) if stored.pieces else stored for stored in layout]
+
+
+def save_layout(layout: list[Stored], file: Path) -> None:
+    file.write_text(json.dumps([[s.name, s.code, s.shape, s.pieces] for s in layout]))
+
+
+def load_layout(file: Path) -> list[Stored]:
+    return [Stored(name, code, tuple(shape), tuple(pieces)) for name, code, shape, pieces in json.loads(file.read_text())]

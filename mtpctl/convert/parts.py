@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mtpctl.checkpoint.listing import write_listing
-from mtpctl.checkpoint.pointer import flush
+from mtpctl.checkpoint.listing import flush, write_listing
 from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.checkpoint.sharded import write_record_of_weights
 from mtpctl.convert.journal import JOURNAL

@@ -11,7 +11,7 @@ import numpy as np
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import Logprobs
-from mtpctl.trainer.scores import DraftScores
+from mtpctl.trainer.config import DraftScores
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Bounds of the temperature, within which logits divided by it stay within fp32. An overflow would fail the pass for all its requests,

@@ -23,7 +23,7 @@ from mtpctl.sync.protocol import JsonObject, Manifest, PlanMismatch, Section, Sy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mtpctl.convert.stream import WeightStream
+    from mtpctl.convert.bridge import WeightStream
     from mtpctl.logprob.adapter import MergedAdapter
     from mtpctl.trainer.engine import MegatronEngine
 
@@ -114,7 +114,7 @@ class ScoreRank:
 
     def adopt(self, engine: MegatronEngine) -> Bounds:
         """Serve a loaded engine; its weights have the configured version."""
-        from mtpctl.convert.stream import StreamMap
+        from mtpctl.convert.bridge import StreamMap
         from mtpctl.families import tensors
         from mtpctl.families.tensors import section_of, tensor_shapes
         from mtpctl.logprob.weights import HeldWeights
@@ -135,7 +135,7 @@ class ScoreRank:
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
         """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
         from mtpctl.trainer.batch import Sequence
-        from mtpctl.trainer.scores import ScoreOptions
+        from mtpctl.trainer.config import ScoreOptions
 
         sequences, options = [], []
         for request in requests:
@@ -163,7 +163,7 @@ class ScoreRank:
 
     def begin_update(self, manifest: JsonObject, version: int, section: Section) -> None:
         """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict; nothing changed."""
-        from mtpctl.convert.stream import WeightStream
+        from mtpctl.convert.bridge import WeightStream
         from mtpctl.logprob.adapter import MergedAdapter
 
         self._manifest = Manifest.from_dict(manifest)
@@ -191,7 +191,7 @@ class ScoreRank:
         self._reader = reader
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
-        from mtpctl.convert.upstream import names_of
+        from mtpctl.convert.mappings import names_of
 
         held = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
@@ -272,8 +272,8 @@ class ScoreRank:
 
     def _merge(self, adapter: MergedAdapter) -> None:
         """Write base weights plus adapter, when all other sections of the version are written."""
-        from mtpctl.convert.stream import WeightStream
-        from mtpctl.convert.upstream import names_of
+        from mtpctl.convert.bridge import WeightStream
+        from mtpctl.convert.mappings import names_of
 
         tasks = self.map.tasks
         self.held.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))

@@ -2,6 +2,6 @@
 Runs wherever a model is held: trainer ranks, log-prob ranks, offline conversion.
 """
 
-from mtpctl.compat import uncompiled
+from mtpctl.compat import megatron_core
 
-uncompiled.install()
+megatron_core.skip_compilation()

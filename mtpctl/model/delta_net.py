@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
 from torch import Tensor
 
-from mtpctl.compat import flash_linear_attention
+from mtpctl.compat import megatron_core
 from mtpctl.model.delta_rule import gated_delta_rule
 from mtpctl.model.head_exchange import to_heads, to_tokens
 from mtpctl.model.packing import Packing
@@ -34,7 +34,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
     """[T, 1, H] → [T, 1, H]. Megatron-Bridge knows its parameters by the class's name."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        with flash_linear_attention.not_required():
+        with megatron_core.without_flash_linear_attention():
             super().__init__(*args, **kwargs)
         self.out_norm.of_own_heads = not self.config.sequence_parallel
 

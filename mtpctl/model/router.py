@@ -72,7 +72,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Upstream would move the bias before it is known whether the optimizer steps; `mtpctl.trainer.balance` does so afterwards.
+        # Upstream would move the bias before it is known whether the optimizer steps; `mtpctl.trainer.data_parallel` does so afterwards.
         self.frozen_expert_bias = True
         self.passes = (config.mtp_num_layers or 1) if is_mtp_layer and config.mtp_use_repeated_layer else 1
         """How many MTP depths share this router; its losses are means over them."""

@@ -2,6 +2,6 @@
 Log-prob ranks hold the same engine, to score.
 """
 
-from mtpctl.compat import uncompiled
+from mtpctl.compat import megatron_core
 
-uncompiled.install()
+megatron_core.skip_compilation()

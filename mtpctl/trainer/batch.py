@@ -6,6 +6,7 @@ Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, blocks
+from mtpctl.model.parallel import summed
+from mtpctl.plan.flops import card_peak, step_flops
 from mtpctl.routes import Routes, RouteShape
-from mtpctl.trainer.upload import uploaded
 
 
 @dataclass
@@ -200,3 +202,84 @@ def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **l
     unseen = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     made = pack([unseen], [0], depths, device, **layout)
     return replace(made, packing=replace(made.packing, spare=len(made.input_ids)), idle=True)
+
+
+# Arrays of the host, brought to a device together.
+
+ALIGNED = 16
+"""Each array begins at a multiple of so many bytes, more than any kernel asks for."""
+
+
+def uploaded(arrays: Rows[np.ndarray], device: torch.device | str) -> list[Tensor]:
+    """Arrays that nobody else holds as tensors on the device, of the same shapes and dtypes, in the order given.
+
+    To a card they go in one copy: each one takes the host longer than the bytes of a micro-batch take to travel.
+    """
+    if torch.device(device).type == "cpu":
+        return [torch.from_numpy(each) for each in arrays]
+    return in_one_copy(arrays, device)
+
+
+def in_one_copy(arrays: Rows[np.ndarray], device: torch.device | str) -> list[Tensor]:
+    """`uploaded`, by one copy to any device. The tensors share one storage."""
+    starts, size = [], 0
+    for each in arrays:
+        starts.append(size)
+        size += -(-each.nbytes // ALIGNED) * ALIGNED
+    # From pinned memory, so that the host does not wait until the card comes to the copy.
+    together = torch.empty(size, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    here = together.numpy()
+    for start, each in zip(starts, arrays, strict=True):
+        here[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    there = together.to(device, non_blocking=True)
+    return [
+        there[start : start + each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
+        for start, each in zip(starts, arrays, strict=True)
+    ]
+
+
+# The counts over all sequences of an update, those of other ranks included, by which losses are divided.
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts over all sequences of an update. `trained`: response tokens that are trained on; `drafted`: those of them that each MTP depth
+    can be asked to draft."""
+
+    sequences: int
+    tokens: int
+    trained: int
+    drafted: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Rows[Sequence], depths: int) -> Totals:
+        """The counts over these sequences alone. depths: MTP layers."""
+        drafted = tuple(sum(s.drafted(depth) for s in sequences) for depth in range(1, depths + 1))
+        return cls(len(sequences), sum(len(s.token_ids) for s in sequences), sum(s.trained for s in sequences), drafted)
+
+    def over_ranks(self) -> Totals:
+        """The counts summed over the data-parallel ranks, each of which has sequences of its own. A collective: all ranks call it."""
+        sequences, tokens, trained, *drafted = map(int, summed([self.sequences, self.tokens, self.trained, *self.drafted]))
+        return Totals(sequences, tokens, trained, tuple(drafted))
+
+
+# How much of its cards an update used: model FLOP/s over their peak (MFU, arXiv:2204.02311, appendix B).
+
+
+def utilisation(
+    shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, seconds: float, card: str, cards: int
+) -> float | None:
+    """Share of the bf16 peak of `cards` cards that an update of all weights on `sequences` used in `seconds`; recomputation does not count.
+
+    `depths`: MTP depths that are trained. None for a card whose peak is not known.
+    """
+    peak = card_peak(card)
+    if peak is None:
+        return None
+    return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * cards * peak)
+
+
+def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
+    """Operations of a forward and backward pass over these sequences, with so many MTP depths trained. See `step_flops`."""
+    rows, *drafts = (sum(s.drafted(depth) for s in sequences) for depth in range(depths + 1))
+    return step_flops(shape, [len(s.token_ids) for s in sequences], rows, drafts, isolated=isolated)

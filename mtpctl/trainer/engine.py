@@ -30,21 +30,16 @@ from mtpctl.model.parallel import summed
 from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.routes import RouteShape
-from mtpctl.trainer.balance import Balance
-from mtpctl.trainer.batch import MicroBatch, Sequence
-from mtpctl.trainer.config import EngineConfig
-from mtpctl.trainer.data_parallel import Gradients
+from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilisation
+from mtpctl.trainer.config import EngineConfig, ScoreOptions, TokenScores
+from mtpctl.trainer.data_parallel import Balance, Gradients
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Objective, Sums
 from mtpctl.trainer.offload import HostMemory
 from mtpctl.trainer.optimizer import Optimizer
 from mtpctl.trainer.passes import MicroBatchLoss, Passes, micro_batches, passes_of, run_passes
-from mtpctl.trainer.recording import recorded_routes, recording
-from mtpctl.trainer.scores import ScoreOptions, TokenScores
-from mtpctl.trainer.scoring import Scorer
-from mtpctl.trainer.totals import Totals
+from mtpctl.trainer.scoring import Scorer, recorded_routes, recording
 from mtpctl.trainer.update_loss import UpdateLoss
-from mtpctl.trainer.utilisation import utilisation
 
 
 class MegatronEngine:

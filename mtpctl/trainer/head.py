@@ -8,7 +8,7 @@ pass computes most of the logits again: four products, fewer where the workspace
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
@@ -19,11 +19,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
+from mtpctl.kernels.autograd import AutogradContext
 from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
 from mtpctl.kernels.choice import ONE_PASS
 from mtpctl.kernels.draft import linear_draft_loss
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
-from mtpctl.kernels.logprob import LogProbOut, linear_logprob
+from mtpctl.kernels.logprob import LogProbOut, TopK, linear_logprob
 from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
 from mtpctl.kernels.problem import DraftLoss
 from mtpctl.kernels.rows import distinct_rows
@@ -31,9 +32,7 @@ from mtpctl.model.packing import Packing
 from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.trainer.batch import DraftRows
-from mtpctl.trainer.cp_gather import gather_over_cp
 from mtpctl.trainer.objective import Sums
-from mtpctl.trainer.teacher import teacher_states
 
 HITS = "hits"
 """Name among a loss's sums: how many tokens a greedy drafter would have drafted, since no entry of the vocabulary is likelier."""
@@ -273,3 +272,79 @@ class Head:
             # half-precision gradient once more.
             "main_grad": not self.shape.tied or getattr(weight, "zero_out_wgrad", False),
         }
+
+
+# Log-probs of a micro-batch whose tokens lie on several context-parallel ranks, gathered so that every rank has all of them.
+#
+# Each rank computes the log-probs of its own tokens, and an all-reduce over disjoint places puts them together. A loss over all tokens is
+# then the same on every rank. In the backward pass each rank takes the gradient of its own tokens alone, so that the sum over ranks counts
+# every token once.
+
+
+class _Gather(torch.autograd.Function):
+    """values [r, ...] of this rank → [total, ...] of all ranks; `places` [r] says where this rank's values go."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        whole = values.new_zeros(total, *values.shape[1:])
+        whole[places] = values
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grads[0][places], None, None, None
+
+
+def gather_over_cp(
+    logprob: Callable[[Tensor, Tensor, float | Tensor], LogProbOut],
+    rows: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    *,
+    here: Tensor,
+    group: dist.ProcessGroup,
+) -> LogProbOut:
+    """Call `logprob(rows, labels, temperature)` for the rows that are this rank's, and return the results for all `rows` on every rank.
+
+    rows [R]: places in the whole micro-batch; labels [R]; temperature: a number or [R]; here: `Packing.here`, from a place in the whole
+    micro-batch to one among this rank's tokens.
+    """
+    own = here[rows]
+    places = torch.nonzero(own >= 0).squeeze(1)
+    out = logprob(own[places], labels[places], temperature[places] if isinstance(temperature, Tensor) else temperature)
+
+    def gathered(values: Tensor) -> Tensor:
+        return _Gather.apply(values, places, len(rows), group)
+
+    return LogProbOut(
+        gathered(out.logprob),
+        None if out.entropy is None else gathered(out.entropy),
+        None if out.hit is None else gathered(out.hit.float()) > 0,
+        None if out.topk is None else TopK(gathered(out.topk.logprob), gathered(out.topk.ids)),
+    )
+
+
+# The trunk's states that an MTP depth learns from.
+
+
+def teacher_states(packing: Packing, state: Tensor, targets: Tensor, depth: int, group: dist.ProcessGroup | None) -> Tensor:
+    """state [t, H] at `targets` [n], places in the whole row that lie `depth` tokens behind tokens of this rank. Without gradient.
+
+    All ranks of `group`, which share the row's tokens, call together.
+    """
+    state = state.detach()
+    if group is None:
+        return state[targets]
+    size = len(packing.tokens) // 2
+    ahead = min(depth, size)
+    blocks = len(packing.here) // size
+    places = (torch.arange(1, blocks, device=state.device)[:, None] * size + torch.arange(ahead, device=state.device)).flatten()
+    held = packing.here[places]
+    borders = torch.where((held >= 0)[:, None], state[held.clamp(min=0)], 0)
+    dist.all_reduce(borders, group=group)
+    here = packing.here[targets]
+    border = ((targets // size - 1) * ahead + targets % size).clamp(0, max(0, len(borders) - 1))
+    return torch.where((here >= 0)[:, None], state[here.clamp(min=0)], borders[border])

@@ -11,11 +11,10 @@ from torch import Tensor
 from mtpctl.kernels.draft_terms import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
-from mtpctl.trainer.batch import DraftRows, MicroBatch
+from mtpctl.trainer.batch import DraftRows, MicroBatch, Totals
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
-from mtpctl.trainer.totals import Totals
 
 MEASURED_TOKENS = 8192
 """Response tokens of a rank and update, sequences whole, that tell the acceptance to expect. It takes the trunk's distribution, which

@@ -11,9 +11,8 @@ import pytest
 
 from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
-from mtpctl.checkpoint.listing import LISTING, read_listing, write_listing
+from mtpctl.checkpoint.listing import LISTING, point_to, read_listing, write_listing
 from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
-from mtpctl.checkpoint.pointer import point_to
 from mtpctl.errors import UserError
 from tests.checkpoint.folders import write_checkpoint
 

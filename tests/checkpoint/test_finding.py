@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, newest, next_number, saved_in, settle
-from mtpctl.checkpoint.listing import LISTING, Damaged, Listing
-from mtpctl.checkpoint.pointer import point_to
+from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, point_to
 from mtpctl.errors import UserError
 from tests.checkpoint.folders import SHARD, flip, without_checksum, write_checkpoint
 from tests.controller.chaos_damage import WAYS, apply

@@ -1,4 +1,4 @@
-"""On a machine without a card, calls for the card's device are answered with the CPU."""
+"""Without a GPU, calls for the CUDA device return the CPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 
 from mtpctl.compat import cpu_device
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a card needs no stand-in")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is replaced")
 
 
-def test_factories_make_cpu_tensors():
+def test_factories_create_cpu_tensors():
     assert cpu_device.install()
-    made = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device=0), torch.empty(1, device=torch.device("cuda"), pin_memory=True)]
-    assert {tensor.device.type for tensor in made} == {"cpu"}
+    tensors = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device=0), torch.empty(1, device=torch.device("cuda"), pin_memory=True)]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
     assert torch.zeros(1, device="meta").device.type == "meta"
 
 
-def test_moves_to_the_card_stay():
+def test_moves_to_cuda_return_the_object_itself():
     cpu_device.install()
     tensor, layer = torch.ones(1), torch.nn.Linear(1, 1)
     assert tensor.cuda() is tensor
@@ -39,7 +39,7 @@ def test_streams_do_nothing():
     torch.cuda.synchronize()
 
 
-def test_type_names_are_those_of_a_card_only_while_asked_for():
+def test_cuda_type_names_apply_within_the_block_only():
     with cpu_device.cuda_type_names():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
@@ -47,7 +47,7 @@ def test_type_names_are_those_of_a_card_only_while_asked_for():
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_upstream_that_moved_is_told(monkeypatch):
+def test_dispatcher_without_its_function_is_rejected(monkeypatch):
     from megatron.core.transformer.moe import token_dispatcher
 
     monkeypatch.delattr(token_dispatcher, "maybe_move_tensor_to_cpu")

@@ -1,4 +1,4 @@
-"""Names of sympy's `parse_expr`, made once: the same results, and no import of everything for each text."""
+"""`parse_expr` with cached names returns upstream's results, and does not import all of sympy for each text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtpctl.compat import sympy_names
 TEXTS = ["3", "2.50", "x**2 + 2*x + 1", "sqrt(8)", "max(2, 3)", "abs(-2)", "sin(pi/6)", "f(x)", "Matrix([1, 2])", "5!"]
 
 
-def test_texts_are_read_as_upstream_reads_them_without_an_import_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_parsed_as_upstream_does_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     sympy_names.install()
     upstream = sympy_parser.parse_expr.__wrapped__
     transformations = (*sympy_parser.standard_transformations, sympy_parser.factorial_notation)
@@ -27,7 +27,7 @@ def test_texts_are_read_as_upstream_reads_them_without_an_import_for_each(monkey
     assert sympy.sympify("3/4") == sympy.Rational(3, 4)
 
 
-def test_names_of_one_text_are_not_left_for_the_next() -> None:
+def test_names_of_one_text_do_not_leak_into_the_next() -> None:
     sympy_names.install()
     assert sympy_parser.parse_expr("x + 1", {"x": sympy.Integer(2)}) == 3
     assert sympy_parser.parse_expr("x + 1") == sympy.Symbol("x") + 1

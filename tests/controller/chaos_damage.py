@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpctl.checkpoint.finding import check, damaged_in, saved_in
-from mtpctl.checkpoint.listing import LISTING, Damaged
-from mtpctl.checkpoint.pointer import pointer_of
+from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
 
 WAYS = ("flip", "flip", "truncate", "remove")
 RECORDS = ("recipe.resolved.yaml", "recipe.resolved.yaml", "metrics.jsonl", "metrics.jsonl", "versions.json")

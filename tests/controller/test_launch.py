@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.pointer import point_to
+from mtpctl.checkpoint.listing import point_to
 from mtpctl.cluster.bundles import Seats
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.pointer import point_to
+from mtpctl.checkpoint.listing import point_to
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage

@@ -22,7 +22,7 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
-from mtpctl.trainer.policy_objective import training_sequence
+from mtpctl.trainer.objective import training_sequence
 from tests.rollout.gateway.scripted import byte_tokenizer
 
 Answers = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]

@@ -17,9 +17,9 @@ from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.config import ScoreOptions
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.scores import ScoreOptions
 from tests.convert.models import converted
 from tests.rollout.checkpoints import tiny_config
 from tests.trainer.tiny import engine

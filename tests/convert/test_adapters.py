@@ -117,7 +117,7 @@ def test_verify_compares_pefts_folder_with_the_checkpoint(tmp_path: Path, case: 
     ):
         first = min(stored)
         spoilt = {**{name: value for name, value in stored.items() if name != first}, **change(first, stored[first])}
-        monkeypatch.setattr("mtpctl.convert.adapter_verification.load_file", lambda _, spoilt=spoilt: spoilt)
+        monkeypatch.setattr("mtpctl.convert.verification.load_file", lambda _, spoilt=spoilt: spoilt)
         with pytest.raises(ThresholdMissed, match=message):
             converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", verify=True)
 

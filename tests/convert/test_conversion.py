@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.convert.bridge import StreamMap
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.convert.stream import StreamMap
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
 from tests.convert.models import FAMILIES, assert_same_tensors, change_config, converted, model
@@ -106,7 +106,7 @@ def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_p
 
 
 def test_the_published_length_of_mimo_7b_is_mended() -> None:
-    from mtpctl.convert.carried import written_config
+    from mtpctl.convert.hf_folder import written_config
     from mtpctl.families.configs import hub_config
 
     config = hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.convert.bridge import StreamMap, WeightStream
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.stream import StreamMap, WeightStream
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import tensor_shapes
 from mtpctl.recipe.model import MtpConfig

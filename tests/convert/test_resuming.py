@@ -14,7 +14,7 @@ import torch
 from mtpctl.convert import conversion, parts
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import Journal
-from mtpctl.convert.layout import Stored
+from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
 from tests.convert.models import assert_same_tensors, change_config, converted, tensors, write
 from tests.trainer.tiny import mimo

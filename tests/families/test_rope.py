@@ -100,7 +100,7 @@ def test_positions_are_those_that_the_engine_covers(scaling: dict[str, Any] | No
 
 
 def test_converted_config_states_the_positions_of_its_source() -> None:
-    from mtpctl.convert.carried import written_config
+    from mtpctl.convert.hf_folder import written_config
 
     config = {**CONFIGS["llama"], "rope_scaling": LINEAR}
     assert written_config(config, torch.bfloat16, mtp_layers=0)["max_position_embeddings"] == config["max_position_embeddings"]

@@ -14,7 +14,7 @@ import pytest
 
 from mtpctl.checkpoint.finding import choose
 from mtpctl.checkpoint.listing import LISTING, write_listing
-from mtpctl.checkpoint.stored_metadata import shard_sizes
+from mtpctl.checkpoint.reading import shard_sizes
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.telemetry.run_directory import RunDirectory

@@ -33,8 +33,7 @@ from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.policy_objective import PolicyObjective
+from mtpctl.trainer.objective import NextToken, PolicyObjective
 from tests.forked import run_ranks
 from tests.full_disk import full_disk
 from tests.trainer.cases import CASES, MODELS, Case, with_origins

@@ -18,8 +18,8 @@ from mtpctl.rl.losses import token_terms
 from mtpctl.samples import Sample, logprobs_of, mask_of
 from mtpctl.trainer.actor import TrainerRank, threads_in
 from mtpctl.trainer.batch import Sequence, pack
-from mtpctl.trainer.policy_objective import PolicyObjective
-from mtpctl.trainer.scores import TokenScores
+from mtpctl.trainer.config import TokenScores
+from mtpctl.trainer.objective import PolicyObjective
 from mtpctl.trainer.sending import WeightSource
 from mtpctl.trainer.share import deal
 from tests.checkpoint.folders import write_checkpoint

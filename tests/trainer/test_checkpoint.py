@@ -24,7 +24,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.optimizer_state import group_of
+from mtpctl.trainer.optimizer import group_of
 from tests.checkpoint.folders import flip
 from tests.full_disk import full_disk
 from tests.trainer.tiny import engine, mimo, sequences

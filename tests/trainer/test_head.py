@@ -18,7 +18,7 @@ from mtpctl.recipe.rl import CorrectionConfig, RlConfig, TeacherConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.policy_objective import CANDIDATE, CANDIDATE_LOGPROB, PolicyObjective
+from mtpctl.trainer.objective import CANDIDATE, CANDIDATE_LOGPROB, PolicyObjective
 from mtpctl.trainer.update_loss import MEASURED_TOKENS
 from tests.rl import own_losses
 from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences

@@ -8,7 +8,7 @@ import pytest
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.rl import OverlongConfig, RlConfig, TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
-from mtpctl.trainer.policy_objective import advantages, training_sequence
+from mtpctl.trainer.objective import advantages, training_sequence
 from mtpctl.trainer.share import BatchTable
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from mtpctl.trainer.profile import PROFILED_UPDATE, UpdateProfile
+from mtpctl.trainer.actor import PROFILED_UPDATE, UpdateProfile
 
 
 def test_the_third_update_of_a_stage_is_written(tmp_path: Path) -> None:

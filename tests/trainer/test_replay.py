@@ -23,8 +23,7 @@ from mtpctl.samples import Sample
 from mtpctl.trainer.actor import TrainerRank
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.policy_objective import scoring_sequence
+from mtpctl.trainer.objective import NextToken, scoring_sequence
 from mtpctl.trainer.share import deal
 from tests.families.toys import TOYS, toy_folder
 from tests.trainer.cases import MODELS

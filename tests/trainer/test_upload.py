@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpctl.trainer.upload import in_one_copy, uploaded
+from mtpctl.trainer.batch import in_one_copy, uploaded
 
 ARRAYS = [
     np.arange(7),

@@ -10,9 +10,8 @@ from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.batch import Sequence, utilisation
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.utilisation import utilisation
 from tests.trainer.tiny import GENTLE, engine, mimo, sequences
 
 SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
@@ -30,7 +29,7 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 
 
 def test_an_update_tells_it_where_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.trainer.utilisation.card_peak", {"cpu": 1e12}.get)
+    monkeypatch.setattr("mtpctl.trainer.batch.card_peak", {"cpu": 1e12}.get)
     folder, batch = mimo(tmp_path / "model"), sequences()
     with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as made:
         made.set_optimizer(GENTLE)

@@ -25,7 +25,7 @@ def main(folder: str, file: str) -> None:
     from mtpctl.recipe.parallel import ParallelConfig
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
-    from mtpctl.trainer.policy_objective import scoring_sequence
+    from mtpctl.trainer.objective import scoring_sequence
 
     samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())]
     tokens = max(512, *(sample.length for sample in samples))

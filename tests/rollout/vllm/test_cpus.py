@@ -18,7 +18,7 @@ from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.compat.cpus import linear_amx
+from tests.fakes.cpus import linear_amx
 from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.rollout.conftest import START_S, Loop, cpu_settings
 

@@ -19,7 +19,7 @@ from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches import gemm, version
 from mtpctl.rollout.vllm.patches.packed import PackedWeight, plain_weight, repack
 from mtpctl.rollout.vllm.plugin import install
-from tests.compat.cpus import linear_amx
+from tests.fakes.cpus import linear_amx
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what vLLM's CPU build does")
 

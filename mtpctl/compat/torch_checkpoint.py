@@ -9,32 +9,40 @@ from __future__ import annotations
 
 import importlib
 import io
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from mtpctl.compat import require_release
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from mtpctl.checkpoint.stored_metadata import RestrictedUnpickler
-
-PINNED = "2.13.0"
+RELEASE = "2.13.0"
 
 
-def install(unpickler: type[RestrictedUnpickler]) -> None:
-    """Have torch read `.metadata` with this unpickler. May be called again. Raises RuntimeError for another release of torch."""
-    if (installed := version("torch").partition("+")[0]) != PINNED:
-        raise RuntimeError(f"{__name__} was written for torch {PINNED}, found {installed}: check how it reads checkpoints")
+class Unpickler(Protocol):
+    """Reads a `.metadata` file. `resolve` returns the object of a module's name."""
+
+    def __init__(self, file: IO[bytes], path: Path, resolve: Callable[[str, str], object]) -> None: ...
+
+    def load(self) -> object: ...
+
+
+def install(unpickler: type[Unpickler]) -> None:
+    """Make torch read `.metadata` with this unpickler. Idempotent. Raises RuntimeError for another release of torch."""
+    require_release("torch", RELEASE, __name__)
 
     def read_metadata(self: FileSystemReader, *args: object, **kwargs: object) -> Metadata:
         path = Path(self._get_metadata_path(kwargs.get("rank")))  # type: ignore[arg-type]
         with path.open("rb") as file:
-            metadata = unpickler(file, path, _of_torch).load()
+            metadata = unpickler(file, path, lambda module, name: getattr(importlib.import_module(module), name)).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path} holds no metadata")
         if metadata.storage_meta is None:
@@ -44,10 +52,6 @@ def install(unpickler: type[RestrictedUnpickler]) -> None:
 
     FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
     DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]
-
-
-def _of_torch(module: str, name: str) -> object:
-    return getattr(importlib.import_module(module), name)
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:

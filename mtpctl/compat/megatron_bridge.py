@@ -1,0 +1,164 @@
+"""Patches of Megatron-Bridge 0.6.2, and its import without Transformer Engine."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from mtpctl.compat import require_release
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+
+RELEASE = "0.6.2"
+_MODELS = "megatron.bridge.models"
+_MAPPING = "megatron.bridge.models.conversion.param_mapping"
+_FAMILIES = ("mimo", "llama", "qwen", "qwen_vl", "glm", "deepseek")
+"""The subpackages of models whose bridges serve `mtpctl.families.registry`."""
+_ENGINE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+_LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "LayerNormMLP")
+
+
+def import_auto_bridge() -> type[AutoBridge]:
+    """Megatron-Bridge's `AutoBridge`, with the patches below. Raises RuntimeError for another release.
+
+    Megatron-Bridge imports `transformer_engine.pytorch` at module level in its PEFT code, and nowhere else. If Transformer Engine is not
+    installed, stub modules take its place during the import. megatron-core is imported before them, so that it never mistakes them for
+    the real package, and they are removed afterwards.
+    """
+    require_release("megatron-bridge", RELEASE, __name__)
+    if "megatron.bridge" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
+        auto_bridge = _auto_bridge()
+    else:
+        auto_bridge = _import_with_stubs()
+    _copy_config_once()
+    _copy_output_norms()
+    return auto_bridge
+
+
+def _auto_bridge() -> type[AutoBridge]:
+    return importlib.import_module("megatron.bridge").AutoBridge
+
+
+def _import_with_stubs() -> type[AutoBridge]:
+    importlib.import_module("megatron.core.models.gpt.gpt_model")
+    _import_models_on_use()
+    stubs = _engine_stubs()
+    sys.modules.update(stubs)
+    # The bridge logs every optional symbol of Transformer Engine that it misses; here all of them are missing on purpose.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        auto_bridge = _auto_bridge()
+        for name in _FAMILIES:  # A bridge registers itself when its module is imported.
+            importlib.import_module(f"{_MODELS}.{name}")
+        return auto_bridge
+    finally:
+        logging.disable(disabled)
+        # The bridge also sets the root logger to INFO, at which megatron-core logs its whole configuration.
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        for name in stubs:
+            del sys.modules[name]
+
+
+def _engine_stubs() -> dict[str, types.ModuleType]:
+    modules = {}
+    for name in _ENGINE:
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        module.__dict__["__version__"] = "0.0.0"
+        modules[name] = module
+    pytorch, ops = modules[_ENGINE[1]], modules[_ENGINE[2]]
+    for name in _LINEARS:
+        setattr(pytorch, name, type(name, (torch.nn.Linear,), {}))
+    ops.__dict__["Sequential"] = torch.nn.Sequential
+    modules[_ENGINE[0]].__dict__["pytorch"] = pytorch
+    pytorch.__dict__["ops"] = ops
+    return modules
+
+
+class _LazyPackage(ModuleType):
+    """`megatron.bridge.models`, which imports the module of a name when the name is first used.
+
+    The original imports the classes of every architecture: 190 modules, of which a run needs a few. The module of each name is read from
+    the original's source.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(_MODELS)
+        self.__spec__ = ModuleSpec(_MODELS, None, is_package=True)
+        self.__path__ = self.__spec__.submodule_search_locations = [str(folder)]
+        source = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+        imports = (node for node in source.body if isinstance(node, ast.ImportFrom) and node.module)
+        self._sources = {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self.__dict__.get("_sources", {}):
+            raise AttributeError(f"module {_MODELS!r} has no attribute {name!r}")
+        module, attribute = self._sources[name]
+        value = getattr(importlib.import_module(module), attribute)
+        setattr(self, name, value)
+        return value
+
+
+def _import_models_on_use() -> None:
+    """Replace the package of models by the lazy one, before anything of Megatron-Bridge is imported."""
+    assert "megatron.bridge" not in sys.modules
+    megatron = importlib.import_module("megatron")
+    spec = PathFinder.find_spec("megatron.bridge", megatron.__path__)
+    assert spec is not None and spec.submodule_search_locations is not None
+    sys.modules[_MODELS] = _LazyPackage(Path(next(iter(spec.submodule_search_locations))) / "models")
+
+
+class _CachedCopy:
+    """A function that copies the transformer config, with a cache by object."""
+
+    def __init__(self, upstream: Callable[[object, int, int], object]) -> None:
+        self._upstream = upstream
+        self._copies: dict[tuple[int, int], tuple[object, object]] = {}
+
+    def __call__(self, obj: object, max_depth: int = 3, current_depth: int = 0) -> object:
+        key = (id(obj), max_depth)
+        # The original is stored with its copy: while it lives, no other object has its id.
+        if key not in self._copies or self._copies[key][0] is not obj:
+            self._copies[key] = (obj, self._upstream(obj, max_depth, current_depth))
+        return self._copies[key][1]
+
+
+def _copy_config_once() -> None:
+    """Copy the transformer config once per export.
+
+    For each fused QKV weight that it splits, Megatron-Bridge copies the whole config without what cannot be pickled, which takes longer
+    than the split. The config does not change during an export.
+    """
+    mapping = vars(importlib.import_module(_MAPPING))
+    if not isinstance(mapping["remove_non_pickleables"], _CachedCopy):
+        mapping["remove_non_pickleables"] = _CachedCopy(mapping["remove_non_pickleables"])
+
+
+def _copy_output_norms() -> None:
+    """Convert the output norm of linear attention unchanged.
+
+    Qwen3-Next and Qwen3.5 store all norms around 0 except this one, which is stored around 1. Megatron-Bridge subtracts 1 on loading and
+    adds it on export, in the dtype of the weights: in bf16 0.05005 comes back as 0.05078. `mtpctl.model.delta_net` computes with the
+    weight as it is stored, so the mapping copies it. Raises RuntimeError if the bridges no longer use this mapping.
+    """
+    name = "RMSNorm2ZeroCenteredRMSNormMapping"
+    plain = vars(importlib.import_module(_MAPPING))["AutoMapping"]
+    for bridge in ("megatron.bridge.models.qwen.qwen35_bridge", "megatron.bridge.models.qwen.qwen3_next_bridge"):
+        names = vars(importlib.import_module(bridge))
+        if name not in names:
+            raise RuntimeError(f"{__name__}: {bridge} no longer has {name}: check how it maps the norm")
+        names[name] = plain

@@ -1,0 +1,211 @@
+"""Patches of megatron-core 0.19.2. Importing this module imports neither torch nor megatron-core."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import queue
+import sys
+from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mtpctl.compat import replaced, require_release
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+RELEASE = "0.19.2"
+_PACKAGE = "megatron.core"
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+# ------------------------------------------------------------------------------------- import without torch's compiler
+
+
+def skip_compilation() -> None:
+    """Make the import of megatron-core skip `torch.compile` if there is no GPU. Idempotent.
+
+    megatron-core compiles some fifty small functions by decorators, so importing it imports torch's compiler, which takes seconds in every
+    trainer and log-prob process. On a CPU the first call of each function would also wait for a C++ compiler.
+    """
+    if _PACKAGE not in sys.modules and not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeMegatron())
+
+
+class _BeforeMegatron(MetaPathFinder):
+    """Replaces `torch.compile` immediately before megatron-core is imported. Finds no module itself."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname == _PACKAGE:
+            sys.meta_path.remove(self)
+            import torch
+
+            if not torch.cuda.is_available():
+                torch.compile = _except_megatron(torch.compile)
+        return None
+
+
+def _except_megatron(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` that returns megatron-core's functions unchanged, and compiles all others."""
+
+    @functools.wraps(compile_)
+    def compile_or_not(model: Any = None, **options: Any) -> Any:
+        if not sys._getframe(1).f_globals["__name__"].startswith("megatron."):
+            return compile_(model, **options)
+        return (lambda function: function) if model is None else model
+
+    return compile_or_not
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+
+def without_flash_linear_attention() -> AbstractContextManager[None]:
+    """Let gated delta nets be built in the block if flash-linear-attention is not installed.
+
+    Their constructor requires the package, although only their forward pass calls it; mtpctl has its own forward pass. Raises RuntimeError
+    if megatron-core no longer checks in this way.
+    """
+    moved = "megatron-core's gated delta net no longer checks HAVE_FLA for flash-linear-attention"
+    return replaced("megatron.core.ssm.gated_delta_net.common", "HAVE_FLA", True, moved)
+
+
+Accumulate = Callable[["Tensor", "Tensor", "Tensor"], None]
+"""Adds a weight's gradient to its buffer [out, in], from grad [R, out] and x [R, in]."""
+
+
+class _GradientLibrary:
+    """The function of Apex's library that megatron-core calls."""
+
+    def __init__(self, accumulate: Accumulate) -> None:
+        self._accumulate = accumulate
+
+    def wgrad_gemm_accum_fp32(self, x: Tensor, grad: Tensor, buffer: Tensor) -> None:
+        self._accumulate(buffer, grad, x)
+
+
+def fill_buffers(modules: Sequence[nn.Module], accumulate: Accumulate) -> None:
+    """Make linear layers call `accumulate` in their backward pass, for weights that have a `main_grad`.
+
+    megatron-core uses a compiled library of Apex for this, which is rarely installed. Without it, a gradient in the weight's precision is
+    created, and a hook adds it to the fp32 buffer. Raises RuntimeError if the layers no longer look for Apex's library.
+    """
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    if not hasattr(layers, "_grad_accum_fusion_available") or any(not hasattr(each, "gradient_accumulation_fusion") for each in modules):
+        raise RuntimeError("megatron-core's linear layers no longer take Apex's library for weight gradients")
+    vars(layers)["fused_weight_gradient_mlp_cuda"] = _GradientLibrary(accumulate)
+    for module in modules:
+        vars(module)["gradient_accumulation_fusion"] = True
+
+
+ROUTER_SEARCHES = ("reset_model_temporary_tensors", "_update_router_expert_bias")
+
+
+@contextmanager
+def without_router_updates() -> Iterator[None]:
+    """Make `finalize_model_grads` skip its two searches for routers in the block. Raises RuntimeError if megatron-core has renamed one.
+
+    It looks in every module of the model for counters to reset and biases to update. It finds none: our routers store their counts
+    elsewhere (`mtpctl.model.router`), and the trainer updates their biases. With hundreds of experts per layer each search takes the host
+    longer than a layer takes a GPU.
+    """
+    with ExitStack() as stack:
+        for name in ROUTER_SEARCHES:
+            moved = f"megatron-core no longer updates routers by {name}"
+            stack.enter_context(replaced("megatron.core.distributed.finalize_model_grads", name, lambda *_, **__: None, moved))
+        yield
+
+
+# --------------------------------------------------------------------------------------------------- checkpoint writer
+
+
+def use_local_queue() -> None:
+    """Give megatron-core's checkpoint writer a result queue of this process. Raises RuntimeError if upstream stores its queue elsewhere.
+
+    Upstream's queue lives in a process that is spawned at the first save. Spawning runs the caller's main module again, which fails in a
+    Ray actor or a notebook. The writer runs in threads of this process, so a plain queue is sufficient.
+    """
+    module = vars(importlib.import_module(_WRITER))
+    if "_results_queue" not in module or "get_write_results_queue" not in module:
+        raise RuntimeError("megatron-core's checkpoint writer no longer keeps its result queue in filesystem_async._results_queue")
+    if module["_results_queue"] is None:
+        module["_results_queue"] = queue.Queue()
+
+
+def clear_queue() -> None:
+    """Drop the results of a save that failed on another rank."""
+    results = vars(importlib.import_module(_WRITER))["_results_queue"]
+    while not results.empty():
+        results.get()
+
+
+_LARGE = 1 << 20
+"""Minimum size of a buffer whose checksum is computed in another thread, in bytes."""
+
+
+class RunningChecksum[E](Protocol):
+    """A checksum that is being computed; `entry` returns the result."""
+
+    def update(self, data: Buffer) -> None: ...
+
+    @property
+    def entry(self) -> E: ...
+
+
+class _Files[E]:
+    """Opens files for writing, and stores their entries by path until `take_checksums` returns them."""
+
+    def __init__(self, checksum: type[RunningChecksum[E]]) -> None:
+        self.checksum = checksum
+        self.entries: dict[str, E] = {}
+
+    def __call__(self, path: str, mode: str) -> _File[E]:
+        assert mode == "wb", f"megatron-core opens {path} to {mode}"
+        return _File(path, self)
+
+
+class _File[E](io.BufferedWriter):
+    """A file whose checksum is computed. Large buffers are processed by another thread while they are written, to overlap both."""
+
+    def __init__(self, path: str, files: _Files[E]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._path, self._files, self._checksum = path, files, files.checksum()
+        self._thread = ThreadPoolExecutor(1, "checksum")
+
+    def write(self, data: Buffer) -> int:
+        if memoryview(data).nbytes < _LARGE:
+            self._checksum.update(data)
+            return super().write(data)
+        update = self._thread.submit(self._checksum.update, data)
+        try:
+            return super().write(data)
+        finally:
+            update.result()  # The caller may change the buffer afterwards.
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._thread.shutdown()
+            self._files.entries[self._path] = self._checksum.entry
+
+
+def compute_checksums[E](checksum: type[RunningChecksum[E]]) -> None:
+    """Compute checksums of shards while megatron-core writes them, so that they are not read back. Idempotent.
+
+    Replaces the name `open` in the writer's module. Raises RuntimeError for another release.
+    """
+    require_release("megatron-core", RELEASE, __name__)
+    module = vars(importlib.import_module(_WRITER))
+    if not isinstance(module.get("open"), _Files):
+        module["open"] = _Files(checksum)
+
+
+def take_checksums(paths: Iterable[str]) -> dict[str, object]:
+    """Return and remove the entries of these files. Files that were not written are left out."""
+    entries = vars(importlib.import_module(_WRITER))["open"].entries
+    return {path: entry for path in paths if (entry := entries.pop(path, None)) is not None}
