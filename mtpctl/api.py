@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         """Raises UserError where `path` is no run directory."""
-        from mtpctl.cli.targets import run_of
+        from mtpctl.jobs.targets import run_of
 
         self.path = Path(path).expanduser().absolute()
         if run_of(self.path) != self.path:
@@ -119,7 +119,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
 
     Raises UserError for what is wrong; `check=False` leaves out whether its keys fit together and whether what they name is there.
     """
-    from mtpctl.cli.targets import load_target
+    from mtpctl.jobs.targets import load_target
     from mtpctl.recipe.checks import validate
 
     loaded = load_target(recipe, list(map(str, overlays)), sets).recipe

@@ -10,7 +10,7 @@ import pytest
 
 from mtpctl.families.reading import shape_of
 from mtpctl.routes import RouteShape, from_json, to_json
-from tests.families.toys import TOYS
+from tests.fakes.toys import TOYS
 
 
 def routes(config: dict[str, Any]) -> RouteShape | None:

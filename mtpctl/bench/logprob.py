@@ -23,11 +23,11 @@ import torch
 from mtpctl.bench.logprob_rank import BenchRank
 from mtpctl.bench.machine import Environment
 from mtpctl.families.configs import toy_config
+from mtpctl.jobs.logprob_serve import web
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.protocol import Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
-from mtpctl.logprob.serve import web
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.kernels import KernelsConfig

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtpctl.cli.options import made, say
+from mtpctl.cli.options import made
+from mtpctl.jobs.progress import print_progress
 
 
 def everything(
@@ -43,7 +44,7 @@ def everything(
         for task in tasks:
             print(f"{task.name} ({bench.cards_of(task.cards)}, {task.minutes:g} min): mtpctl {shlex.join(task.words(out))}")
         return
-    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=made(out, "--out"), minutes=minutes, say=say))
+    outcomes = asyncio.run(bench.run_all(tasks, cards=cards, out=made(out, "--out"), minutes=minutes, say=print_progress))
     print(bench.table(outcomes))
     failed = ", ".join(f"{o.task.name}: {o.verdict}" for o in outcomes if o.code != 0)
     if (code := bench.exit_code(outcomes)) == 6:

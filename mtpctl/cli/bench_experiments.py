@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, made, say
+from mtpctl.cli.options import Json, Overlays, Sets, made
+from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,10 +182,10 @@ def _outcomes(
     seeds_by_default: int = 1,
 ) -> list[Outcome]:
     if measured_only:
-        return experiment.measured(arms, seeds, say=say)
+        return experiment.measured(arms, seeds, say=print_progress)
     made(experiment.out, "--out")
     first = _seed(experiment)
-    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), together=together, say=say)
+    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), together=together, say=print_progress)
 
 
 def _seed(experiment: Experiment) -> int:
@@ -199,4 +200,4 @@ def _write(out: Path, title: str, subtitle: str, found: dict[str, object], figur
 
     (out / "result.json").write_text(document.text(found) + "\n")
     write_page(out / "result.html", page(title, subtitle, figures, out.name))
-    say(f"wrote {out / 'result.json'} and {out / 'result.html'}")
+    print_progress(f"wrote {out / 'result.json'} and {out / 'result.html'}")

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, say
+from mtpctl.cli.options import Json
+from mtpctl.jobs.progress import print_progress
 
 _MIB = 1 << 20
 
@@ -70,7 +71,7 @@ def sync_weights(
             shared=shared,
             folder=Path(scratch),
         )
-        results = asyncio.run(bench.measure(options, say))
+        results = asyncio.run(bench.measure(options, print_progress))
     answer(document.answer(as_json(results, machine(), options.as_json), table(results), as_json=json))
     missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
     if missed:

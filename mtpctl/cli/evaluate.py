@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, say
+from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument
+from mtpctl.jobs.progress import print_progress
 
 
 def evaluate(
@@ -20,9 +21,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
-    from mtpctl.cli.eval_job import evaluate_weights, rendered
-    from mtpctl.cli.targets import target_with_weights
+    from mtpctl.jobs.evaluate import evaluate_weights, rendered
+    from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(target, start, overlay or [], sets or []) as found:
-        measured = evaluate_weights(found.recipe, n=n, say=say, start=found.start)
+        measured = evaluate_weights(found.recipe, n=n, say=print_progress, start=found.start)
     answer(json.dumps(measured, indent=2) if as_json else rendered(measured))

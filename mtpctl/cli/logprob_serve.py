@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.options import Overlays, Sets, load, say
+from mtpctl.cli.options import Overlays, Sets, load
+from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
-    from mtpctl.logprob.serve import Served
+    from mtpctl.jobs.logprob_serve import Served
     from mtpctl.recipe.schema import Recipe
 
 KEY_VARIABLE = "MTPCTL_API_KEY"
@@ -38,7 +39,7 @@ def logprob_serve(
     overlay: Overlays = None,
 ) -> None:
     """Serve per-token log-probs, entropy and MTP scores of a model over HTTP, until Ctrl-C."""
-    from mtpctl.logprob.serve import serve
+    from mtpctl.jobs.logprob_serve import serve
     from mtpctl.web.server import listen
 
     key = _key(key_file)
@@ -131,7 +132,7 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     from mtpctl.controller.state import newest_version
     from mtpctl.data.tokenizers import load_tokenizer
     from mtpctl.errors import MtpctlError
-    from mtpctl.logprob.serve import Served
+    from mtpctl.jobs.logprob_serve import Served
 
     folder = model_of(recipe, run or scratch)
     if recipe.model.path is not None and recipe.model.tokenizer is None:
@@ -142,7 +143,7 @@ def _served(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     else:
         tokenizer = tokenizer_of(recipe, folder, run or scratch)
     if run is not None:
-        checkpoint, version = newest_version(run.absolute() / "checkpoints", say)
+        checkpoint, version = newest_version(run.absolute() / "checkpoints", print_progress)
         if checkpoint is not None:
             return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
         return Served(f"run {run}, the model it starts from", run.absolute().name, folder.path, tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 from mtpctl.cli.answers import stdout_is_for_answers
 
 if TYPE_CHECKING:
-    from mtpctl.cli.targets import Target
+    from mtpctl.jobs.targets import Target
     from mtpctl.recipe.loading import Loaded
 
 
@@ -74,8 +73,8 @@ def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None)
 
 def load_whole(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Target:
     """Load the recipe with the run that it is from. Raises UserError also for a checkpoint, since the caller takes whole runs."""
-    from mtpctl.cli.targets import load_target
     from mtpctl.errors import UserError
+    from mtpctl.jobs.targets import load_target
 
     target = load_target(recipe, overlays or [], sets or [])
     if target.start is not None:
@@ -92,8 +91,3 @@ def made(folder: Path, option: str) -> Path:
     except OSError as error:
         raise UserError(f"{option}: {folder} cannot be made a folder ({error.strerror}); name another") from error
     return folder
-
-
-def say(line: str) -> None:
-    """Print a line of progress to stderr."""
-    print(line, file=sys.stderr, flush=True)

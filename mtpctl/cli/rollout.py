@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, say
+from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument
+from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
-    from mtpctl.cli.rollout_job import Summary
-    from mtpctl.rollout.offline import Progress
+    from mtpctl.jobs.offline import Progress
+    from mtpctl.jobs.rollout import Summary
     from mtpctl.rollout.sample_file import Tally
 
 
@@ -51,20 +52,20 @@ def rollout(
         raise UserError(f"--{'out' if prompts else 'prompts'}: missing; name a file, or take --serve to serve agents")
     if not prompts.is_file():
         raise UserError(f"--prompts: no file {prompts}; give a .jsonl or .parquet file")
-    from mtpctl.cli.rollout_job import rollout as generate
-    from mtpctl.cli.targets import target_with_weights
+    from mtpctl.jobs.rollout import rollout as generate
+    from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(recipe, start, overlay or [], sets or []) as target, _progress() as progress:
-        found = generate(target.recipe, prompts, out, n=n, say=say, progress=progress, start=target.start)
+        found = generate(target.recipe, prompts, out, n=n, say=print_progress, progress=progress, start=target.start)
     answer(json.dumps(found, indent=2) if as_json else _rendered(found))
 
 
 def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | None, overlays: list[str], sets: list[str]) -> None:
-    from mtpctl.cli.serve_job import serve
-    from mtpctl.cli.targets import target_with_weights
+    from mtpctl.jobs.serve import serve
+    from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(recipe, start, overlays, sets) as target:
-        finished = serve(target.recipe, out, host=host, port=port, say=say, start=target.start)
+        finished = serve(target.recipe, out, host=host, port=port, say=print_progress, start=target.start)
     answer(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
 
 

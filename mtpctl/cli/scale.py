@@ -20,8 +20,8 @@ def scale(
 
     The number holds until the next mtpctl scale, also when the run is started again.
     """
-    from mtpctl.cli.targets import load_target
     from mtpctl.errors import UserError
+    from mtpctl.jobs.targets import load_target
     from mtpctl.recipe.rollout import check_scale
     from mtpctl.telemetry.run_directory import RunDirectory
     from mtpctl.telemetry.scale_requests import ask

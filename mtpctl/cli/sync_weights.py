@@ -49,8 +49,8 @@ def sync_weights(
     as_json: Json = False,
 ) -> None:
     """Sync weights to engines and log-prob replicas by hand, and print times and rates."""
-    from mtpctl.cli.targets import has_checkpoint, load_target
     from mtpctl.errors import UserError
+    from mtpctl.jobs.targets import has_checkpoint, load_target
     from mtpctl.recipe.checks import validate
 
     named = recipe or source
@@ -66,8 +66,8 @@ def sync_weights(
         _print(_plan(loaded), as_json)
         return
     # This imports torch, which a plan of the recipe's own model does not need.
-    from mtpctl.cli.sync_job import Source, render, sync_by_hand
-    from mtpctl.cli.sync_job import as_json as results_as_json
+    from mtpctl.jobs.sync import Source, render, sync_by_hand
+    from mtpctl.jobs.sync import as_json as results_as_json
 
     found = Source.parse(source)
     if plan:

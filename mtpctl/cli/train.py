@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole, say
+from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole
+from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
-    from mtpctl.cli.targets import StartWeights, Target
+    from mtpctl.jobs.targets import StartWeights, Target
 
 
 def train(
@@ -49,12 +50,12 @@ def train(
     loaded = found.loaded
     validate(loaded.recipe)
     if found.run is not None and not over:
-        say(found.told)
+        print_progress(found.told)
     for note in loaded.notes:
-        say(note)
+        print_progress(note)
     if dry_run:
-        from mtpctl.cli import dry_run as planning
         from mtpctl.errors import first_of
+        from mtpctl.jobs import dry_run as planning
 
         plan = planning.dry_run(loaded.recipe)
         answer(json.dumps(planning.as_json(plan), indent=2) if as_json else planning.render(plan))
@@ -62,7 +63,7 @@ def train(
             raise first_of(plan.errors)
         return
     if beginning is not None:
-        say(f"{loaded.recipe.run_path} begins from the weights of {beginning.told}")
+        print_progress(f"{loaded.recipe.run_path} begins from the weights of {beginning.told}")
         if beginning.checkpoint is not None:
             folder = _converted(beginning, loaded.recipe.run_path.absolute())
             found, _ = _asked(recipe, start, overlay, sets, folder)
@@ -70,11 +71,11 @@ def train(
     from mtpctl.controller.launch import run
 
     if over:
-        from mtpctl.cli.targets import START
         from mtpctl.controller.resuming import start_over
+        from mtpctl.jobs.targets import START
 
         if (kept := start_over(loaded.recipe, [START])) is not None:
-            say(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {kept}")
+            print_progress(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {kept}")
     raise typer.Exit(run(loaded.recipe, plain=plain))
 
 
@@ -82,8 +83,8 @@ def _asked(
     recipe: str | None, start: str | None, overlay: list[str] | None, sets: list[str], converted: Path | None = None
 ) -> tuple[Target, StartWeights | None]:
     """The recipe that the command line asks for, and the weights of `--from`, if any. converted: the folder with those."""
-    from mtpctl.cli.targets import Target, run_of, start_weights
     from mtpctl.errors import UserError
+    from mtpctl.jobs.targets import Target, run_of, start_weights
 
     if start is None:
         if recipe is None:
@@ -106,7 +107,7 @@ def _converted(beginning: StartWeights, run: Path) -> Path:
 
     Another process converts it, since the conversion imports torch and hides the cards from its process.
     """
-    from mtpctl.cli.targets import START
+    from mtpctl.jobs.targets import START
 
     folder = run / START
     run.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,8 @@ from mtpctl.controller.stopping import Stops
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.controller.waits import Waits
 from mtpctl.controller.weights import WeightSync
+from mtpctl.environments.agents import gateway_socket, playing
+from mtpctl.environments.turns import turns_for
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.placed import answer_deadline, start_server
 from mtpctl.logprob.server import LogprobServer
@@ -41,7 +43,6 @@ from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.cautions import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.agents import gateway_socket, playing
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
@@ -256,7 +257,8 @@ class Run:
                 placement=self.placement,
                 seats=self.seats,
                 published=self.store,
-                tokenizer=self.prepared.tokenizer,
+                tokenizer=self.prepared.tokenizer.name,
+                turns=turns_for(self.recipe.rollout, self.prepared.tokenizer),
                 routes=routes.layers if routes is not None else (),
                 tell=self._tell_restart,
             )

@@ -14,7 +14,7 @@ from mtpctl.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from mtpctl.data.sets import ProblemSets
-    from mtpctl.rollout.trial import EnvironmentTrial
+    from mtpctl.environments.trial import EnvironmentTrial
 
 
 TRIED_HINTS = 8
@@ -47,7 +47,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
 
         load_function(recipe.rollout.agent, recipe.rollout.agent_args, AGENT)
     if recipe.rollout.verifiers is not None:
-        from mtpctl.rollout.agent_trial import try_episodes
+        from mtpctl.environments.agent_trial import try_episodes
 
         try_episodes(recipe.rollout, problems.train)
     if (teacher := recipe.train.rl.teacher) is not None and teacher.hint is not None:
@@ -87,8 +87,8 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
     if recipe.rollout.environment == "single" or recipe.rollout.verifiers is not None:
         return None
     from mtpctl.data.prompts import chatted
-    from mtpctl.rollout.environments import environment_of
-    from mtpctl.rollout.trial import try_environment
+    from mtpctl.environments.environment import environment_of
+    from mtpctl.environments.trial import try_environment
 
     environment = environment_of(recipe.rollout)
     assert environment is not None, "the recipe names one"

@@ -24,11 +24,11 @@ from mtpctl.controller.staleness import Admission
 from mtpctl.controller.state import RunState
 from mtpctl.data.cursor import PromptCursor
 from mtpctl.data.problems import Problem
+from mtpctl.environments.environment import Failures
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards.outcome import Outcome, Reward
-from mtpctl.rollout.environments import Failures
 from mtpctl.rollout.protocol import Generator
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.acceptance import AcceptanceWatch

@@ -19,7 +19,7 @@ VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 ENVIRONMENTS = {
-    "calculator": "mtpctl.rollout.calculator:Calculator",
+    "calculator": "mtpctl.environments.calculator:Calculator",
     "python": "mtpctl.sandbox.environment:Python",
 }
 """The class behind each name that comes with mtpctl; `single` is none. It is imported when it is used."""
@@ -159,7 +159,7 @@ class RolloutBase(Section):
         """The function that works on each problem in processes of the run, and its arguments by name; None where there is none."""
         if (name := self.verifiers) is not None:
             args = {"args": self.environment_args, "eval_args": self.environment_eval_args, "max_turns": self.max_turns}
-            return "mtpctl.rollout.verifiers:play", {"name": name, **args}
+            return "mtpctl.environments.verifiers:play", {"name": name, **args}
         return None if self.agent is None else (self.agent, self.agent_args)
 
 

@@ -16,8 +16,18 @@ from typing import TypeVar
 
 from mtpctl.errors import UserError
 from mtpctl.plan.buckets import Bucket
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, Occupancy, SpecStats, SpeculationState, add_positions
-from mtpctl.rollout.turns import last_turn, length_to_stop
+from mtpctl.rollout.protocol import (
+    ABORTED,
+    DEADLINE,
+    EngineDead,
+    Health,
+    Occupancy,
+    SpecStats,
+    SpeculationState,
+    add_positions,
+    last_turn,
+    length_to_stop,
+)
 from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget

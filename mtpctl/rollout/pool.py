@@ -24,8 +24,7 @@ from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, Tell, start_all, 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.membership import Membership
-from mtpctl.rollout.protocol import ABORTED, EngineDead, Health, SpecStats, SpeculationState
-from mtpctl.rollout.turns import Play, Turns
+from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpecStats, SpeculationState, TurnRunner
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
 from mtpctl.sync.update import SyncReport, or_cancel
@@ -54,7 +53,7 @@ class ReplicaPool:
         max_in_flight: int,
         max_restarts: int,
         sync_deadline_s: float,
-        turns: Turns | None = None,
+        turns: TurnRunner | None = None,
         tell: Tell = tell_nobody,
     ) -> None:
         self._replicas = Replicas(
@@ -98,7 +97,7 @@ class ReplicaPool:
         published: Published | None = None,
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
-        turns: Turns | None = None,
+        turns: TurnRunner | None = None,
         tell: Tell = tell_nobody,
     ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, all at once.
@@ -195,7 +194,7 @@ class ReplicaPool:
         finally:
             play.close()
 
-    async def _generated(self, request: GenerationRequest, play: Play | None) -> Sample:
+    async def _generated(self, request: GenerationRequest, play: EnvironmentSession | None) -> Sample:
         """The sample of a response that is generated as often, and with as many turns, as it takes."""
         while True:
             await self._running.wait()
@@ -232,7 +231,7 @@ class ReplicaPool:
         finally:
             answer.cancel()
 
-    async def _next_turn(self, sample: Sample, play: Play | None) -> bool:
+    async def _next_turn(self, sample: Sample, play: EnvironmentSession | None) -> bool:
         """Append the environment's reply; returns whether the model goes on."""
         if play is None or sample.finish_reason != "stop":
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, Protocol, TypedDict
 
@@ -148,3 +148,53 @@ class Generator(Protocol):
     async def health(self) -> list[Health]:
         """One entry for each engine."""
         ...
+
+
+def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:
+    """Length of the shortest prefix of `tokens` whose text, by `read`, has a stop string in it; None where no prefix has."""
+
+    def stopped(length: int) -> bool:
+        text = read(tokens[:length])
+        return any(each in text for each in stop)
+
+    if not stopped(len(tokens)):
+        return None
+    low, high = 1, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+    return low
+
+
+def last_turn(sample: Sample) -> int:
+    """Where the model's last turn begins in the response."""
+    return sample.loss_mask.tobytes().rfind(0) + 1
+
+
+class EnvironmentSession(Protocol):
+    """The environment of one response. Its methods fill in `Sample.environment` and raise nothing."""
+
+    @property
+    def stop(self) -> list[str]:
+        """Strings that end a turn; known after `open`."""
+
+    async def open(self, sample: Sample) -> bool:
+        """Create the environment. False if that fails, which ends the response."""
+
+    async def go_on(self, sample: Sample) -> bool:
+        """Append the environment's reply to a turn that stopped. False if the response ends here."""
+
+    async def settle(self, sample: Sample) -> None:
+        """Request the environment's reward for a complete response."""
+
+    def close(self) -> None:
+        """Close the environment in the background."""
+
+
+class TurnRunner(Protocol):
+    """Opens an environment for each response; see `mtpctl.environments.turns.Turns`."""
+
+    def play(self, request: GenerationRequest) -> EnvironmentSession: ...
+
+    async def close(self) -> None:
+        """Wait until every environment is closed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import count
 from math import ceil
-from typing import Protocol
 
 from mtpctl.cluster.bundles import Options, Seats
 from mtpctl.cluster.deadlines import within
@@ -18,22 +17,14 @@ from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
-from mtpctl.rollout.chat import ChatReplies, ChatText
-from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import TurnRunner
 from mtpctl.rollout.sglang.settings import sglang_engine_settings
-from mtpctl.rollout.turns import Text, Turns
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import Published
 
 WAITING_SHARE = 1 / 16
 """Requests that may wait in an engine, as a share of those that it works on."""
-
-
-class NamedText(Text, ChatText, Protocol):
-    """A tokenizer, and the folder or hub id that it is loaded from."""
-
-    name: str
 
 
 async def start_pool(
@@ -45,49 +36,52 @@ async def start_pool(
     seats: Seats | None = None,
     published: Published | None = None,
     seed: int | None = None,
-    tokenizer: NamedText | None = None,
+    tokenizer: str | None = None,
+    turns: TurnRunner | None = None,
     routes: tuple[int, ...] = (),
     tell: Tell = tell_nobody,
 ) -> ReplicaPool:
-    """Start as many engines as the recipe has at least on the model in the folder `model`, each with a random seed of its own.
+    """Start the minimum number of engines that the recipe names on the model in the folder `model`, each with its own random seed.
 
-    `seats`: where they sit; without them Ray chooses. Stop strings, environments and agents need the `tokenizer`. `seed` replaces the
-    recipe's. `routes`: the layers whose routes of experts samples are to carry. A restarted replica applies the version that the others
-    serve, from `published`, and has another seed than its predecessor. `tell`: as in `ReplicaPool.start`; its lines begin
-    with `rollout replica`.
+    Args:
+        seats: the reserved bundles; if None, Ray chooses.
+        published: the version that a restarted replica loads.
+        seed: replaces the recipe's seed. A restarted replica never reuses its predecessor's.
+        tokenizer: folder or hub id; required for stop strings, environments and agents.
+        turns: plays the recipe's environment.
+        routes: MoE layers whose routing decisions samples carry.
+        tell: as in `ReplicaPool.start`; its lines begin with `rollout replica`.
 
-    Raises RuntimeFailure where an engine does not start in time, UserError for what an engine cannot do.
+    Raises:
+        RuntimeFailure: if an engine does not start in time.
+        UserError: for settings that the engine does not support.
     """
     rollout = recipe.rollout
     first = recipe.seed if seed is None else seed
     seat = placement.of("rollout")[0]
     anywhere: Options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
     starts = count()
-    environment = environment_of(rollout)
     cache = rollout.kv_cache_bytes
     if cache is None and placement.device == "cpu":
         shape = shape_of(hf_config(ModelConfig(path=model)) or {})
         cache = engine_memory(changed(recipe, {"rollout.context": context}), shape).kv_cache
-    turns, named = None, None
-    if rollout.stop or environment or rollout.agents_play:
+    reads_text = bool(rollout.stop or turns is not None or rollout.agents_play)
+    if reads_text:
         assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
-        named = tokenizer.name
-    if environment and tokenizer:
-        turns = Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))
 
     def settings() -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)
         sized = rollout.model_copy(update={"context": context, "kv_cache_bytes": cache})
         precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
-            return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=named)
+            return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=tokenizer if reads_text else None)
         return engine_settings(
             sized,
             model=model,
             precision=precision,
             device=placement.device,
             seed=stream,
-            tokenizer=named,
+            tokenizer=tokenizer if reads_text else None,
             adapter=recipe.train.lora if "adapter" in recipe.sync.sections else None,
             release_kv=recipe.sync.release_kv,
             routes=routes,

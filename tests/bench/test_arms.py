@@ -11,7 +11,7 @@ from mtpctl.bench.arms import WARM, Arm, Experiment, chosen
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.versions import collect_versions
-from tests.checkpoint.folders import write_checkpoint
+from tests.fakes.checkpoint_folders import write_checkpoint
 
 ARM = Arm("frozen", "", ("train.rl.train_mtp=false",))
 

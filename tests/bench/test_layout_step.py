@@ -12,8 +12,8 @@ from mtpctl.bench.train_step import measure, shape_folder
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import MIMO
+from tests.fakes.tiny import MIMO
+from tests.fakes.trainer_cases import MODELS
 
 
 def folder(at: Path, **fields: Any) -> HfFolder:

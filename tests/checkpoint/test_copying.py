@@ -14,7 +14,7 @@ from mtpctl.checkpoint.finding import newest
 from mtpctl.checkpoint.listing import LISTING, point_to, read_listing, write_listing
 from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import UserError
-from tests.checkpoint.folders import write_checkpoint
+from tests.fakes.checkpoint_folders import write_checkpoint
 
 
 class Faltering(ObjectStore):

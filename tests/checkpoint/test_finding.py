@@ -14,8 +14,8 @@ import pytest
 from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, newest, next_number, saved_in, settle
 from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, point_to
 from mtpctl.errors import UserError
-from tests.checkpoint.folders import SHARD, flip, without_checksum, write_checkpoint
-from tests.controller.chaos_damage import WAYS, apply
+from tests.fakes.chaos_damage import WAYS, apply
+from tests.fakes.checkpoint_folders import SHARD, flip, without_checksum, write_checkpoint
 
 LINE = '{"number": 1}\n'
 

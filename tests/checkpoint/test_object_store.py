@@ -11,7 +11,7 @@ import pytest
 
 from mtpctl.checkpoint.object_store import Absent, ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
-from tests.checkpoint.s3_server import BUCKET, S3Server, serving
+from tests.fakes.s3_server import BUCKET, S3Server, serving
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 from mtpctl.cli.app import main
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import load_recipe
-from tests.controller.test_inputs import sparse_folder
-from tests.families.toys import TOYS
+from tests.fakes.toys import TOYS
+from tests.jobs.test_inputs import sparse_folder
 
 
 class Told:
@@ -204,10 +204,10 @@ def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: An
 
 def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_taken(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
-    monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: None)
+    monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: None)
     told = mtpctl(*arguments)
     assert told.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 224.6 GiB; set" in told.out
-    monkeypatch.setattr("mtpctl.cli.dry_run.card_gib", lambda: 80.0)
+    monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: 80.0)
     told = mtpctl(*arguments)
     assert told.code == 4 and "card       80 GiB (this machine)" in told.out
 

@@ -17,8 +17,8 @@ import torch
 
 from mtpctl.checkpoint.listing import write_listing
 from mtpctl.cli.app import main
-from tests.convert.models import assert_same_tensors, change_config, tensors, write
-from tests.trainer.tiny import MIMO, mimo
+from tests.fakes.convert_models import assert_same_tensors, change_config, tensors, write
+from tests.fakes.tiny import MIMO, mimo
 
 
 class Told:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
+from mtpctl.jobs.offline import summary
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.rollout.offline import summary
 from mtpctl.rollout.sample_file import Tally
 from mtpctl.samples import Speculation
 
@@ -32,7 +32,7 @@ def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                 progress(done, 40, Tally(speculation=_spec()))
             return found
 
-        monkeypatch.setattr("mtpctl.cli.rollout_job.rollout", generate)
+        monkeypatch.setattr("mtpctl.jobs.rollout.rollout", generate)
         with pytest.raises(SystemExit) as ended:
             main(["rollout", *arguments])
         printed = capsys.readouterr()
@@ -107,7 +107,7 @@ def test_serving_takes_an_address_and_maybe_a_file(rollout: Any, monkeypatch: py
         asked.append((recipe.seed, out, options["host"], options["port"], options["start"]))
         return 3
 
-    monkeypatch.setattr("mtpctl.cli.serve_job.serve", serve)
+    monkeypatch.setattr("mtpctl.jobs.serve.serve", serve)
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve", "--port", "0", "--set", "seed=7", "--out", "o")
     assert (code, out.strip(), asked) == (0, "3 trajectories in o", [(7, Path("o"), "127.0.0.1", 0, None)])
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve")

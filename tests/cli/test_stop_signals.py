@@ -14,9 +14,9 @@ import pytest
 
 from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.signals import exit_code
-from tests.cli.test_rollout_job import SMALL, run, write_prompts
 from tests.environment import with_tree
-from tests.processes import runs
+from tests.fakes.processes import runs
+from tests.jobs.test_rollout import SMALL, run, write_prompts
 
 __all__ = ["run"]
 

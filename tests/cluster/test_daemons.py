@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.environment import with_tree
-from tests.processes import runs
+from tests.fakes.processes import runs
 
 DEADLINE_S = 120.0
 

@@ -16,7 +16,7 @@ import pytest
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.watchdog import Watchdog, members
 from tests.environment import with_tree
-from tests.processes import runs
+from tests.fakes.processes import runs
 
 DEADLINE_S = 60.0
 

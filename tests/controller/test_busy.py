@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 from mtpctl.controller.rl import RlStage
+from mtpctl.environments.environment import environment_of
+from mtpctl.environments.turns import Turns
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rl.rewards.rewarder import Rewarder
-from mtpctl.rollout.environments import environment_of
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.turns import Turns
 from tests.controller.test_rl import World, recipe_of, stage_of
-from tests.processes import runs
-from tests.rollout.fake_chat import NO_CHAT
+from tests.fakes.chat import NO_CHAT
+from tests.fakes.processes import runs
 from tests.rollout.test_busy import PLACES, Bytes, Steady
 
 PLAIN = """\

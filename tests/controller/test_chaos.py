@@ -26,8 +26,8 @@ from mtpctl.checkpoint.finding import newest, settle
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
-from tests.checkpoint.folders import write_checkpoint
-from tests.controller.chaos import (
+from tests.environment import with_tree
+from tests.fakes.chaos import (
     ELASTIC,
     FILLS,
     HOST_KINDS,
@@ -43,8 +43,8 @@ from tests.controller.chaos import (
     seed_asked,
     space,
 )
-from tests.controller.chaos_damage import damage_checkpoint, unnoticed
-from tests.environment import with_tree
+from tests.fakes.chaos_damage import damage_checkpoint, unnoticed
+from tests.fakes.checkpoint_folders import write_checkpoint
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 

@@ -25,10 +25,10 @@ from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
-from tests.checkpoint.s3_server import BUCKET, S3Server, serving
 from tests.checkpoint.test_copying import contents, make_checkpoint, make_run
 from tests.controller.test_state import Trainer
 from tests.environment import with_tree
+from tests.fakes.s3_server import BUCKET, S3Server, serving
 
 WAIT_S = 30.0
 

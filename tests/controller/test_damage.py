@@ -10,7 +10,7 @@ import pytest
 
 from mtpctl.checkpoint.finding import damaged_in, newest
 from mtpctl.telemetry.history import load_history
-from tests.checkpoint.folders import flip
+from tests.fakes.checkpoint_folders import flip
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_mtp.yaml"
 SETTINGS = (

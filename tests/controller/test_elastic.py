@@ -21,7 +21,7 @@ from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import ask
-from tests.rollout.fake_replica import FakeReplica
+from tests.fakes.replica import FakeReplica
 from tests.rollout.test_pool import Fleet, assert_all_once, collect, requests
 
 

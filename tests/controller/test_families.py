@@ -19,7 +19,7 @@ import yaml
 
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from tests.families.toys import ON_CARDS, SERVED, TOYS
+from tests.fakes.toys import ON_CARDS, SERVED, TOYS
 
 # Two starts of trainer, engine and server, a conversion and one more engine: two minutes on two cores, most of it imports.
 pytestmark = pytest.mark.timeout(900)

@@ -26,8 +26,8 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
-from tests.checkpoint.folders import add_engine_files, write_checkpoint
-from tests.cli.test_rollout_job import recipe
+from tests.fakes.checkpoint_folders import add_engine_files, write_checkpoint
+from tests.jobs.test_rollout import recipe
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
 

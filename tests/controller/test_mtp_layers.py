@@ -16,7 +16,7 @@ import yaml
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
 from tests.controller.test_families import command, recipe, updates
-from tests.families.toys import TOYS
+from tests.fakes.toys import TOYS
 
 LAYERS = 3
 FAMILIES = [family for family, config in TOYS.items() if "linear_conv_kernel_dim" not in config]

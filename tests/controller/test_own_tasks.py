@@ -328,7 +328,7 @@ def verifiers(folder: Path) -> Iterator[Task]:
     """An environment of the package verifiers, of several turns, with problems, held-out problems and rewards of its own."""
     pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
     for name in ("guess_number.py", "last_letter.py"):
-        shutil.copy(Path(__file__).parents[1] / "rollout" / "tasksets" / name, folder)
+        shutil.copy(Path(__file__).parents[1] / "environments" / "tasksets" / name, folder)
     games = [["5"], ["3", "higher", "5"], ["7", "lower", "5", "lower", "4"], ["2", "higher", "6"]]
     talks = [
         [{"role": "system", "content": "Guess."}, {"role": "user", "content": "a number from 1 to 8?"}]

@@ -14,8 +14,8 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from tests.checkpoint.folders import flip
-from tests.cli.test_rollout_job import SMALL
+from tests.fakes.checkpoint_folders import flip
+from tests.jobs.test_rollout import SMALL
 
 
 def recipe(*sets: str) -> Recipe:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.cli import rollout_job
 from mtpctl.cli.app import main
 from mtpctl.controller.prepare import prepare
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data import hub
 from mtpctl.errors import UserError
+from mtpctl.jobs import rollout
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from tests.cli.test_rollout_job import SMALL, write_prompts
+from tests.jobs.test_rollout import SMALL, write_prompts
 
-MODULE = "tests.rollout.user_environments"
+MODULE = "tests.fakes.user_environments"
 TOLD = r"^rollout\.environment: user_environments\.py:\d+: KeyError: "
 
 
@@ -100,7 +100,7 @@ def test_samples_without_training_try_it_too(tmp_path: Path) -> None:
     failing = made.model_copy(update={"rollout": made.rollout.model_copy(update={"environment": f"{MODULE}:Raises"})})
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1"})
     with pytest.raises(UserError, match=TOLD):
-        rollout_job.rollout(failing, prompts, tmp_path / "o", n=1, say=print, progress=lambda *_: None)
+        rollout.rollout(failing, prompts, tmp_path / "o", n=1, say=print, progress=lambda *_: None)
     assert not (tmp_path / "o").exists()
 
 

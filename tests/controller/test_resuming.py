@@ -22,9 +22,9 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.trackers import identity
-from tests.checkpoint.folders import SHARD, flip, write_checkpoint
 from tests.cli.test_commands import mtpctl as mtpctl
-from tests.cli.test_rollout_job import recipe as recipe_in
+from tests.fakes.checkpoint_folders import SHARD, flip, write_checkpoint
+from tests.jobs.test_rollout import recipe as recipe_in
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from tests.checkpoint.folders import SHARD, flip, write_checkpoint
 from tests.controller.test_rl import FakeGenerator, Letters, Rows, World, recipe_of, right_or_wrong
 from tests.controller.test_state import Trainer
+from tests.fakes.checkpoint_folders import SHARD, flip, write_checkpoint
 
 
 class Mortal(Trainer):

@@ -26,7 +26,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.signals import exit_code
 from mtpctl.telemetry.metrics_file import read_rows
 from tests.environment import with_tree
-from tests.processes import runs
+from tests.fakes.processes import runs
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState, ended_stages, 
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
-from tests.checkpoint.folders import BYTES, SHARD, add_engine_files, flip, write_checkpoint
+from tests.fakes.checkpoint_folders import BYTES, SHARD, add_engine_files, flip, write_checkpoint
 
 
 class Trainer:

@@ -23,7 +23,7 @@ from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
 from mtpctl.trainer.objective import training_sequence
-from tests.rollout.gateway.scripted import byte_tokenizer
+from tests.fakes.scripted_engine import byte_tokenizer
 
 Answers = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]
 

@@ -29,9 +29,9 @@ from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.transports.control import Address
 from mtpctl.sync.update import SyncReport
+from tests.fakes.logprob import Started, Store, manifest
+from tests.fakes.replica import FakeReplica
 from tests.logprob.conftest import serve
-from tests.logprob.fakes import Started, Store, manifest
-from tests.rollout.fake_replica import FakeReplica
 
 PASS_S = 0.6
 LONG = ScoreRequest([1] * 100)

@@ -20,8 +20,8 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.objective import NextToken
-from tests.convert.models import converted, model, tensors
-from tests.trainer.tiny import engine, mimo, sequences
+from tests.fakes.convert_models import converted, model, tensors
+from tests.fakes.tiny import engine, mimo, sequences
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

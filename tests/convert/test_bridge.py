@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
-from tests.trainer.tiny import engine, mimo
+from tests.fakes.tiny import engine, mimo
 
 
 def drop(folder, *ends):

@@ -13,10 +13,10 @@ from mtpctl.convert.bridge import StreamMap
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
-from tests.convert.models import FAMILIES, assert_same_tensors, change_config, converted, model
 from tests.convert.test_families import assert_like
+from tests.fakes.convert_models import FAMILIES, assert_same_tensors, change_config, converted, model
+from tests.fakes.tiny import engine, mimo, sequences
 from tests.model.test_mimo import packed_logits
-from tests.trainer.tiny import engine, mimo, sequences
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])
@@ -116,7 +116,7 @@ def test_the_published_length_of_mimo_7b_is_mended() -> None:
 
 def test_in_another_type_all_but_what_is_kept_in_fp32(tmp_path: Path) -> None:
     model("deepseek-v3", tmp_path / "hf")
-    from tests.convert.models import tensors, write
+    from tests.fakes.convert_models import tensors, write
 
     held = tensors(tmp_path / "hf")
     mixed = {name: value if name.endswith("e_score_correction_bias") else value.bfloat16() for name, value in held.items()}
@@ -134,6 +134,6 @@ def test_another_type_of_a_checkpoint_that_has_no_mtp_layers(tmp_path: Path) -> 
     with engine(folder, mtp=MtpConfig(mode="off")) as made:
         made.save(tmp_path / "step-1")
     converted(tmp_path / "step-1", tmp_path / "back", model=folder.path, dtype="bf16")
-    from tests.convert.models import tensors
+    from tests.fakes.convert_models import tensors
 
     assert {value.dtype for value in tensors(tmp_path / "back").values()} == {torch.bfloat16}

@@ -15,9 +15,9 @@ from torch import Tensor
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import CASES, assert_like, hf_model
-from tests.model.mimo_reference import norm
+from tests.fakes.mimo_reference import norm
+from tests.fakes.tiny import engine, sequences
 from tests.model.test_mimo import packed_logits
-from tests.trainer.tiny import engine, sequences
 
 
 class Drafter:

@@ -14,9 +14,9 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import tensor_shapes
 from mtpctl.recipe.model import MtpConfig
-from tests.convert.models import assert_same_tensors, converted, tensors, write
-from tests.families.toys import TOYS
-from tests.trainer.tiny import engine
+from tests.fakes.convert_models import assert_same_tensors, converted, tensors, write
+from tests.fakes.tiny import engine
+from tests.fakes.toys import TOYS
 
 BELOW_TWO = torch.arange(1, int(torch.tensor(2.0).bfloat16().view(torch.int16)), dtype=torch.int16).view(torch.bfloat16)
 """Every positive number below 2 that bf16 has."""
@@ -71,8 +71,8 @@ def test_every_norm_below_two_is_converted_to_the_bit(tmp_path: Path, family: st
 @pytest.mark.parametrize("suffix", ["", ".weight"])
 def test_every_fused_expert_is_compared_and_exported_under_its_name(tmp_path: Path, suffix: str) -> None:
     """Qwen3.5's packed experts are named without `.weight`: a test of the suffix would leave them out of every comparison."""
-    from tests.convert.found import pack
-    from tests.convert.models import change_config, model
+    from tests.fakes.convert_found import pack
+    from tests.fakes.convert_models import change_config, model
 
     model("qwen3.5-moe", tmp_path / "hf")
     write(tmp_path / "hf", pack(tensors(tmp_path / "hf"), 6, suffix))

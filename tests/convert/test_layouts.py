@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mtpctl.convert.hf_folder import HfFolder
-from tests.convert.found import fp8, packed, prefixed
-from tests.convert.models import FAMILIES, assert_same_tensors, converted, model
-from tests.convert.ranks import saved_again
 from tests.environment import TREE, with_tree
-from tests.trainer.tiny import mimo
+from tests.fakes.convert_found import fp8, packed, prefixed
+from tests.fakes.convert_models import FAMILIES, assert_same_tensors, converted, model
+from tests.fakes.convert_ranks import saved_again
+from tests.fakes.tiny import mimo
 
 
 def through_ranks(root: Path, cases: list[str]) -> None:
@@ -34,7 +34,7 @@ def through_ranks(root: Path, cases: list[str]) -> None:
 
 def under_ranks(root: Path, cases: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.convert.ranks", str(root), *cases],
+        [sys.executable, "-W", "ignore", "-m", "tests.fakes.convert_ranks", str(root), *cases],
         cwd=TREE,
         env=with_tree(),
         capture_output=True,

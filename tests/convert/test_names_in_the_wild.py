@@ -16,9 +16,9 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
-from tests.convert.found import pack, quantize
-from tests.convert.models import assert_same_tensors, change_config, converted, model, tensors, write
-from tests.trainer.tiny import mimo
+from tests.fakes.convert_found import pack, quantize
+from tests.fakes.convert_models import assert_same_tensors, change_config, converted, model, tensors, write
+from tests.fakes.tiny import mimo
 
 Held = dict[str, Tensor]
 
@@ -88,8 +88,8 @@ def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wra
 
 
 def test_logits_of_a_head_that_should_be_tied_are_those_of_transformers(tmp_path: Path) -> None:
+    from tests.fakes.tiny import engine, sequences
     from tests.model.test_mimo import packed_logits
-    from tests.trainer.tiny import engine, sequences
 
     reference = model("qwen2-tied", tmp_path)
     held = tensors(tmp_path)

@@ -14,9 +14,9 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.objective import NextToken
-from tests.convert.found import fp8, fp8_dense, packed, pickled, prefixed, quantize, unnamed
-from tests.convert.models import change_config, converted, model, tensors, write
-from tests.trainer.tiny import GENTLE, engine, mimo, sequences
+from tests.fakes.convert_found import fp8, fp8_dense, packed, pickled, prefixed, quantize, unnamed
+from tests.fakes.convert_models import change_config, converted, model, tensors, write
+from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
 
 def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:

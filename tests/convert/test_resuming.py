@@ -16,8 +16,8 @@ from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.journal import Journal
 from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
-from tests.convert.models import assert_same_tensors, change_config, converted, tensors, write
-from tests.trainer.tiny import mimo
+from tests.fakes.convert_models import assert_same_tensors, change_config, converted, tensors, write
+from tests.fakes.tiny import mimo
 
 
 @pytest.fixture(autouse=True)

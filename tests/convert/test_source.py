@@ -10,7 +10,7 @@ from mtpctl.convert.hf_folder import create_hf_folder
 from mtpctl.convert.source import reference_of
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from tests.trainer.tiny import mimo
+from tests.fakes.tiny import mimo
 
 
 @pytest.mark.parametrize("sets", [["model.config.rope_theta=20000"], ["model.config=null", "model.path=org/a-model", "model.init=random"]])

@@ -17,7 +17,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.rollout import VllmConfig
-from tests.rollout.chat_families import FAMILIES, tokenizer_of
+from tests.fakes.chat_families import FAMILIES, tokenizer_of
 
 BY_NAME = {family.name: family for family in FAMILIES}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

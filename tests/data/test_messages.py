@@ -17,7 +17,7 @@ from mtpctl.data.prompts import encode_prompt, encode_sft
 from mtpctl.data.tokenizers import HfTokenizer, load_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig
-from tests.rollout.chat_families import FAMILIES, tokenizer_of
+from tests.fakes.chat_families import FAMILIES, tokenizer_of
 
 ASK = {"role": "user", "content": "Weather?"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}

@@ -16,7 +16,7 @@ from mtpctl.doctor import parts
 from mtpctl.doctor.parts import Agreement, compare, run_part
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
 from mtpctl.samples import Sample, Speculation
-from tests.processes import runs
+from tests.fakes.processes import runs
 
 MODULE = """
 import os, subprocess, sys, time

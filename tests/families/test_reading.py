@@ -10,7 +10,7 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.reading import MTP_COUNTS, check_importable, shape_of
 from mtpctl.families.registry import FAMILIES
-from tests.families.toys import SIZES, TOYS
+from tests.fakes.toys import SIZES, TOYS
 
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],

@@ -11,7 +11,7 @@ import torch
 
 from mtpctl.families.reading import shape_of
 from mtpctl.model.rope import rope_of
-from tests.families.toys import SIZES, TOYS
+from tests.fakes.toys import SIZES, TOYS
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **TOYS,

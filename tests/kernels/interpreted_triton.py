@@ -10,10 +10,10 @@ import torch
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.order import ExpertOrder, plain_expert_order
 from mtpctl.kernels.policy import linear_policy_loss
-from tests.kernels.agreement import Case, assert_agrees, relative, scored
-from tests.kernels.draft_agreement import DraftCase, assert_sweep_agrees
-from tests.kernels.head_cases import HEAD_CASES, HeadCase
-from tests.kernels.routes import ROUTING_CASES, SCORES, RoutingCase, drawn_routes
+from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees
+from tests.fakes.head_cases import HEAD_CASES, HeadCase
+from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
+from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, drawn_routes
 from tests.kernels.test_order import assert_same
 
 HALF = torch.float16

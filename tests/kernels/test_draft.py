@@ -12,8 +12,8 @@ from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.chunked import TEMPORARIES
 from mtpctl.kernels.draft import linear_draft_loss
 from mtpctl.kernels.draft_terms import LOSSES, DraftLossOut
-from tests.forked import run_ranks
-from tests.kernels.agreement import relative
+from tests.fakes.forked import run_ranks
+from tests.fakes.kernel_agreement import relative
 
 ROWS, WIDTH, VOCAB, PADDING = 150, 16, 131, 3
 MIXES = [("ce", 1.0), ("soft_ce", 1.0), ("kl", 1.0), ("tv", 1.0), ("tv", 0.9), ("soft_ce", 0.5)]

@@ -7,8 +7,8 @@ import torch
 
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
-from tests.kernels.agreement import Case, assert_agrees, relative, scored
-from tests.kernels.draft_agreement import DraftCase, assert_sweep_agrees, token_loss
+from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees, token_loss
+from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpctl.kernels.heads import HeadNorm, split_heads
-from tests.kernels.head_cases import HEAD_CASES, HeadCase
+from tests.fakes.head_cases import HEAD_CASES, HeadCase
 
 
 @pytest.mark.parametrize("case", [*HEAD_CASES, HeadCase(4, 8, 128, half=64, tokens=300)], ids=str)

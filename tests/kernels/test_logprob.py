@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtpctl.kernels.logprob import LogProbOut, linear_logprob
-from tests.kernels.agreement import Case, assert_agrees, relative, scored, upstream
+from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored, upstream
 
 cases = st.builds(
     Case,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.order import ExpertOrder, expert_order, plain_expert_order
-from tests.kernels.routes import drawn_routes
+from tests.fakes.kernel_routes import drawn_routes
 
 
 @pytest.mark.parametrize(("ranks", "wanted"), [(1, [5, 4, 3, 2, 1, 0]), (2, [2, 1, 0, 5, 4, 3]), (3, [1, 0, 3, 2, 5, 4])])

@@ -13,8 +13,8 @@ from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
 from mtpctl.rl.own_loss import loss_of
-from tests.kernels.agreement import relative
-from tests.rl import own_losses
+from tests.fakes import own_losses
+from tests.fakes.kernel_agreement import relative
 
 ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7
 

@@ -19,7 +19,7 @@ from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.kernels.reduce import join_stats
-from tests.kernels.agreement import relative
+from tests.fakes.kernel_agreement import relative
 
 WORLD, ROWS, WIDTH, VOCAB, PADDING = 2, 14, 16, 64, 5
 OPTIONS = list(itertools.product(("chunked", "triton", "reference"), (1, 1 << 22)))

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from mtpctl.kernels.routing import RoutingRule, route
-from tests.kernels.routes import ROUTING_CASES, RoutingCase, plain_route
+from tests.fakes.kernel_routes import ROUTING_CASES, RoutingCase, plain_route
 
 
 @pytest.mark.parametrize("case", [case for case in ROUTING_CASES if not case.replays], ids=str)

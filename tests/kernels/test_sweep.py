@@ -12,9 +12,9 @@ from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels import chunked
 from mtpctl.kernels.draft_terms import Draft
 from mtpctl.kernels.policy import linear_policy_loss
-from tests.forked import run_ranks
-from tests.kernels.agreement import relative
-from tests.kernels.draft_agreement import SCALE, DraftCase, assert_sweep_agrees, in_one_sweep, token_loss
+from tests.fakes.draft_agreement import SCALE, DraftCase, assert_sweep_agrees, in_one_sweep, token_loss
+from tests.fakes.forked import run_ranks
+from tests.fakes.kernel_agreement import relative
 
 CASE = DraftCase(150, 16, 134, torch.float64)
 DEPTHS: dict[str, tuple[dict[str, Any], ...]] = {

@@ -17,8 +17,8 @@ from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.update import update_target
+from tests.fakes import adapters
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
-from tests.sync import adapters
 
 Tensors = dict[str, torch.Tensor]
 IDS = [(7 * i) % 300 for i in range(60)]

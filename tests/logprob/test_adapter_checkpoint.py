@@ -20,8 +20,8 @@ from mtpctl.sync.checksums import checksum
 from mtpctl.sync.update import update_target
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
+from tests.fakes import adapters
 from tests.logprob.conftest import LocalRanks, Loop, replica_config
-from tests.sync import adapters
 
 REQUESTS = [ScoreRequest([(7 * i) % 300 for i in range(60)])]
 

@@ -21,8 +21,8 @@ from mtpctl.logprob.http import make_app
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.web.guard import HttpBounds, impatient
+from tests.fakes.logprob import Started
 from tests.logprob.conftest import serve
-from tests.logprob.fakes import Started
 
 KEY = "s3cret"
 BOUNDS = HttpBounds(body_bytes=1 << 20, held_bytes=4 << 20, body_s=0.6, header_s=0.5, drain_s=2.0)
@@ -142,8 +142,8 @@ def test_log_probs_and_entropy_are_those_of_transformers(client: httpx.Client, r
 def test_mtp_scores_are_those_of_the_drafter(client: httpx.Client, folder: Path) -> None:
     from safetensors.torch import load_file
 
+    from tests.fakes import mimo_reference
     from tests.logprob.conftest import CONFIG
-    from tests.model import mimo_reference
 
     ids = sequences([40])[0]
     one = score(client, token_ids=ids, prompt_length=10, mtp=True)["data"][0]

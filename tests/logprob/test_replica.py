@@ -25,8 +25,8 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
+from tests.fakes import adapters
 from tests.logprob.conftest import CONFIG, Loop, replica_config
-from tests.sync import adapters
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -14,8 +14,8 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, ScoreRequest, VersionGone
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
+from tests.fakes.logprob import Started, Store, manifest
 from tests.logprob.conftest import Loop, serve
-from tests.logprob.fakes import Started, Store, manifest
 
 
 def request(tokens: int = 8, **fields: Any) -> ScoreRequest:

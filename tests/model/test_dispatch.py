@@ -9,7 +9,7 @@ import torch
 
 from mtpctl.kernels.order import expert_order
 from mtpctl.model.dispatch import Order, Travel, shares_of_rows
-from tests.kernels.routes import drawn_routes
+from tests.fakes.kernel_routes import drawn_routes
 
 TOKENS, EXPERTS, K = 23, 6, 2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpctl.recipe.model import MtpConfig
-from tests.trainer.tiny import engine, mimo
+from tests.fakes.tiny import engine, mimo
 
 
 @pytest.mark.parametrize("tied", [False, True])

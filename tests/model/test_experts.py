@@ -18,10 +18,10 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from tests.families.toys import TOYS, toy_folder
-from tests.model.kept import Kept
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.kept import Kept
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.toys import TOYS, toy_folder
+from tests.fakes.trainer_cases import MODELS
 
 SPARSE = [name for name, config in TOYS.items() if "moe_intermediate_size" in config]
 

@@ -18,9 +18,9 @@ from mtpctl.model import attention, layers
 from mtpctl.plan.memory import activation_width
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
-from tests.model.kept import Kept
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import engine, mimo, sequences
+from tests.fakes.kept import Kept
+from tests.fakes.tiny import engine, mimo, sequences
+from tests.fakes.trainer_cases import MODELS
 
 
 class Norm(torch.autograd.Function):
@@ -111,7 +111,7 @@ def test_a_layer_keeps_what_is_planned(tmp_path, monkeypatch, case):
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks") / "elements.json"
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.model.ranks", str(out)], check=True, timeout=200)
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.fakes.model_ranks", str(out)], check=True, timeout=200)
     return json.loads(out.read_text())
 
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.model import MtpConfig
-from tests.model import mimo_reference
-from tests.trainer.tiny import engine, mimo, sequences
+from tests.fakes import mimo_reference
+from tests.fakes.tiny import engine, mimo, sequences
 
 
 def packed_logits(made, ids, depths):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.recompute import recomputed
-from tests.model.kept import Kept
+from tests.fakes.kept import Kept
 
 
 def normed_linear(x, scale, weight, *, recompute):

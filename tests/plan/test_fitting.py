@@ -11,7 +11,7 @@ from mtpctl.plan.memory import GIB, trainer_memory
 from mtpctl.recipe.checks import complaints_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from tests.plan.fits import check_fits
+from tests.fakes.fits import check_fits
 
 MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 ONE_CARD = "train.parallel={tp: 1}"

@@ -18,7 +18,7 @@ from mtpctl.plan.sharding import stage_layers, stages
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import Recipe
-from tests.plan.fits import check_fits
+from tests.fakes.fits import check_fits
 
 MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 

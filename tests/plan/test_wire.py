@@ -10,8 +10,8 @@ from mtpctl.families.reading import shape_of
 from mtpctl.plan.buckets import adapter_tensors, base_weight_bytes, section_buckets, wire_tensors
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.train import LoraConfig, adapter_targets
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import engine, mimo
+from tests.fakes.tiny import engine, mimo
+from tests.fakes.trainer_cases import MODELS
 
 
 @pytest.mark.parametrize("model", ["mimo", "tied", "qwen3-moe", "deepseek", "qwen3.5"])

@@ -18,8 +18,8 @@ from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.model_source import hf_config
 from mtpctl.recipe.train import moe_fits
-from tests.families.toys import SERVED, TOYS
-from tests.plan.fits import check_fits
+from tests.fakes.fits import check_fits
+from tests.fakes.toys import SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:

@@ -12,8 +12,8 @@ from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe import defaults
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import Loaded, dump_resolved, load_recipe
-from tests.families.toys import TOYS
-from tests.trainer.tiny import MIMO
+from tests.fakes.tiny import MIMO
+from tests.fakes.toys import TOYS
 
 HEADLESS = {**MIMO, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 0, "vocab_size": 320}
 
@@ -125,7 +125,7 @@ def test_machine_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_folder_of_weights_in_place_of_a_recipe_is_named(tmp_path: Path) -> None:
-    from mtpctl.cli.targets import load_target
+    from mtpctl.jobs.targets import load_target
 
     with pytest.raises(UserError, match="is neither a run"):
         load_target(tmp_path)

@@ -13,7 +13,7 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.rl import LOSSES, RlConfig
 from mtpctl.rl.losses import loss_metrics, policy_loss, token_policy_loss, token_terms
 from mtpctl.rl.own_loss import check_loss, loss_of
-from tests.rl import own_losses
+from tests.fakes import own_losses
 from tests.rl.test_losses import batch
 
 FILE = str(Path(own_losses.__file__))

@@ -16,8 +16,8 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import cpu_settings
+from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.fakes.engines import cpu_settings
 
 pytestmark = pytest.mark.chaos
 CONFIG = tiny_config()

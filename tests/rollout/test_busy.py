@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mtpctl.rollout.environments import EnvironmentClass
+from mtpctl.environments.environment import EnvironmentClass
+from mtpctl.environments.turns import Turns
 from mtpctl.rollout.pool import WITH_ENVIRONMENT, ReplicaPool
 from mtpctl.rollout.protocol import Occupancy
-from mtpctl.rollout.turns import Turns
 from mtpctl.samples import GenerationRequest, Sample
-from tests.rollout.conftest import in_loop
-from tests.rollout.fake_chat import NO_CHAT
-from tests.rollout.fake_replica import FakeReplica
+from tests.fakes.chat import NO_CHAT
+from tests.fakes.engines import in_loop
+from tests.fakes.replica import FakeReplica
 
 PLACES = 8
 

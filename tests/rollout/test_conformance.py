@@ -21,9 +21,9 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, card_settings, cpu_settings, sglang_settings
-from tests.rollout.fake_replica import FakeReplica
+from tests.fakes.engine_checkpoints import Tensors, cycle_tensors, random_tensors, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, card_settings, cpu_settings, sglang_settings
+from tests.fakes.replica import FakeReplica
 
 
 @dataclass(frozen=True)

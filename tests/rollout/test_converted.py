@@ -15,12 +15,12 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.environment import TREE, with_tree
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engines import Loop, cpu_settings
 
 
 def drafting(what: str, root: Path) -> str:
     """The Megatron side, in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.convert.drafting", what, str(root)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fakes.convert_drafting", what, str(root)]
     done = subprocess.run(command, cwd=TREE, env=with_tree(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -15,7 +15,7 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, TargetDirty
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.rollout.conftest import in_loop
+from tests.fakes.engines import in_loop
 
 
 class Core:

@@ -19,7 +19,7 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import Health
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
-from tests.rollout.fake_replica import VOCABULARY, FakeReplica
+from tests.fakes.replica import VOCABULARY, FakeReplica
 
 KILLS = 20
 PROMPTS, TOKENS = 3000, 60

@@ -12,8 +12,8 @@ from mtpctl.rollout.membership import Membership
 from mtpctl.rollout.protocol import EngineDead
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PauseMode
-from tests.rollout.conftest import in_loop
-from tests.rollout.fake_replica import FakeReplica, next_token
+from tests.fakes.engines import in_loop
+from tests.fakes.replica import FakeReplica, next_token
 from tests.rollout.test_pool import MANIFESTS, Fleet, assert_all_once, collect, requests
 
 
@@ -33,7 +33,7 @@ async def test_who_leaves_hands_its_responses_over_and_no_token_is_sampled_twice
         return next_token(sample)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.rollout.fake_replica.next_token", count)
+        patch.setattr("tests.fakes.replica.next_token", count)
         pool = await fleet.pool(2, max_restarts=0)
         task = asyncio.ensure_future(collect(pool, requests(16, max_tokens=60)))
         await asyncio.sleep(0.03)

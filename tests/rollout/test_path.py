@@ -14,7 +14,7 @@ from mtpctl.bench import rollout_engines as engines
 from mtpctl.rollout import start
 from mtpctl.rollout.vllm.settings import VllmSettings
 from tests.environment import with_tree
-from tests.rollout import fixed_runner
+from tests.fakes import runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -26,12 +26,12 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Engines have a core in a process of its own, as beside a card. Returns where their workers log their steps."""
     (log := tmp_path / "steps").mkdir()
     upstream = engines.engine_settings
-    extra = {fixed_runner.STEP_S: str(STEP_S), fixed_runner.LOG: str(log), "PYTHONPATH": with_tree()["PYTHONPATH"]}
+    extra = {runner.STEP_S: str(STEP_S), runner.LOG: str(log), "PYTHONPATH": with_tree()["PYTHONPATH"]}
 
     def settings(*args: Any, **options: Any) -> VllmSettings:
         made = upstream(*args, **options)
         environment = made.environment | extra | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        worker = {"worker_cls": "tests.rollout.fixed_runner.FixedWorker"}
+        worker = {"worker_cls": "tests.fakes.runner.FixedWorker"}
         return replace(made, in_loop=False, environment=environment, args=made.args | worker)
 
     monkeypatch.setattr(engines, "engine_settings", settings)

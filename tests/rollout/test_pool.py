@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from mtpctl.cluster.rendezvous import host_store
+from mtpctl.environments.environment import EnvironmentClass
+from mtpctl.environments.turns import Turns
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.rollout.environments import EnvironmentClass
 from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
-from mtpctl.rollout.turns import Turns
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.transports.control import Address
 from mtpctl.sync.update import SyncReport
-from tests.rollout.conftest import in_loop
-from tests.rollout.fake_chat import NO_CHAT
-from tests.rollout.fake_replica import VOCABULARY, FakeReplica
+from tests.fakes.chat import NO_CHAT
+from tests.fakes.engines import in_loop
+from tests.fakes.replica import VOCABULARY, FakeReplica
 
 MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
 

@@ -17,7 +17,7 @@ from mtpctl.rollout.protocol import EngineDead
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PlanMismatch
-from tests.rollout.conftest import in_loop
+from tests.fakes.engines import in_loop
 
 
 class NullEngine:

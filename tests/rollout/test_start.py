@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from mtpctl.environments.turns import turns_for
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.placement import place
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.rollout import start
-from tests.rollout.gateway.scripted import byte_tokenizer
+from tests.fakes.scripted_engine import byte_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,9 @@ def test_engines_have_a_tokenizer_where_stop_strings_may_be_asked_for(
 
     monkeypatch.setattr(start, "start_replica", refuse)
     with pytest.raises(RuntimeFailure, match="seen"):
-        asyncio.run(start.start_pool(recipe, model="folder", context=256, placement=place(recipe), tokenizer=byte_tokenizer()))
+        turns = turns_for(recipe.rollout, byte_tokenizer())
+        asyncio.run(
+            start.start_pool(recipe, model="folder", context=256, placement=place(recipe), tokenizer=byte_tokenizer().name, turns=turns)
+        )
     assert seen[0].args["skip_tokenizer_init"] is not reads_text
     assert (seen[0].args.get("tokenizer") == byte_tokenizer().name) is reads_text

@@ -17,19 +17,19 @@ import httpx
 import pytest
 
 from mtpctl.controller.status_http import status_app
+from mtpctl.environments.gateway.fields import FieldRules
+from mtpctl.environments.gateway.server import Gateway
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
-from mtpctl.rollout.gateway.fields import FieldRules
-from mtpctl.rollout.gateway.server import Gateway
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.live import LiveStatus
 from mtpctl.web.guard import Guard, HttpBounds
 from mtpctl.web.hosts import HOSTS
 from mtpctl.web.server import address_of, listen, serving
+from tests.fakes.logprob import FakeRank
+from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
 from tests.logprob.conftest import LocalRanks, serve
-from tests.logprob.fakes import FakeRank
-from tests.rollout.gateway.scripted import Scripted, byte_tokenizer, model_of, request_of
 
 JSON = {"content-type": "application/json"}
 CHAT: Any = {"messages": [{"role": "user", "content": "1+1?"}]}

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from mtpctl.rollout.gateway.server import Gateway, Handed
+from mtpctl.environments.gateway.server import Gateway, Handed
 from mtpctl.web.server import listen
-from tests.rollout.gateway.scripted import Scripted, byte_tokenizer, model_of, request_of
+from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
 from tests.security.test_http import assert_rejected
 
 

@@ -22,8 +22,8 @@ from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.parameters import Ranks
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.update import update_target
-from tests.rollout.checkpoints import random_tensors, tiny_config
-from tests.sync import adapters
+from tests.fakes import adapters
+from tests.fakes.engine_checkpoints import random_tensors, tiny_config
 
 BASE = random_tensors(tiny_config(vocab_size=32), 0)
 

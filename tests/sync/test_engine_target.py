@@ -13,7 +13,7 @@ import pytest
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, SyncError
 from mtpctl.sync.update import update_target
-from tests.sync import adapters
+from tests.fakes import adapters
 from tests.sync.test_adapter import BASE
 
 SECTIONS = ("target", "draft")

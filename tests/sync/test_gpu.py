@@ -31,13 +31,13 @@ from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.update import SyncReport, or_cancel, update_target
+from tests.fakes import adapters
+from tests.fakes.engine_checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop
+from tests.fakes.engines import run as run
+from tests.fakes.engines import start_engine as start_engine
+from tests.fakes.pushing import CONTEXT, send_version
 from tests.logprob.conftest import LocalRanks
-from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop
-from tests.rollout.conftest import run as run
-from tests.rollout.conftest import start_engine as start_engine
-from tests.sync import adapters
-from tests.sync.pushing import CONTEXT, send_version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import cancel
 from mtpctl.sync.transports.shm import Writer as StoreWriter
-from tests.sync.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
+from tests.fakes.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
 
 TRANSPORTS = ["ipc", "nccl"]
 

@@ -19,7 +19,7 @@ from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import KEPT, VersionStore, default_root, name_of
 from mtpctl.sync.transports.base import open_reader
-from tests.full_disk import full_disk
+from tests.fakes.full_disk import full_disk
 
 
 def tensors(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import pytest
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.telemetry.metrics_file import MetricsFile, read_rows
 from mtpctl.telemetry.patient_file import PATIENCE_S
-from tests.full_disk import full_disk
+from tests.fakes.full_disk import full_disk
 
 
 def row(step: int, **metrics: Any) -> dict[str, Any]:

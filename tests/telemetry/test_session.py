@@ -20,7 +20,7 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import read_samples, sample_row
 from mtpctl.telemetry.session import Resumed, Telemetry, open_log
 from mtpctl.telemetry.sinks import TensorBoardSink
-from tests.full_disk import full_disk
+from tests.fakes.full_disk import full_disk
 
 
 def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry, io.StringIO]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpctl.trainer.acceptance import KINDS, DepthChances, Walk, acceptance_metrics, acceptance_sums
-from tests.trainer.batches import packed
+from tests.fakes.batches import packed
 
 VOCAB, DEPTHS, LENGTH = 5, 3, 40
 

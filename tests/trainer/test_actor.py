@@ -22,8 +22,8 @@ from mtpctl.trainer.config import TokenScores
 from mtpctl.trainer.objective import PolicyObjective
 from mtpctl.trainer.sending import WeightSource
 from mtpctl.trainer.share import deal
-from tests.checkpoint.folders import write_checkpoint
-from tests.full_disk import full_disk
+from tests.fakes.checkpoint_folders import write_checkpoint
+from tests.fakes.full_disk import full_disk
 
 
 class Engine:

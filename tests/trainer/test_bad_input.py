@@ -11,7 +11,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
-from tests.trainer.tiny import GENTLE, engine, mimo, sequences
+from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
 
 @pytest.mark.parametrize(

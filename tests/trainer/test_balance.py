@@ -16,10 +16,10 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from tests.families.toys import TOYS, toy_folder
-from tests.trainer.cases import MODELS
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.toys import TOYS, toy_folder
+from tests.fakes.trainer_cases import MODELS
 from tests.trainer.test_update import Nothing
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 Routed = tuple[Router, Tensor, Tensor]
 BATCH = sequences(9, vocab=61)

@@ -12,8 +12,8 @@ from torch import Tensor
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
 from mtpctl.rl.distillation import Kl, candidate_kl
-from tests.forked import run_ranks
-from tests.kernels.agreement import relative
+from tests.fakes.forked import run_ranks
+from tests.fakes.kernel_agreement import relative
 
 TOKENS, HIDDEN, VOCAB, TOPK, TEMPERATURE, SCALE = 23, 12, 50, 4, 0.7, 0.31
 

@@ -25,9 +25,9 @@ from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.optimizer import group_of
-from tests.checkpoint.folders import flip
-from tests.full_disk import full_disk
-from tests.trainer.tiny import engine, mimo, sequences
+from tests.fakes.checkpoint_folders import flip
+from tests.fakes.full_disk import full_disk
+from tests.fakes.tiny import engine, mimo, sequences
 
 ADAM = OptimizerConfig(lr=1e-2, warmup_steps=6, clip_grad=0.5)
 

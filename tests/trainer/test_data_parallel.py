@@ -14,8 +14,8 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from tests.families.toys import TOYS, toy_folder
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, sequences
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, sequences
+from tests.fakes.toys import TOYS, toy_folder
 
 FEW = 21
 """Tokens of a micro-batch: several an update, and some experts without a row."""

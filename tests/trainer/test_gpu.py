@@ -29,9 +29,9 @@ from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from tests.convert.test_families import CASES, hf_model
-from tests.trainer.cards import PAIRS, run
+from tests.fakes.tiny import MIMO, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.trainer_cards import PAIRS, run
 from tests.trainer.test_update import reference
-from tests.trainer.tiny import MIMO, assert_close, engine, gradients, mimo, sequences
 
 pytestmark = pytest.mark.gpu
 

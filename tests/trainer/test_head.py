@@ -20,8 +20,8 @@ from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import CANDIDATE, CANDIDATE_LOGPROB, PolicyObjective
 from mtpctl.trainer.update_loss import MEASURED_TOKENS
-from tests.rl import own_losses
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes import own_losses
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 FEW_ROWS = 10 * 3 * 4 * 64
 """Bytes of workspace in which the toy's logits fit for ten rows at a time."""

@@ -13,8 +13,8 @@ from mtpctl.families.tensors import section_of
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.objective import NextToken
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.trainer_cases import MODELS
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 ALL = {

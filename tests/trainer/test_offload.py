@@ -12,7 +12,7 @@ from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer import optimizer
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.offload import HostMemory
-from tests.trainer.tiny import engine, mimo, sequences
+from tests.fakes.tiny import engine, mimo, sequences
 
 ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.5)
 EVERYTHING = OffloadConfig(params=True, optimizer=True, grads=True)

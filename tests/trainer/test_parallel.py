@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.cases import CASES, DEFAULT, Case
-from tests.trainer.tiny import assert_close
+from tests.fakes.tiny import assert_close
+from tests.fakes.trainer_cases import CASES, DEFAULT, Case
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for all cases
 
@@ -23,7 +23,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What every case that is asked for found. The first test waits for all of them."""
     out = tmp_path_factory.mktemp("ranks") / "results.pt"
     names = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.trainer.ranks", str(out), *sorted(names)], check=True, timeout=1500)
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.fakes.trainer_ranks", str(out), *sorted(names)], check=True, timeout=1500)
     return torch.load(out, weights_only=False)
 
 

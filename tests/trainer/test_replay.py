@@ -25,9 +25,9 @@ from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken, scoring_sequence
 from mtpctl.trainer.share import deal
-from tests.families.toys import TOYS, toy_folder
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import GENTLE, assert_close, drawn_routes, engine, gradients, mimo, sequences
+from tests.fakes.tiny import GENTLE, assert_close, drawn_routes, engine, gradients, mimo, sequences
+from tests.fakes.toys import TOYS, toy_folder
+from tests.fakes.trainer_cases import MODELS
 
 FAMILIES = ["qwen3-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "glm4-moe"]
 

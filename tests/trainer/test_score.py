@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
-from tests.model import mimo_reference
-from tests.trainer.cases import MODELS
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes import mimo_reference
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.trainer_cases import MODELS
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

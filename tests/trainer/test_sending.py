@@ -14,8 +14,8 @@ from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import PlanMismatch, Section
 from mtpctl.trainer.sending import WeightSource
-from tests.rollout.checkpoints import Tensors, random_tensors, tiny_config
-from tests.sync import adapters
+from tests.fakes import adapters
+from tests.fakes.engine_checkpoints import Tensors, random_tensors, tiny_config
 
 CONFIG = tiny_config(vocab_size=32)
 BASE = random_tensors(CONFIG, 0)

@@ -11,9 +11,9 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig, OffloadConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
-from tests.families.toys import TOYS, toy_folder
-from tests.model import mimo_reference
-from tests.trainer.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes import mimo_reference
+from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.toys import TOYS, toy_folder
 
 
 def sampled(sequence, start, end):

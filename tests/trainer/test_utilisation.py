@@ -12,7 +12,7 @@ from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.batch import Sequence, utilisation
 from mtpctl.trainer.objective import NextToken
-from tests.trainer.tiny import GENTLE, engine, mimo, sequences
+from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
 SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 BATCH = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 + [0] * 10)]

@@ -21,7 +21,7 @@ from mtpctl.rl.rewards.outcome import Outcome
 from mtpctl.rl.rewards.rewarder import Rewarder
 from mtpctl.samples import Sample
 from tests.environment import with_tree
-from tests.processes import runs
+from tests.fakes.processes import runs
 
 PROBLEM = Problem("rows.jsonl:1", "1+1=", "2")
 

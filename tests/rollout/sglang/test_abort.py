@@ -10,7 +10,7 @@ from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.rollout.sglang.engine import SglangEngine
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
-from tests.rollout.conftest import in_loop
+from tests.fakes.engines import in_loop
 
 
 class Manager:

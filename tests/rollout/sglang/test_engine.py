@@ -20,8 +20,8 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PlanMismatch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, sglang_settings
+from tests.fakes.engine_checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, sglang_settings
 
 pytestmark = pytest.mark.gpu
 CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)

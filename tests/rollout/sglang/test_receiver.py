@@ -19,7 +19,7 @@ from mtpctl.sync.checksums import Part, combined
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.update import check_checksums, update_target
-from tests.sync import pushing
+from tests.fakes import pushing
 
 
 def live(names: list[str]) -> nn.Module:

@@ -17,8 +17,8 @@ from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.rollout.checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engine_checkpoints import Tensors, cycle_tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, cpu_settings
 
 CONFIG = tiny_config(vocab_size=128, num_hidden_layers=1, intermediate_size=64)
 STEP = 5

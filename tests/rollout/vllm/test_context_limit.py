@@ -16,8 +16,8 @@ from mtpctl.recipe.rollout import SpeculationConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from tests.families.toys import QWEN3_5, toy_folder
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.toys import QWEN3_5, toy_folder
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU path")
 
@@ -46,7 +46,7 @@ async def responses(engine: VllmEngine, count: int) -> list[Sample]:
 def mismatch(folder: Path, samples: list[Sample], file: Path) -> float:
     """Mean difference between the engine's log-probs and the trainer's in bf16, in nats."""
     file.write_text(json.dumps([sample.to_dict() for sample in samples]))
-    command = [sys.executable, "-m", "tests.rollout.vllm.scored", str(folder), str(file)]
+    command = [sys.executable, "-m", "tests.fakes.scored", str(folder), str(file)]
     scored = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     return float(json.loads(scored.stdout.splitlines()[-1])["own"]["mean"])
 

@@ -19,8 +19,8 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes.cpus import linear_amx
-from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import START_S, Loop, cpu_settings
+from tests.fakes.engine_checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import START_S, Loop, cpu_settings
 
 PROMPT = [5, 6, 7, 8, 9]
 AMX = pytest.mark.parametrize("amx", [True, False], ids=["amx", "no-amx"])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families.toys import ON_CARDS, SERVED, TOYS, toy_folder
-from tests.rollout.vllm.engine_drafts import DRAFTS, Drafting
+from tests.fakes.engine_drafts import DRAFTS, Drafting
+from tests.fakes.toys import ON_CARDS, SERVED, TOYS, toy_folder
 
 LARGEST = 1e-5
 """Difference of any logit in fp32."""

@@ -14,8 +14,8 @@ from mtpctl.sync.packing import default_section
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.rollout.checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import START_S, Loop, card_settings, cpu_settings
+from tests.fakes.engine_checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
+from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
 
 SYNCS, BREAKS_OFF = 5, 3
 """Versions, and the one of them whose first transfer breaks off within the drafter."""

@@ -19,8 +19,8 @@ from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, VersionConfl
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import update_target
-from tests.rollout.checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engine_checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, cpu_settings
 
 CONFIG = tiny_config()
 PROMPT = [3, 4, 5, 6, 7]

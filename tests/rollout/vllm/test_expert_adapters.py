@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
-from tests.families.toys import toy_folder
-from tests.rollout.conftest import START_S, Loop, card_settings, cpu_settings
-from tests.rollout.vllm.hybrid import answers, mismatch
+from tests.fakes import adapters
+from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
+from tests.fakes.hybrid import answers, mismatch
+from tests.fakes.toys import toy_folder
 from tests.rollout.vllm.test_models import MODELS
-from tests.sync import adapters
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,8 +16,8 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.families.toys import SERVED, SIZES, TOYS, toy_folder
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.toys import SERVED, SIZES, TOYS, toy_folder
 
 MOE: dict[str, Any] = {
     "num_experts": 4,

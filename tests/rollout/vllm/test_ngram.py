@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from mtpctl.samples import Sample
-from tests.rollout.checkpoints import cycle_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engine_checkpoints import cycle_tensors, reference_logprobs, tiny_config, write_checkpoint
 
 CONFIG = tiny_config(vocab_size=32, num_hidden_layers=1, intermediate_size=64)
 
 
 def test_ngram_drafts_are_counted_and_leave_the_logprobs_of_the_policy(tmp_path: Path) -> None:
     tensors = cycle_tensors(CONFIG, 4, 4)
-    command = [sys.executable, "-m", "tests.rollout.vllm.ngram", str(write_checkpoint(tmp_path, CONFIG, tensors))]
+    command = [sys.executable, "-m", "tests.fakes.ngram", str(write_checkpoint(tmp_path, CONFIG, tensors))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     sample = Sample.from_dict(json.loads(done.stdout.splitlines()[-1]))

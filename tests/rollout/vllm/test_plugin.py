@@ -17,7 +17,7 @@ from mtpctl.rollout.vllm import plugin
 from mtpctl.rollout.vllm.patches.version import PINNED, installed
 from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND, install, register
 from mtpctl.rollout.vllm.settings import engine_settings
-from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
 
 def test_the_entry_point_is_installed() -> None:

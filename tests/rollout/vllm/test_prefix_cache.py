@@ -10,9 +10,9 @@ from mtpctl.families.reading import shape_of
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.routes import RouteShape
 from mtpctl.samples import Sample
-from tests.families.toys import QWEN3_5_MOE, toy_folder
-from tests.rollout.conftest import START_S, Loop, card_settings, cpu_settings
-from tests.rollout.vllm.hybrid import answers, mismatch
+from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
+from tests.fakes.hybrid import answers, mismatch
+from tests.fakes.toys import QWEN3_5_MOE, toy_folder
 
 pytestmark = pytest.mark.timeout(900)
 

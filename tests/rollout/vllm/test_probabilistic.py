@@ -17,8 +17,8 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.trainer.acceptance import Walk
-from tests.rollout.checkpoints import Tensors, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engine_checkpoints import Tensors, write_checkpoint
+from tests.fakes.engines import Loop, cpu_settings
 from tests.rollout.vllm.test_speculation import CASES, CONFIG, check_distribution, exact, requests, toy_tensors
 
 DRAFTS = 3

@@ -22,12 +22,12 @@ from mtpctl.sync.sender import Publisher, Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import cancel
 from mtpctl.sync.update import or_cancel
-from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
-from tests.rollout.conftest import run as run
-from tests.rollout.conftest import start_engine as start_engine
-from tests.sync import adapters
-from tests.sync.pushing import CONTEXT, Die, Receiver, send_version
+from tests.fakes import adapters
+from tests.fakes.engine_checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.engines import run as run
+from tests.fakes.engines import start_engine as start_engine
+from tests.fakes.pushing import CONTEXT, Die, Receiver, send_version
 
 CONFIG = tiny_config(vocab_size=256)
 PROMPT = [3, 4, 5, 6, 7]

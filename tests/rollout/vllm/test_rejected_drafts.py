@@ -15,9 +15,9 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.families.toys import QWEN3_5, toy_folder
-from tests.rollout.conftest import START_S, Loop, card_settings
-from tests.rollout.vllm.hybrid import answers, mismatch
+from tests.fakes.engines import START_S, Loop, card_settings
+from tests.fakes.hybrid import answers, mismatch
+from tests.fakes.toys import QWEN3_5, toy_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

@@ -16,8 +16,8 @@ from mtpctl.families.reading import shape_of
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Sample
-from tests.families.toys import GLM4_MOE, SIZES, toy_folder
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.toys import GLM4_MOE, SIZES, toy_folder
 
 pytestmark = pytest.mark.slow
 WIDE: dict[str, Any] = {
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def apart(name: str, root: Path, run: Loop) -> dict[str, dict[str, float]]:
-    """What `tests.rollout.vllm.scored` finds for 1,600 tokens that an engine sampled."""
+    """What `tests.fakes.scored` finds for 1,600 tokens that an engine sampled."""
     config = MODELS[name]
     folder, routes = toy_folder(config, root / name, 0, "bf16"), RouteShape.of(shape_of(config))
     draw = np.random.default_rng(1)
@@ -69,7 +69,7 @@ def apart(name: str, root: Path, run: Loop) -> dict[str, dict[str, float]]:
 
     file = root / f"{name}.json"
     file.write_text(json.dumps([sample.to_dict() for sample in run(generate(), 300)]))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.rollout.vllm.scored", str(folder), str(file)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fakes.scored", str(folder), str(file)]
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     found: dict[str, dict[str, float]] = json.loads(told.splitlines()[-1])
     print(name, json.dumps(found))

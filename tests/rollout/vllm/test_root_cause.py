@@ -11,7 +11,7 @@ import pytest
 
 from mtpctl.rollout.vllm.root_cause import FAILED, named_in_failures, root_cause
 from tests.environment import with_tree
-from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
 ALONE = """
 Process EngineCore:
@@ -88,7 +88,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtpctl.rollout.vllm.engine import VllmEngine
-from tests.rollout.conftest import cpu_settings
+from tests.fakes.engines import cpu_settings
 
 if __name__ == "__main__":
     # Ten bytes are less than a block of the KV cache, which the core alone knows.

@@ -19,9 +19,9 @@ from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.families.toys import SIZES, TOYS, toy_folder
-from tests.rollout.conftest import Loop, cpu_settings
-from tests.rollout.vllm.routed import RouterLog
+from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.routed import RouterLog
+from tests.fakes.toys import SIZES, TOYS, toy_folder
 
 QWEN3_MOE: dict[str, Any] = {
     **SIZES,

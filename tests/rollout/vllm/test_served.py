@@ -23,8 +23,8 @@ from mtpctl.rollout.vllm.http import ServedEngine
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.store import SHARED_MEMORY
 from mtpctl.sync.update import SyncReport
-from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.sync import adapters
+from tests.fakes import adapters
+from tests.fakes.engine_checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -15,8 +15,8 @@ from mtpctl.errors import UserError
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample, Steering
-from tests.rollout.checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
+from tests.fakes.engine_checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, cpu_settings
 
 EOS = 258
 CONFIG = tiny_config(vocab_size=320, eos_token_id=EOS, bos_token_id=257)

@@ -14,8 +14,8 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.families.toys import GLM4_MOE, QWEN3_5_MOE, toy_folder
-from tests.rollout.conftest import START_S, Loop, cpu_settings
+from tests.fakes.engines import START_S, Loop, cpu_settings
+from tests.fakes.toys import GLM4_MOE, QWEN3_5_MOE, toy_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,10 +14,10 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.patches import seeds, version
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from tests.rollout.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.rollout.conftest import Loop, cpu_settings
-from tests.rollout.conftest import run as run
-from tests.rollout.conftest import start_engine as start_engine
+from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.engines import run as run
+from tests.fakes.engines import start_engine as start_engine
 
 CONFIG = tiny_config()
 REQUESTS = 8

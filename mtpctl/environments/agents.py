@@ -1,0 +1,288 @@
+"""Agents as a `Generator`: each request is played by a user's agent against the gateway, and becomes the samples of its trajectory.
+
+The run starts the agent itself, in processes of its own (`rollout.agent`), or hands its problems to agents that come over the network
+(`rollout.gateway`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from mtpctl.cluster.deadlines import finished_before
+from mtpctl.data.problems import Problem
+from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
+from mtpctl.environments.gateway.answers import AnswerReader
+from mtpctl.environments.gateway.fields import FieldRules
+from mtpctl.environments.gateway.server import Anyone, Gateway, Handed
+from mtpctl.environments.gateway.trajectory import Model, Trajectory
+from mtpctl.errors import UserError
+from mtpctl.recipe.rollout import RolloutBase
+from mtpctl.rl.rewards.function import AGENT, EPISODE
+from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rl.rewards.pool import Pool
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpecStats, SpeculationState
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
+from mtpctl.sync.protocol import PauseMode
+from mtpctl.web.server import listen
+
+KEY = "MTPCTL_GATEWAY_KEY"
+"""The environment variable with the key that agents from outside send."""
+MAX_LOGGED = 50
+"""Maximum number of ignored fields that are logged, because agents may send any."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Player(Protocol):
+    """Has an agent work on a trajectory until it is done; `base_url` is what its client takes."""
+
+    async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome: ...
+
+
+class OwnAgent:
+    """A function that works on a problem, the user's `rollout.agent` or one that plays an environment, in processes beside the loop."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
+        return await self._pool.ask(gateway.base_url(secret), cast(Problem, request.problem), request.sample)
+
+
+class OutsideAgents:
+    """Hands problems to whoever asks the gateway for them, and waits until they say that they are done."""
+
+    def __init__(self, deadline_s: float, idle_s: float) -> None:
+        self._deadline_s, self._idle_s = deadline_s, idle_s
+        self._waiting: asyncio.Queue[tuple[Handed, asyncio.Event]] = asyncio.Queue()
+
+    async def next(self) -> Handed:
+        """The next problem that is still wanted."""
+        while True:
+            handed, taken = await self._waiting.get()
+            if not handed.finished.is_set():
+                taken.set()
+                return handed
+
+    async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
+        problem = cast(Problem, request.problem)
+        told: dict[str, object] = {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "answer": problem.answer}
+        told |= {"messages": [dict(message) for message in problem.messages], "fields": dict(problem.fields)}
+        handed, taken, clock = gateway.hand_out(secret, told), asyncio.Event(), asyncio.get_running_loop().time
+        self._waiting.put_nowait((handed, taken))
+        try:
+            await taken.wait()  # for as long as it takes: nobody works on it yet
+            began = clock()
+            gateway.restart_clock(secret)
+            while not handed.finished.is_set():
+                left, quiet = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
+                if left <= 0:
+                    reason = f"the agent did not finish within {self._deadline_s:g} s (rollout.deadline_s)"
+                    return Outcome(None, {}, reason, True, clock() - began)
+                if quiet <= 0:
+                    reason = f"the agent sent no request for {self._idle_s:g} s (rollout.agent_idle_s)"
+                    return Outcome(None, {}, reason, True, clock() - began)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(handed.finished.wait(), min(left, quiet))
+            return Outcome(None, seconds=clock() - began)
+        finally:
+            handed.finished.set()
+
+
+class AgentGenerator(Generator):
+    """Plays at most `most` trajectories at once. `tell` is given one line for each way in which agents ask for what a run decides."""
+
+    def __init__(self, engines: ReplicaPool, gateway: Gateway, player: Player, most: int, tell: Callable[[str], None]) -> None:
+        self._engines, self._gateway, self._player, self._most, self._tell = engines, gateway, player, most, tell
+        self._told: set[str] = set()
+
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+        """Generate as `Generator.generate` says; a sample of several has the others in `earlier`."""
+        done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
+        tasks: set[asyncio.Task[None]] = set()
+        room, outstanding = asyncio.Semaphore(self._most), 0
+
+        async def one(request: GenerationRequest) -> None:
+            try:
+                done.put_nowait(await self._played(request))
+            except Exception as error:
+                done.put_nowait(error)
+            finally:
+                room.release()
+
+        async def admit() -> None:
+            nonlocal outstanding
+            try:
+                async for request in requests:
+                    outstanding += 1
+                    tasks.add(task := asyncio.create_task(one(request)))
+                    task.add_done_callback(tasks.discard)
+                    await room.acquire()
+                done.put_nowait(None)
+            except Exception as error:
+                done.put_nowait(error)
+
+        await room.acquire()
+        admission, admitting = asyncio.create_task(admit()), True
+        try:
+            while admitting or outstanding:
+                result = await done.get()
+                if isinstance(result, BaseException):
+                    raise result
+                if result is None:
+                    admitting = False
+                    continue
+                outstanding -= 1
+                yield result
+        finally:
+            for task in (admission, *tasks):
+                task.cancel()
+
+    async def _played(self, request: GenerationRequest) -> Sample:
+        secret, trajectory = self._gateway.open(request)
+        playing = asyncio.ensure_future(self._player.play(request, secret, self._gateway))
+        outcome: Outcome | None = None
+        try:
+            if request.unwanted is None:
+                outcome = await playing
+            elif await finished_before(playing, request.unwanted):
+                outcome = playing.result()
+        finally:
+            playing.cancel()
+            samples = self._gateway.close(secret)
+        if outcome is None:
+            request.sample.finish_reason = ABORTED
+            return request.sample
+        for name in [name for name in trajectory.ignored if name not in self._told][: MAX_LOGGED - len(self._told)]:
+            self._told.add(name)
+            self._tell(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
+        return _sample_of(request, trajectory, samples, outcome)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engines.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engines.resume()
+
+    async def spec_stats(self) -> SpecStats:
+        return await self._engines.spec_stats()
+
+    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
+        return await self._engines.speculate(drafts)
+
+    async def health(self) -> list[Health]:
+        return await self._engines.health()
+
+
+def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list[Sample], outcome: Outcome) -> Sample:
+    """The trajectory's last sample, with the others in `earlier`; one without a response where the agent never asked the model."""
+    last = samples[-1] if samples else request.sample.copy()
+    last.earlier = samples[:-1]
+    last.environment = EnvironmentUse(
+        turns=trajectory.answers,
+        seconds=outcome.seconds,
+        errors=int(bool(outcome.error) and not outcome.timed_out),
+        timeouts=int(outcome.timed_out),
+        failure=outcome.error,
+        samples=max(len(samples), 1),
+        rewritten=trajectory.rewritten,
+    )
+    if outcome.error:
+        last.finish_reason = DEADLINE if outcome.timed_out else ENVIRONMENT_ERROR
+    last.finish_reason = last.finish_reason or "stop"
+    last.environment_reward = outcome.reward if outcome.reward is not None else trajectory.reward
+    last.reward_parts = outcome.parts
+    return last
+
+
+def gateway_socket(rollout: RolloutBase) -> socket.socket | None:
+    """The socket that the gateway listens on, which is bound before anything slow is started; None for a recipe without agents.
+
+    Raises UserError for an address that is taken, and for one that is open to others without a key.
+    """
+    if not rollout.agents_play:
+        return None
+    if rollout.gateway_host not in LOOPBACK and not os.environ.get(KEY):
+        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is open to others; set {KEY} to a key, or take 127.0.0.1")
+    return listen(rollout.gateway_host, rollout.gateway_port, fields=("rollout.gateway_host", "rollout.gateway_port"))
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    rollout: RolloutBase,
+    engines: ReplicaPool,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    name: str,
+    tell: Callable[[str], None],
+    log: Path | None = None,
+    key_file: Path | None = None,
+    trains: bool = True,
+    anyone: Anyone | None = None,
+    bound: socket.socket | None = None,
+) -> AsyncIterator[Generator]:
+    """What generates for the recipe: the engines themselves, or where it has agents, these before the gateway to them.
+
+    `name`: the model's name; `log`: a file for the output of agents; `key_file`: the file for a generated key, which is otherwise passed to
+    `tell`; `trains`: whether the recipe's sampling settings apply, whatever agents request; `anyone`: see `Gateway.anyone`; `bound`: the
+    result of an earlier `gateway_socket`.
+    Raises UserError for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket` does.
+    """
+    if (bound := bound or gateway_socket(rollout)) is None:
+        yield engines
+        return
+    chats = _with_template(tokenizer)
+    model = Model(engines.sample, chats, AnswerReader(chats, _calls(rollout, chats)), context)
+    async with contextlib.AsyncExitStack() as stack:
+        key, rules = os.environ.get(KEY), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
+        gateway = Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key, rules=rules, client_limit=rollout.client_limit)
+        await stack.enter_async_context(gateway)
+        player: Player
+        if (started := rollout.started_agent) is not None:
+            (reference, args), role = started, AGENT if rollout.verifiers is None else EPISODE
+            pool = Pool(reference, args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=role)
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            player = OwnAgent(pool)
+        else:
+            player = outside = OutsideAgents(rollout.deadline_s, rollout.agent_idle_s)
+            gateway.next_problem, gateway.anyone = outside.next, anyone
+            drawn = "" if key else f"the key {gateway.token}"
+            if drawn and key_file is not None:
+                _write_private(key_file, gateway.token)
+                drawn = f"the key in {key_file}"
+            if anyone is None:
+                tell(f"agents{f' with {drawn}' if drawn else ''} get problems at {gateway.address}/v1/trajectories")
+            else:
+                single, whole = f"{gateway.address}/v1 for single requests", f"POST {gateway.address}/v1/trajectories for a trajectory"
+                tell(f"serving {name}: {single}, {whole}{f', with {drawn}' if drawn else ''}")
+        yield AgentGenerator(engines, gateway, player, rollout.agents, tell)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{text}\n")
+
+
+def _with_template(tokenizer: Tokenizer) -> HfTokenizer:
+    """The tokenizer, which must have a chat template."""
+    if not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
+        raise UserError(f"model.tokenizer: {tokenizer.name} has no chat template, and agents send chat messages; name one that has")
+    return tokenizer
+
+
+def _calls(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
+    """The parser of tool calls; None if the chat template has no format for them."""
+    from mtpctl.rollout.vllm.tools import load_parser, parser_for
+
+    name = rollout.tool_parser or parser_for(tokenizer.chat_template)
+    return None if name is None else load_parser(name, tokenizer.inner)

@@ -1,0 +1,171 @@
+"""Responses of several turns: the model's, and between them the environment's replies.
+
+A response is one list of tokens, the model's turns and the environment's replies in order. The environment's tokens have a loss mask
+of 0 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and
+the deadline include them: a reply that would exceed `max_tokens` is truncated, and ends the response. No token that the model sampled
+is ever tokenised again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from mtpctl.environments.chat import ChatReplies, ChatText
+from mtpctl.environments.environment import CLOSE_S, EnvironmentClass, EnvironmentFailure, Instance, Reply, environment_of
+from mtpctl.environments.user_calls import UserLoops
+from mtpctl.recipe.rollout import RolloutBase
+from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR, last_turn, length_to_stop
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
+
+
+class Text(Protocol):
+    """Converts text to token ids and back; a part of `mtpctl.data.tokenizers.Tokenizer`."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Turns:
+    """Plays the environment in responses of at most `limit` turns of the model. `chat` renders replies that are chat messages."""
+
+    def __init__(self, environment: EnvironmentClass, text: Text, limit: int, chat: ChatReplies) -> None:
+        self.environment, self.text, self.limit, self.chat = environment, text, limit, chat
+        self.loops = UserLoops()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def play(self, request: GenerationRequest) -> Play:
+        """The environment of the response to `request`: open it first, and close it at the end."""
+        return Play(self, request)
+
+    def close_later(self, instance: Instance) -> None:
+        """Close an instance, without anybody waiting for it."""
+
+        async def close() -> None:
+            # It failed or took too long, after the response: nothing of the run depends on it.
+            try:
+                await asyncio.wait_for(instance.close(), CLOSE_S)
+            except (TimeoutError, EnvironmentFailure):
+                return
+
+        task = asyncio.ensure_future(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Wait until every instance is closed, and end the event loops."""
+        while self._closing:
+            await asyncio.wait(self._closing)
+        self.loops.end()
+
+
+class Play:
+    """One response's environment, from before its first turn to its end. Its methods fill in `Sample.environment`, and raise nothing."""
+
+    def __init__(self, turns: Turns, request: GenerationRequest) -> None:
+        self._turns, self._request = turns, request
+        self._instance = Instance(turns.environment, request.problem, turns.loops)
+
+    @property
+    def stop(self) -> list[str]:
+        """Texts that end a turn; known once it is open."""
+        return self._instance.stop
+
+    async def open(self, sample: Sample) -> bool:
+        """Make the environment; False where that fails, and the response with it."""
+        sample.environment = EnvironmentUse()
+        return await self._timed(sample, self._instance.make(), lambda _: True)
+
+    async def go_on(self, sample: Sample) -> bool:
+        """Append the environment's reply to a turn that has just stopped; False where the response ends here."""
+        start = last_turn(sample)
+        length = self._handed_over(sample, start)
+        if length is None or turns(sample) >= self._turns.limit:
+            return False
+        # Tokens behind the stop string come from drafts that were accepted in the same step.
+        sample.cut(start + length)
+        turn = self._turns.text.decode(sample.response_ids[start:])
+        return await self._timed(sample, self._instance.reply(turn), lambda said: self._append(sample, said))
+
+    async def settle(self, sample: Sample) -> None:
+        """Ask an environment that gives rewards for that of the response, which has ended."""
+        if self._instance.has("reward") and sample.finish_reason != ENVIRONMENT_ERROR:
+            reason = sample.finish_reason
+            await self._timed(sample, self._instance.reward(), lambda value: self._reward(sample, value), at_least=CLOSE_S)
+            # The response ended before; that it has no reward is counted.
+            sample.finish_reason = reason
+
+    def close(self) -> None:
+        """Have the environment closed."""
+        self._turns.close_later(self._instance)
+
+    def _handed_over(self, sample: Sample, start: int) -> int | None:
+        """Tokens of the turn that begins at `start`, where the model handed over to the environment; None where it ended the response."""
+        ids = sample.response_ids[start:]
+        if self.stop:
+            return length_to_stop(self._turns.text.decode, ids.tolist(), self.stop)
+        return len(ids) if self._end_token(sample) is not None else None
+
+    def _end_token(self, sample: Sample) -> int | None:
+        last = sample.response_ids[-1:]
+        return last[0] if last and last[0] in self._request.stop_token_ids else None
+
+    def _append(self, sample: Sample, said: Reply) -> bool:
+        if not said:
+            tokens = []
+        elif isinstance(said, str):
+            tokens = self._turns.text.encode(said)
+        else:
+            tokens = self._turns.chat.tokens(said, self._end_token(sample))
+        if not tokens:
+            # Nothing would separate the next turn from this one, and the old stop string would end it at once, again and again.
+            return False
+        sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
+        assert sample.environment is not None
+        sample.environment.turns += 1
+        full = len(sample.response_ids) >= self._request.max_tokens
+        if full:
+            sample.cut(self._request.max_tokens)
+        sample.finish_reason = "length" if full else None
+        return not full
+
+    def _reward(self, sample: Sample, value: float | None) -> bool:
+        sample.environment_reward = value
+        return True
+
+    async def _timed[T](self, sample: Sample, call: Awaitable[T], then: Callable[[T], bool], *, at_least: float = 0.0) -> bool:
+        """What `then` makes of the call's answer; False, with the reason in the sample, where the call fails or outlasts the deadline."""
+        use, clock = sample.environment, asyncio.get_running_loop().time
+        assert use is not None, "opened first"
+        began = clock()
+        try:
+            answer = await asyncio.wait_for(call, max(self._request.deadline_s - sample.spent_s, at_least))
+            return then(answer)
+        except TimeoutError:
+            use.timeouts += 1
+            sample.finish_reason = DEADLINE
+        except EnvironmentFailure as error:
+            use.errors += 1
+            use.failure = str(error)
+            sample.finish_reason = ENVIRONMENT_ERROR
+        finally:
+            use.seconds += clock() - began
+            sample.spent_s += clock() - began
+        return False
+
+
+def turns(sample: Sample) -> int:
+    """Turns of the model in the response."""
+    return sum(map(bool, sample.loss_mask.tobytes().split(b"\0")))
+
+
+class TurnText(Text, ChatText, Protocol):
+    """A tokenizer that reads turns and renders the environment's chat messages."""
+
+
+def turns_for(rollout: RolloutBase, tokenizer: TurnText) -> Turns | None:
+    """The recipe's environment, ready to play. None if a response is a single turn or an agent's. Raises as `environment_of`."""
+    environment = environment_of(rollout)
+    return None if environment is None else Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))

@@ -1,0 +1,106 @@
+"""The agent behind `rollout.environment: verifiers:NAME`: plays episodes of environments of the package verifiers.
+
+In an episode, a harness works on one task: a program in a process or a container, which asks the model through a proxy that verifiers runs.
+Then the task gives its rewards. The proxy passes requests on to the trajectory's base URL, so the gateway records what was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from mtpctl.data.problems import Problem
+from mtpctl.data.taskset import environment_config, is_held_out, task_data
+from mtpctl.environments.gateway.errors import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.rl.rewards.outcome import TAKEN
+
+MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
+"""The model's name in requests, and the environment variable from which verifiers reads a key. The base URL makes one unnecessary."""
+
+_environments: dict[bool, asyncio.Future[Any]] = {}
+"""The environments that this process serves: True has that of held-out problems, False that of all others."""
+_serving: set[asyncio.Task[None]] = set()
+"""The asyncio tasks that serve them, kept from being garbage-collected."""
+
+
+async def play(
+    problem: Problem, base_url: str, name: str, args: Mapping[str, object], eval_args: Mapping[str, object], max_turns: int
+) -> dict[str, float]:
+    """Play an episode of the problem's task. Returns its `reward`, and the task's own rewards and metrics by name.
+
+    `base_url`: the trajectory's, as agents get it. `name`, `args` and `eval_args`: the recipe's environment and its arguments.
+    `max_turns`: answers that the policy may give. Raises UserError for an environment that cannot be trained in, and RuntimeFailure where
+    the episode failed.
+    """
+    import verifiers.v1 as vf
+
+    held_out = is_held_out(problem, name)
+    environment = await _served(name, args, eval_args if held_out else {}, max_turns, held_out)
+    task_type, config = type(environment.taskset).task_type(), environment.config.taskset.task
+    task = task_type(task_type.data_type().model_validate(task_data(problem)), config)
+    client = vf.EvalClientConfig(base_url=base_url, api_key_var=NO_KEY)
+    return outcome_of(await environment.run_episode(task, vf.ModelContext(model=MODEL, client=client)), base_url)
+
+
+async def _served(name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
+    """The environment, served from its first episode on until this process ends, with the tools that its episodes share."""
+    held_out = held_out and bool(overrides)
+    if (serving := _environments.get(held_out)) is None:
+        serving = _environments[held_out] = asyncio.get_running_loop().create_future()
+        _serving.add(asyncio.create_task(_serve(name, args, overrides, max_turns, serving)))
+    return await asyncio.shield(serving)
+
+
+async def _serve(
+    name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, serving: asyncio.Future[Any]
+) -> None:
+    import verifiers.v1 as vf
+
+    try:
+        environment: Any = vf.load_environment(_bounded(environment_config(name, args, overrides), max_turns))
+        async with environment.serving():
+            # A proxy that episodes share would keep a client for each base URL, and every trajectory has its own base URL. Without a shared
+            # proxy, each episode starts one.
+            environment._interception = None
+            serving.set_result(environment)
+            await asyncio.Event().wait()
+    except Exception as error:
+        if serving.done():
+            raise
+        serving.set_exception(error)
+
+
+def _bounded(config: Any, max_turns: int) -> Any:
+    """The configuration with `max_turns` for the seats that set none. A seat that reaches it ends by itself, and is rewarded."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    seats = {seat: each for seat, each in agent_config_fields(config).items() if each.max_turns is None}
+    return config.model_copy(update={seat: each.model_copy(update={"max_turns": max_turns}) for seat, each in seats.items()})
+
+
+def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
+    """The `reward` of an episode, and its parts by name. Raises as `play` does."""
+    asked = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+    for trace in asked:
+        if not trace.agent.trainable:
+            seat = trace.agent.name
+            raise UserError(
+                f"rollout.environment_args: {seat} is not to be trained, and asks the policy; give it a model of its own: "
+                f"{{{seat}: {{model: …, client: {{base_url: …}}}}}}"
+            )
+    errors = [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok and trace.last_error)]
+    if len(asked) != 1 and not errors:
+        raise UserError(
+            f"rollout.environment: the policy plays {len(asked)} times in one episode, each with a reward of its own; take an environment "
+            "in which it plays once, and train.rl.group_size for several tries"
+        )
+    if errors:
+        if any(code in error.message for error in errors for code in (OVER_BUDGET, OVER_CONTEXT)):
+            return {"reward": 0.0}
+        raise RuntimeFailure(f"{errors[-1].type}: {' '.join(errors[-1].message.split())[-300:]}")
+    (trace,) = asked
+    parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    parts |= {name: value for name, value in trace.metrics.items() if value is not None}
+    return {"reward": trace.reward} | {f"{name}_" if name in TAKEN | {"reward"} else name: value for name, value in parts.items()}

@@ -1,0 +1,347 @@
+"""The plan that `train --dry-run` prints: what can be known about a run before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+
+from mtpctl.cluster.hosts import Host
+from mtpctl.cluster.local import cluster
+from mtpctl.controller.copies import check_copies
+from mtpctl.controller.rehearsal import rehearse
+from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
+from mtpctl.data.look import leaks_in, look
+from mtpctl.errors import ClusterResources, MtpctlError, UserError
+from mtpctl.families.reading import check_importable, shape_of
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import count_parameters
+from mtpctl.jobs.inputs import check_rows, check_weights
+from mtpctl.plan.buckets import base_weight_bytes, section_buckets
+from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
+from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
+from mtpctl.plan.placement import Actor, Placement, most_engines, place
+from mtpctl.recipe.cautions import cautions_of
+from mtpctl.recipe.model_source import hf_config
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.installed import check_engine
+from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.sinks import check_packages
+from mtpctl.telemetry.versions import card_gib
+
+MOST_REMEDIES = 8
+Sizes = Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What can be known about a run before it starts. `source`: where the size of the cards is from; sizes are bytes.
+
+    `hosts`: names of the hosts by their numbers, where the cluster is there already. `engines`: rollout engines that there is room for, of
+    those that the recipe allows. `ends`: the tokens that end a response, as far as the model's files are here. `errors` would end the run
+    before anything is trained. `resumes`: from which checkpoint.
+    """
+
+    recipe: Recipe
+    shape: ModelShape
+    source: str
+    placement: Placement | None
+    hosts: list[str]
+    engines: int
+    misfits: list[Misfit]
+    data: list[str]
+    ends: tuple[EndToken, ...]
+    cautions: list[str]
+    errors: list[MtpctlError]
+    resumes: list[str]
+
+    @property
+    def rl(self) -> bool:
+        return "rl" in self.recipe.train.stages
+
+    @cached_property
+    def memory(self) -> dict[str, Sizes]:
+        """The parts of each kind of rank's memory."""
+        trainer = trainer_memory(self.recipe, self.shape)
+        found: dict[str, Sizes] = {"trainer_rank": asdict(trainer) | {"total": trainer.total}}
+        if self.rl:
+            engine = engine_memory(self.recipe, self.shape)
+            found["rollout_rank"] = asdict(engine) | {"kv_tokens": engine.kv_tokens}
+            if self.recipe.logprob.standalone:
+                server = logprob_memory(self.recipe, self.shape)
+                found["logprob_rank"] = asdict(server) | {"total": server.total}
+        return found
+
+    @cached_property
+    def buckets(self) -> dict[str, dict[str, int]]:
+        """Tensors, buckets and bytes of each section of a sync."""
+        return {
+            section: {
+                "tensors": len({entry.name for bucket in buckets for entry in bucket.entries}),
+                "buckets": len(buckets),
+                "bytes": sum(bucket.nbytes for bucket in buckets),
+                "largest": max(bucket.nbytes for bucket in buckets),
+            }
+            for section, buckets in section_buckets(self.recipe, self.shape).items()
+        }
+
+
+class _Trials:
+    """Calls what may fail, and collects the errors, so that the plan is printed in any case."""
+
+    def __init__(self) -> None:
+        self.errors: list[MtpctlError] = []
+
+    def __call__[T](self, what: Callable[[], T]) -> T | None:
+        try:
+            return what()
+        except MtpctlError as error:
+            self.errors.append(error)
+            return None
+
+
+def dry_run(recipe: Recipe) -> Plan:
+    """Plan a run. Raises UserError or EnvironmentMissing where the model's sizes cannot be had, without which there is no plan."""
+    config = hf_config(recipe.model)
+    if config is None:
+        raise UserError("model: its sizes are not known")
+    shape = shape_of(config)
+    recipe, source = _with_card(recipe)
+    trials = _Trials()
+    names = trials(partial(_joined, recipe)) if recipe.cluster.address is not None else None
+    hosts = [host for _, host in names] if names else None
+    placement = trials(partial(place, recipe, hosts))
+    engines = recipe.rollout.replica_range.min
+    if placement is not None and "rl" in recipe.train.stages:
+        engines = most_engines(recipe, hosts)
+        if recipe.cluster.address is None:
+            trials(partial(place, recipe, engines=recipe.rollout.replica_range.max))
+    if "rl" in recipe.train.stages:
+        trials(partial(check_engine, recipe))
+        if recipe.rollout.engine == "vllm":
+            trials(partial(check_importable, config))
+    trials(partial(RunDirectory.check_writable, recipe.run_path))
+    trials(partial(check_packages, recipe.telemetry))
+    trials(partial(check_copies, recipe))
+    looked = trials(partial(look, recipe.data, recipe.evaluation, recipe.train.stages))
+    leaks = leaks_in(looked or [], recipe.train.stages)
+    for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
+        trials(check)
+    # The user's own code is tried on rows of the data.
+    warnings = trials(partial(rehearse, recipe)) if looked is not None else None
+    resumes = trials(partial(_resumes, recipe))
+    ends, missing = trials(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
+    about_ends = [f"{missing}, so the end tokens are not all known" if missing else "", ends.disagreement]
+    unfit = list(misfits(recipe, shape))
+    return Plan(
+        recipe,
+        shape,
+        source,
+        placement,
+        [name for name, _ in names or []],
+        engines,
+        unfit,
+        data=list(map(str, looked or [])),
+        ends=ends.tokens,
+        cautions=[*cautions_of(recipe), *(warnings or []), *filter(None, [leaks, *about_ends])],
+        errors=[*(misfit.error for misfit in unfit), *trials.errors],
+        resumes=resumes or [],
+    )
+
+
+def _resumes(recipe: Recipe) -> list[str]:
+    """Lines about the checkpoint that a start would resume from. Raises UserError if every checkpoint is damaged."""
+    if not RunDirectory(recipe.run_path).checkpoints.is_dir():
+        return []
+    # Imported here: a plan without a run does not need these modules.
+    from mtpctl.controller.resuming import describe_start
+
+    return describe_start(recipe)
+
+
+def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe with the size of its cards, and where that is from: the recipe itself, or this machine."""
+    if recipe.cluster.gpu_gib is not None:
+        return recipe, "cluster.gpu_gib"
+    if recipe.device == "cuda" and recipe.cluster.address is None and (found := card_gib()) is not None:
+        return changed(recipe, {"cluster.gpu_gib": found}), "this machine"
+    return recipe, ""
+
+
+def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
+    """The hosts of the cluster that the run joins with what is free there, or whole where they are too full.
+
+    Raises EnvironmentMissing where no cluster answers.
+    """
+    from mtpctl.cluster.bundles import ray_hosts
+
+    with cluster(recipe.cluster, cpus=0, gpus=0, tidy=False):
+        found = ray_hosts()
+    try:
+        place(recipe, [host.free for host in found])
+    except ClusterResources:
+        return [(host.name, host.whole) for host in found]
+    return [(host.name, host.free) for host in found]
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    """The plan, JSON-ready."""
+    recipe, shape = plan.recipe, plan.shape
+    schedule: dict[str, object] = {"staleness_threshold": recipe.async_.staleness, "sync_every": recipe.async_.sync_every}
+    found: dict[str, object] = {
+        "name": recipe.name,
+        "run_dir": str(recipe.run_path),
+        "stages": _stages(recipe),
+        "model": {
+            "family": shape.family,
+            "architecture": shape.architecture,
+            "parameters": count_parameters(shape),
+            "mtp_layers": shape.mtp_layers,
+            "mtp_mode": recipe.mtp.mode,
+            "max_positions": shape.max_positions,
+        },
+        "memory": plan.memory,
+        "misfits": [
+            {
+                "rank": misfit.rank,
+                "missing": misfit.shortfall,
+                "remedies": [{"set": str(r), "gain": r.gain, "fits": r.fits, "cards": r.cards} for r in misfit.remedies],
+                "together": list(map(str, misfit.together)),
+            }
+            for misfit in plan.misfits
+        ],
+        "async": schedule,
+        "data": plan.data,
+        "end_tokens": [token._asdict() for token in plan.ends],
+        "cautions": plan.cautions,
+        "errors": list(map(str, plan.errors)),
+        "resumes": plan.resumes,
+    }
+    if (placement := plan.placement) is not None:
+        found["placement"] = {
+            "device": placement.device,
+            "hosts": placement.hosts,
+            "cpus": placement.cpus,
+            "gpus": placement.gpus,
+            "names": plan.hosts,
+            "engines": {**recipe.rollout.replica_range.model_dump(), "room": plan.engines},
+            "actors": [
+                {"name": a.name, "role": _role(recipe, a), "host": a.host, "cpus": a.cpus, "gpus": a.gpus} for a in placement.actors
+            ],
+        }
+    if recipe.device == "cuda":
+        found["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": card_needed(recipe, shape)}
+    if plan.rl:
+        found |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
+        schedule["old_logprobs"] = recipe.old_logprobs
+        if (routes := route_bytes(recipe, shape)) is not None:
+            found["routes"] = asdict(routes)
+    return found
+
+
+def render(plan: Plan) -> str:
+    recipe, shape = plan.recipe, plan.shape
+    counts = count_parameters(shape)
+    stages = ", ".join(f"{stage} {steps} steps" for stage, steps in _stages(recipe).items())
+    lines = [
+        f"{recipe.name}: {stages} → {recipe.run_path}",
+        "",
+        f"model      {shape.architecture} ({shape.family}), {_count(counts['total'])} parameters, {shape.max_positions} positions",
+        f"           {_count(counts['mtp'])} in {shape.mtp_layers} MTP layer(s) ({recipe.mtp.mode}), "
+        f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
+    ]
+    if plan.placement is not None:
+        lines += _placement_lines(recipe, plan.placement, plan.hosts)
+        if plan.rl and recipe.rollout.elastic:
+            bounds = recipe.rollout.replica_range
+            told = f"{bounds.min} are planned, and up to {bounds.max} join; now there is room for {plan.engines}"
+            lines.append(f"           rollout engines: {told}")
+    lines.append("memory     estimates, without CUDA context and allocator slack")
+    for rank, sizes in plan.memory.items():
+        parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
+        lines.append(f"           {rank.replace('_', ' ')}: {parts}")
+    if recipe.device == "cuda":
+        lines.append(_card_line(recipe.cluster.gpu_gib, plan.source, card_needed(recipe, shape)))
+    for misfit in plan.misfits:
+        lines += _misfit_lines(misfit)
+    if plan.rl:
+        lines += _sync_lines(plan)
+    lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan.data)]
+    lines += [f"{'resumes' if not number else '':10} {line}" for number, line in enumerate(plan.resumes)]
+    lines += [f"{'end tokens' if not number else '':10} {token}" for number, token in enumerate(plan.ends)]
+    lines += [f"caution    {caution}" for caution in plan.cautions]
+    return "\n".join(lines)
+
+
+def _stages(recipe: Recipe) -> dict[str, int]:
+    """The updates of each stage."""
+    return {stage: {"sft": recipe.train.sft.steps, "rl": recipe.train.rl.steps}[stage] for stage in recipe.train.stages}
+
+
+def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> Iterator[str]:
+    yield f"placement  {placement.device}, {placement.hosts} host(s), {placement.cpus:g} CPUs, {placement.gpus:g} GPUs"
+    width = max(len(actor.name) for actor in placement.actors)
+    for actor in placement.actors:
+        amount = f"{actor.cpus:g} CPU" + (f", {actor.gpus:g} GPU" if actor.gpus else "")
+        host = hosts[actor.host] if hosts else actor.host
+        yield f"           {actor.name:{width}}  host {host}, {amount}: {_role(recipe, actor)}"
+
+
+def _card_line(gib: float | None, source: str, needed_gib: float) -> str:
+    needed = f"the fullest rank needs one of {needed_gib:.1f} GiB"
+    if gib is None:
+        return f"card       of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu to run without"
+    return f"card       {gib:.4g} GiB ({source}); {needed}"
+
+
+def _misfit_lines(misfit: Misfit) -> Iterator[str]:
+    """A rank that does not fit, and what would make it fit, the largest gain first."""
+    yield f"no room    {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; what would gain some:"
+    for remedy in misfit.remedies[:MOST_REMEDIES]:
+        ends = " and ".join((["fits"] if remedy.fits else []) + (["takes more cards"] if remedy.cards else []))
+        yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({ends})' if ends else ''}"
+    if misfit.together:
+        yield f"           together they fit: {' '.join(f'--set {change}' for each in misfit.together for change in str(each).split())}"
+
+
+def _sync_lines(plan: Plan) -> Iterator[str]:
+    recipe, schedule = plan.recipe, plan.recipe.async_
+    anchor = {"behaviour": "the engine's own", "recompute": "recomputed by Megatron"}[recipe.old_logprobs]
+    yield f"sync       every {schedule.sync_every} update(s), staleness threshold {schedule.staleness:g}, old log-probs {anchor}"
+    for section, one in plan.buckets.items():
+        bucketed = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
+        yield f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}"
+    if once := base_weight_bytes(recipe, plan.shape):
+        yield f"           at the first sync also {_bytes(once)} of base weights"
+    if (routes := route_bytes(recipe, plan.shape)) is not None:
+        amounts = f"{routes.token} B a token, up to {_bytes(routes.sample)} a sample and {_bytes(routes.batch)} a batch"
+        yield f"routes     train.moe.replay: {routes.replay}; {amounts}"
+
+
+def _role(recipe: Recipe, actor: Actor) -> str:
+    parallel = recipe.train.parallel
+    if actor.role == "trainer":
+        layout = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep", "dp") if getattr(parallel, name) > 1)
+        return f"Megatron trainer, {recipe.train.precision}" + (f", {layout}" if layout else "")
+    if actor.role == "rollout":
+        k = recipe.rollout.speculation.num_tokens
+        return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, " + (f"{k} draft token(s) a step" if k else "no speculation")
+    return "old log-probs beside generation"
+
+
+def _size(name: str, value: int) -> str:
+    return f"{value:,}" if name == "kv_tokens" else _bytes(value)
+
+
+def _bytes(value: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} B"
+
+
+def _count(value: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return str(value)

@@ -1,0 +1,112 @@
+"""The job of `mtpctl eval`: find recipe and weights, start the recipe's engines without a trainer, and measure the held-out sets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from mtpctl.controller.evaluate import evaluate
+from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.rehearsal import check_sandbox
+from mtpctl.controller.set_rewards import start_rewards
+from mtpctl.data.prompts import fit_problems
+from mtpctl.data.sets import load_held_out
+from mtpctl.environments.agents import playing
+from mtpctl.errors import UserError
+from mtpctl.jobs.rollout import Say, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.data import GeneratedTask, is_dataset_id
+from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.store import VersionStore
+
+UNNAMED_SHOWN = "held-out"
+"""The printed name of the set of the section `data`."""
+
+
+class Evaluation(TypedDict):
+    """What `evaluate_weights` returns: `sets` has the metrics of each held-out set by its name, with `n`, the responses to a problem."""
+
+    model: str
+    version: int
+    seconds: float
+    sets: dict[str, dict[str, float]]
+
+
+def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | None = None) -> Evaluation:
+    """Measure weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set says.
+
+    `start` names the weights, as for `mtpctl rollout`. Raises UserError, before anything is started, where there is no held-out set and
+    for problems, rewards or weights that cannot serve; and what the cluster and the engines raise.
+    """
+    recipe = with_merged_sync(recipe)
+    validate(_checkable(recipe))
+    problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation, recipe.rollout)
+    if not problems.held_out:
+        raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
+    check_sandbox(recipe)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
+        folder = Path(made)
+        source = source_of(recipe, start, folder, say)
+        for held_out in problems.held_out.values():
+            fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)
+        counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
+        total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
+        say(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
+        if source.ends.disagreement:
+            say(source.ends.disagreement)
+        store = stack.enter_context(room_for_engines(recipe, source, folder))
+        prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
+        began = time.perf_counter()
+        metrics = asyncio.run(_measured(recipe, source, store, prepared, n, say))
+        seconds = time.perf_counter() - began
+    return {
+        "model": source.name,
+        "version": source.version,
+        "seconds": seconds,
+        "sets": {name or UNNAMED_SHOWN: {"n": counts[name], **_of_set(metrics, name)} for name in problems.held_out},
+    }
+
+
+async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, n: int | None, say: Say) -> dict[str, float]:
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = await start_rewards(recipe, stack, tell=say)
+        pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
+        name, context = recipe.name, prepared.context
+        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, tell=say)
+        return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
+
+
+def _checkable(recipe: Recipe) -> Recipe:
+    """The recipe for its checks: nothing is trained, so it needs nothing to train on, and held-out rows need no others beside them."""
+    recipe, data = without_training(recipe), recipe.data
+    if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
+        return recipe
+    held_out = data.eval_path if data.eval_path and is_dataset_id(data.eval_path) else None
+    return recipe.model_copy(update={"data": data.model_copy(update={"task": GeneratedTask(), "eval_path": held_out})})
+
+
+def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:
+    """The metrics of one set without their prefix."""
+    prefix = f"eval/{name}/" if name else "eval/"
+    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {key: value for key, value in found.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}
+
+
+def rendered(found: Evaluation) -> str:
+    """A table of the sets for a person to read."""
+    rows = [["set", "problems", "n", "avg@n", "pass@k", "length", "cut off", "acceptance"]]
+    for name, each in found["sets"].items():
+        n = int(each["n"])
+        mean = each.get(f"avg@{n}", each.get("accuracy", 0.0))
+        passed = "  ".join(f"@{key[5:]} {value:.1%}" for key, value in each.items() if key.startswith("pass@"))
+        accepted = f"{each['spec_accept_rate']:.1%}" if "spec_accept_rate" in each else "–"
+        cells = [f"{each['problems']:.0f}", str(n), f"{mean:.3f}", passed or "–", f"{each['length_mean']:.1f}"]
+        rows.append([name, *cells, f"{each['truncated_fraction']:.1%}", accepted])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, f"{found['model']}; {found['seconds']:.1f} s with the start of the engines"])

@@ -1,0 +1,182 @@
+"""Weight syncs by hand, from a recipe's model or a checkpoint to engines that are started for it or serve already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.local import cluster
+from mtpctl.controller.prepare import model_of, store_in
+from mtpctl.controller.state import version_named
+from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.weights import WeightSync
+from mtpctl.jobs.progress import print_progress
+from mtpctl.logprob.placed import start_server
+from mtpctl.logprob.server import LogprobServer
+from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.installed import check_engine
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import start_pool
+from mtpctl.rollout.vllm.http import ServedEngine, ServedEngines
+from mtpctl.sync.store import VersionStore
+
+if TYPE_CHECKING:
+    from mtpctl.convert.hf_folder import HfFolder
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights come from: a checkpoint over the recipe's model, or the model alone; `run` is where both lie."""
+
+    run: Path | None = None
+    checkpoint: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> Source:
+        """`--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
+        if text is None:
+            return cls()
+        run, checkpoint, _ = version_named(text, tell=print_progress)
+        return cls(run, checkpoint)
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """The figures of one sync. `link_gb_per_s`: the rate of this machine's memory for `shm`, else None."""
+
+    version: int
+    transport: str
+    targets: int
+    nbytes: int
+    seconds: float
+    export_seconds: float
+    stall_seconds: float
+    wire_seconds: float
+    gb_per_s: float
+    link_gb_per_s: float | None
+    verified: int
+
+    @property
+    def share(self) -> float | None:
+        """Share of the link's rate that the sync reached; None where that rate was not measured."""
+        return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
+
+
+def sync_by_hand(
+    recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]
+) -> list[SyncResult]:
+    """Start what the recipe names, sync `repeat` times and measure each. Raises what starting and syncing raise."""
+    if not urls:
+        check_engine(recipe)
+    engines = asyncio.run(_serving(recipe, urls))
+    placement = place(recipe)
+    seats = placement.of("trainer") if engines else placement.actors
+    cpus, gpus = sum(seat.cpus for seat in seats), sum(seat.gpus for seat in seats)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
+        return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat, say=print_progress))
+
+
+async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
+    return [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
+
+
+async def _sync(
+    recipe: Recipe,
+    placement: Placement,
+    source: Source,
+    engines: list[ServedEngine],
+    scratch: Path,
+    *,
+    verify: bool,
+    repeat: int,
+    say: Callable[[str], None],
+) -> list[SyncResult]:
+    model = model_of(recipe, source.run or scratch)
+    store = store_in(scratch, recipe, model.shape)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(store.close)
+        trainer = TrainerGroup(recipe, placement)
+        print_progress("starting the trainer" + ("" if engines else ", engines and log-prob server"))
+        pool: ReplicaPool | None = None
+        server: LogprobServer | None = None
+        if engines:
+            built = await trainer.build(model.path)
+        else:
+            starting = (_pool(recipe, model, placement, store), _server(recipe, model, placement, store))
+            built, pool, server = await asyncio.gather(trainer.build(model.path), *starting)
+        for actor in (pool, server):
+            if actor is not None:
+                stack.push_async_callback(actor.close)
+        if source.checkpoint is not None:
+            await trainer.call("restore", str(source.checkpoint))
+        print_progress(
+            f"trainer ready: {built['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else "")
+        )
+        served = ServedEngines(engines)
+        sync = WeightSync(recipe, trainer, served if pool is None else pool, server, store.root)
+        first = served.version + 1 if engines else 1
+        targets = len(engines) or recipe.rollout.replica_range.min + (recipe.logprob.replicas if server is not None else 0)
+        return [await _one(sync, version, verify or version == first, targets) for version in range(first, first + repeat)]
+
+
+async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
+    context = recipe.rollout.context or model.shape.max_positions
+    return await start_pool(recipe, model=str(model.path), context=context, placement=placement, published=store)
+
+
+async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
+    if not recipe.logprob.standalone:
+        return None
+    seat = placement.of("logprob")[0]
+    starting = start_server(recipe, model.path, device=placement.device, cpus=seat.cpus, gpus=seat.gpus, published=store)
+    return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
+
+
+async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
+    metrics = await sync(version, verify=verify)
+    await sync.persisted()
+    from mtpctl.sync.memory import copy_rate
+
+    update = sync.last
+    assert update is not None
+    manifest, sent = update.manifest, update.sent
+    link = None if update.pushed else copy_rate(max(plan.largest for plan in manifest.sections.values()))
+    return SyncResult(
+        version,
+        manifest.transport,
+        targets,
+        manifest.nbytes,
+        metrics["sync/seconds"],
+        metrics["sync/publish_seconds"],
+        metrics["sync/stall_seconds"],
+        sent.wire_seconds,
+        manifest.nbytes / (sent.wire_seconds or metrics["sync/seconds"]) / 1e9,
+        link,
+        sum(report.verified for report in update.reports),
+    )
+
+
+def render(done: list[SyncResult]) -> str:
+    """The figures as text for a terminal."""
+    lines = []
+    for sync in done:
+        share = "" if sync.share is None else f", {sync.share:.0%} of the {sync.link_gb_per_s:.1f} GB/s that the link gives"
+        lines.append(
+            f"version {sync.version} over {sync.transport} to {sync.targets} target(s): {sync.nbytes / 1e6:,.1f} MB "
+            f"in {sync.seconds:.3f} s (export {sync.export_seconds:.3f} s), {sync.gb_per_s:.2f} GB/s{share}; "
+            f"generation stood {sync.stall_seconds:.3f} s; "
+            + (f"{sync.verified} tensors compared, all equal" if sync.verified else "not verified")
+        )
+    return "\n".join(lines)
+
+
+def as_json(done: list[SyncResult]) -> str:
+    return json.dumps([{**asdict(sync), "share": sync.share} for sync in done], indent=1)

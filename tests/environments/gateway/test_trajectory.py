@@ -1,0 +1,215 @@
+"""A trajectory's samples have the tokens that the engine sampled, whatever the client makes of the conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from mtpctl.environments.gateway.errors import RequestInvalid
+from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest
+from mtpctl.environments.gateway.trajectory import Answer, Trajectory
+from mtpctl.samples import Sample
+from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of, request_of
+
+ASK = {"role": "user", "content": "1+1?"}
+
+
+def asked(*messages: dict[str, Any] | ChatMessage, **fields: Any) -> ChatRequest:
+    plain = [each.model_dump(exclude_none=True) if isinstance(each, ChatMessage) else each for each in messages]
+    return ChatRequest.model_validate({"messages": plain, **fields})
+
+
+def reader(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
+    """Calls are `CALL name arguments` in this form."""
+    before, mark, call = text.partition("CALL ")
+    name, _, arguments = call.partition(" ")
+    return (before, [(name, arguments)]) if mark else (text, [])
+
+
+def trajectory_of(engine: Scripted, turns: int = 20, calls: Any = None, context: int = 4096, **fields: Any) -> Trajectory:
+    return Trajectory(request_of(**fields), model_of(engine, calls=calls, context=context), turns)
+
+
+def read(ids: Any) -> str:
+    return byte_tokenizer().decode(ids, special=True)
+
+
+def sampled(sample: Sample) -> list[int]:
+    return [token for token, kept in zip(sample.response_ids, sample.loss_mask, strict=True) if kept]
+
+
+def one(trajectory: Trajectory, *messages: Any, **fields: Any) -> Answer:
+    (answer,) = asyncio.run(trajectory.answer(asked(*messages, **fields)))
+    return answer
+
+
+def test_a_conversation_goes_on_from_its_own_tokens() -> None:
+    engine = Scripted(lambda text, call: f"  answer {call} ")
+    trajectory = trajectory_of(engine)
+    first = one(trajectory, ASK)
+    assert (first.message.content, first.finish_reason) == ("  answer 0 ", "stop")
+    second = one(trajectory, ASK, first.message, {"role": "user", "content": "sure?"})
+    (sample,) = trajectory.end()
+    assert sampled(sample) == engine.answered[0] + engine.answered[1]
+    assert read(sample.token_ids) == "user: 1+1?\nassistant:   answer 0 <eos>user: sure?\nassistant:   answer 1 <eos>"
+    assert read(sample.prompt_ids) == "user: 1+1?\nassistant: "
+    assert [span.version for span in sample.version_spans] == [0, 1]
+    assert (second.prompt, len(second.tokens)) == (len(sample.token_ids) - len(engine.answered[1]), len(engine.answered[1]))
+    assert trajectory.rewritten == 0 and (sample.prompt_id, sample.group_id, sample.index) == ("p", "g", 3)
+    assert sample.behaviour_logprobs.tolist()[0] == -0.25 and sample.behaviour_logprobs.tolist()[-1] == -1.25
+
+
+def test_what_was_only_written_differently_counts_as_the_same() -> None:
+    """Parts in the place of text, other spaces in a call's arguments, no ids: clients do that."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    engine = Scripted(lambda text, call: 'CALL add {"a": 1,  "b": 2}' if not call else "3")
+    trajectory = trajectory_of(engine, calls=reader)
+    first = one(trajectory, ASK, tools=tools)
+    assert first.finish_reason == "tool_calls" and first.message.tool_calls
+    back = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"b":2,"a":1}'}}]}
+    tool = {"role": "tool", "content": "3", "tool_call_id": first.message.tool_calls[0].id}
+    one(trajectory, {"role": "user", "content": [{"type": "text", "text": "1+1?"}]}, back, tool, tools=tools)
+    (sample,) = trajectory.end()
+    assert sampled(sample) == engine.answered[0] + engine.answered[1] and trajectory.rewritten == 0
+    assert 'CALL add {"a": 1,  "b": 2}<eos>tool: 3\nassistant: 3<eos>' in read(sample.response_ids)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [ASK, {"role": "assistant", "content": "something else"}, ASK],
+        [{"role": "user", "content": "a summary"}, {"role": "assistant", "content": "answer 0"}, ASK],
+    ],
+)
+def test_a_changed_history_begins_a_new_sample_and_is_counted(changed: list[dict[str, Any]]) -> None:
+    engine = Scripted(lambda text, call: f"answer {call}")
+    trajectory = trajectory_of(engine)
+    one(trajectory, ASK)
+    one(trajectory, *changed)
+    samples = trajectory.end()
+    assert [sampled(each) for each in samples] == engine.answered and trajectory.rewritten == 1
+    assert read(samples[1].prompt_ids).endswith("user: 1+1?\nassistant: ")
+
+
+def test_another_conversation_is_a_sample_and_no_rewriting() -> None:
+    trajectory = trajectory_of(Scripted(lambda text, call: f"answer {call}"))
+    one(trajectory, ASK)
+    one(trajectory, {"role": "user", "content": "of another agent"})
+    assert len(trajectory.end()) == 2 and trajectory.rewritten == 0
+
+
+def test_going_on_from_an_earlier_turn_keeps_its_tokens_as_the_prompt() -> None:
+    engine = Scripted(lambda text, call: f"answer {call}")
+    trajectory = trajectory_of(engine)
+    first = one(trajectory, ASK).message
+    one(trajectory, ASK, first, {"role": "user", "content": "left"})
+    one(trajectory, ASK, first, {"role": "user", "content": "right"})
+    left, right = trajectory.end()
+    assert sampled(left) == engine.answered[0] + engine.answered[1] and sampled(right) == engine.answered[2]
+    assert right.prompt_ids.tolist()[: len(left.prompt_ids)] == left.prompt_ids.tolist()
+    assert read(right.prompt_ids) == "user: 1+1?\nassistant: answer 0<eos>user: right\nassistant: " and trajectory.rewritten == 0
+
+
+def test_further_choices_are_samples_of_their_own_and_either_may_go_on() -> None:
+    engine = Scripted(lambda text, call: f"answer {call}")
+    trajectory = trajectory_of(engine)
+    answers = asyncio.run(trajectory.answer(asked(ASK, n=3)))
+    assert sorted(each.message.content or "" for each in answers) == ["answer 0", "answer 1", "answer 2"]
+    one(trajectory, ASK, answers[2].message, ASK)
+    samples = trajectory.end()
+    assert sorted(map(len, map(sampled, samples))) == [9, 9, 18]
+    assert all(read(each.prompt_ids) == "user: 1+1?\nassistant: " for each in samples)
+
+
+def test_two_requests_at_once_on_one_conversation_do_not_mix() -> None:
+    engine = Scripted(lambda text, call: f"answer {call}", delay_s=0.02)
+    trajectory = trajectory_of(engine)
+
+    async def drive() -> None:
+        (first,) = await trajectory.answer(asked(ASK))
+        more = [trajectory.answer(asked(ASK, first.message, {"role": "user", "content": each})) for each in "ab"]
+        await asyncio.gather(*more)
+
+    asyncio.run(drive())
+    assert engine.most == 2
+    samples = trajectory.end()
+    assert sorted(map(len, map(sampled, samples))) == [9, 18]
+    assert sorted(chain.from_iterable(map(sampled, samples))) == sorted(chain.from_iterable(engine.answered))
+
+
+def test_a_stop_string_ends_an_answer_and_is_in_the_tokens_alone() -> None:
+    engine = Scripted(lambda text, call: "one STOP and drafts\0" if not call else "two")
+    trajectory = trajectory_of(engine)
+    first = one(trajectory, ASK, stop=["STOP", "never"])
+    assert (first.message.content, first.finish_reason) == ("one ", "stop")
+    one(trajectory, ASK, first.message, ASK)
+    (sample,) = trajectory.end()
+    assert "assistant: one STOP<eos>user" in read(sample.token_ids)
+    assert sampled(sample) == [*b"one STOP", *engine.answered[1]]
+
+
+def test_a_given_up_answer_leaves_no_token() -> None:
+    engine = Scripted(lambda text, call: f"answer {call}", delay_s=0.05)
+    trajectory = trajectory_of(engine)
+
+    async def drive() -> None:
+        (first,) = await trajectory.answer(asked(ASK))
+        following = asked(ASK, first.message, ASK)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(trajectory.answer(following), 0.01)
+        await trajectory.answer(following)
+
+    asyncio.run(drive())
+    (sample,) = trajectory.end()
+    assert sampled(sample) == engine.answered[0] + engine.answered[1]
+
+
+@pytest.mark.parametrize(
+    "fields, given, code, told",
+    [
+        ({"turns": 1}, {}, "budget_exceeded", "rollout.max_turns"),
+        ({"max_tokens": 9}, {}, "budget_exceeded", "rollout.max_tokens"),
+        ({"context": 36}, {}, "context_length_exceeded", "rollout.context"),
+        ({"deadline_s": 0.05}, {}, "budget_exceeded", "rollout.deadline_s"),
+        ({}, {"top_logprobs": 5}, "invalid_request", "top_logprobs"),
+        ({}, {"tool_choice": "required"}, "invalid_request", "tool_choice"),
+        ({}, {"response_format": {"type": "json_object"}}, "invalid_request", "response_format"),
+    ],
+)
+def test_budgets_and_what_cannot_be_done_are_told(fields: dict[str, Any], given: dict[str, Any], code: str, told: str) -> None:
+    trajectory = trajectory_of(Scripted(lambda text, call: "answer 0", delay_s=0.03), **fields)
+    first = one(trajectory, ASK).message
+    with pytest.raises(RequestInvalid, match=told) as caught:
+        if "deadline_s" in fields:
+            asyncio.run(asyncio.sleep(0.05))
+        one(trajectory, ASK, first, ASK, **given)
+    assert caught.value.code == code
+    assert len(trajectory.end()) == 1
+
+
+def test_an_ended_trajectory_answers_nothing_and_ends_what_is_under_way() -> None:
+    trajectory = trajectory_of(Scripted(lambda text, call: "late", delay_s=5.0))
+
+    async def drive() -> None:
+        waiting = asyncio.ensure_future(trajectory.answer(asked(ASK)))
+        await asyncio.sleep(0.01)
+        assert trajectory.end() == []
+        with pytest.raises(RequestInvalid, match="has ended"):
+            await waiting
+        with pytest.raises(RequestInvalid, match="has ended"):
+            await trajectory.answer(asked(ASK))
+
+    asyncio.run(drive())
+
+
+def test_an_answer_cut_by_its_length_goes_on() -> None:
+    engine = Scripted(lambda text, call: "a long answer")
+    trajectory = trajectory_of(engine)
+    first = one(trajectory, ASK, max_tokens=4)
+    assert (first.message.content, first.finish_reason) == ("a lo", "length")
+    one(trajectory, ASK, first.message, ASK)
+    (sample,) = trajectory.end()
+    assert "assistant: a lo<eos>user: 1+1?" in read(sample.token_ids) and sampled(sample).count(EOS) == 1

@@ -1,0 +1,83 @@
+"""Folders as they are found: each keeps a toy model in a way of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.fakes.convert_models import change_config, model, tensors, write
+from tests.fakes.tiny import mimo
+
+Held = dict[str, Tensor]
+
+
+def pack(held: Held, experts: int, suffix: str = "") -> Held:
+    """Experts of each layer in one tensor."""
+    kept = {name: value for name, value in held.items() if ".mlp.experts." not in name}
+    for at in sorted({name.partition(".mlp.experts.")[0] for name in held if ".mlp.experts." in name}):
+        part = {kind: [held[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
+        both = [torch.cat(pair) for pair in zip(part["gate"], part["up"], strict=True)]
+        kept[f"{at}.mlp.experts.gate_up_proj{suffix}"] = torch.stack(both)
+        kept[f"{at}.mlp.experts.down_proj{suffix}"] = torch.stack(part["down"])
+    return kept
+
+
+def quantize(path: Path, block: int = 16) -> Held:
+    """Make the folder's projections FP8 with a scale for each block. Returns what they stand for, and the rest, in bf16."""
+    held = {name: value.bfloat16() for name, value in tensors(path).items()}
+    stored, meant = dict(held), dict(held)
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in held if name.endswith("_proj.weight") and "eh_proj" not in name]:
+        rows, columns = held[name].shape
+        scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) + 0.5
+        whole = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+        stored[name] = (held[name].float() / whole).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        meant[name] = (stored[name].float() * whole).bfloat16()
+    write(path, stored)
+    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]}, dtype="bfloat16")
+    return meant
+
+
+def fp8(folder: Path) -> None:
+    model("deepseek-v3", folder)
+    quantize(folder)
+
+
+def fp8_dense(folder: Path) -> None:
+    mimo(folder)
+    quantize(folder)
+
+
+def pickled(folder: Path) -> None:
+    """Two shards with their index, as torch saves them."""
+    mimo(folder)
+    held = sorted(tensors(folder).items())
+    (folder / "model.safetensors").unlink()
+    shards = {"pytorch_model-00001-of-00002.bin": dict(held[::2]), "pytorch_model-00002-of-00002.bin": dict(held[1::2])}
+    for name, part in shards.items():
+        torch.save(part, folder / name)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def prefixed(folder: Path) -> None:
+    """Behind a wrapper's prefix, with a tower beside it."""
+    mimo(folder)
+    held = {f"language_model.{name}": value for name, value in tensors(folder).items()}
+    write(folder, held | {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2)})
+
+
+def packed(folder: Path) -> None:
+    model("qwen3.5-moe", folder)
+    write(folder, pack(tensors(folder), 6))
+
+
+def unnamed(folder: Path) -> None:
+    """A head that is the embedding, and MTP layers, without the config's saying so."""
+    model("qwen3-next", folder)
+    write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
+    change_config(folder, num_nextn_predict_layers=None, tie_word_embeddings=None)

@@ -1,0 +1,37 @@
+"""The trainer's logits of each MTP depth, in a process of its own, since Megatron and vLLM share no process groups:
+`python -m tests.fakes.draft_depths FOLDER PRECISION SAMPLES.json OUT.pt`.
+
+SAMPLES: for each sample its token ids and the position whose logits are asked for. OUT: [samples, depths, vocabulary].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.families.reading import shape_of
+from mtpctl.model.packing import Packing
+from mtpctl.recipe.model import MtpConfig
+from tests.fakes.engine_drafts import DRAFTS
+from tests.fakes.tiny import engine
+
+
+def main(folder: str, precision: str, samples: str, out: str) -> None:
+    asked: list[tuple[list[int], int]] = json.loads(Path(samples).read_text())
+    lengths = [len(ids) for ids, _ in asked]
+    flat = torch.tensor([token for ids, _ in asked for token in ids])
+    source = HfFolder.open(folder)
+    mtp = MtpConfig(mode="load", repeat=DRAFTS if shape_of(source.config).mtp_layers == 1 else 1)
+    with engine(source, precision=precision, mtp=mtp) as made, torch.no_grad():
+        hidden = made.module(flat, Packing.of(lengths, "cpu"), depths=DRAFTS)
+        depths = [(state @ hidden.head.T).float().split(lengths) for state in hidden.mtp]
+    found = [torch.stack([depth[number][position] for depth in depths]) for number, (_, position) in enumerate(asked)]
+    torch.save(torch.stack(found), out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""An engine's drafts with the logits behind them, in a process of its own, since vLLM lays out its groups of experts once a process:
+`python -m tests.fakes.engine_drafts FOLDER PRECISION OUT.pt`.
+
+OUT: `ids`, the tokens of prompt and response, and `draftings`, one `Drafting` for each step of the drafter within the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.samples import GenerationRequest, Sample
+
+DRAFTS = 3
+PROMPT = [7, 3, 11, 42, 5]
+
+
+@dataclass
+class Drafting:
+    """One step of the engine's drafter: the last position with a known state, the token behind it, and logits and choice of each draft."""
+
+    position: int
+    token: int
+    logits: list[torch.Tensor] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+
+def record() -> list[Drafting]:
+    """Every drafting of this process's engine from now on, for one request at a time."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    found: list[Drafting] = []
+    propose = SpecDecodeBaseProposer.propose
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        positions, place = kwargs["target_positions"], kwargs["token_indices_to_sample"]
+        last = len(positions) - 1 if place is None else int(place[0])
+        found.append(Drafting(int(positions[last]), int(kwargs["next_token_ids"][0])))
+        drafts = propose(self, *args, **kwargs)
+        found[-1].drafts = drafts[0].tolist()
+        return drafts
+
+    def greedy(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = self.model.compute_logits(hidden_states)
+        found[-1].logits.append(logits[0].float().clone())
+        return logits.argmax(dim=-1)
+
+    SpecDecodeBaseProposer.propose = recording
+    SpecDecodeBaseProposer._greedy_sample = greedy
+    return found
+
+
+async def response(folder: str, precision: str) -> tuple[list[int], list[Drafting]]:
+    """The tokens of a prompt and its response, and the draftings behind it."""
+    options = VllmConfig(max_in_flight=4, context=128, threads=1, kv_cache_bytes=64 << 20, speculation=SpeculationConfig(num_tokens=DRAFTS))
+    engine = await VllmEngine.start(engine_settings(options, model=folder, precision=precision, device="cpu", seed=0))  # type: ignore[arg-type]
+    try:
+        draftings = record()
+        sample = await engine.generate(GenerationRequest(Sample("p", "g", list(PROMPT)), 24, temperature=1.0, seed=1))
+    finally:
+        await engine.shutdown()
+    whole = [each for each in draftings if len(each.logits) == DRAFTS and each.position >= len(PROMPT) - 1]
+    return [*PROMPT, *sample.response_ids], whole[:-1]
+
+
+def main(folder: str, precision: str, out: str) -> None:
+    ids, draftings = asyncio.run(response(folder, precision))
+    torch.save({"ids": ids, "draftings": [vars(each) for each in draftings]}, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Scores an engine's samples with the trainer in bf16, under their routes and without. `python -m tests.fakes.scored FOLDER FILE`
+
+Prints the differences of both log-probs in nats, mean and largest, and the share of routes that the trainer would have taken too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtpctl.compat import cpu_device
+from mtpctl.samples import Sample
+
+
+def main(folder: str, file: str) -> None:
+    cpu_device.install()
+    torch.set_num_threads(1)
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.recipe.model import MtpConfig
+    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.trainer.config import EngineConfig
+    from mtpctl.trainer.engine import MegatronEngine
+    from mtpctl.trainer.objective import scoring_sequence
+
+    samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())]
+    tokens = max(512, *(sample.length for sample in samples))
+    config = EngineConfig(ParallelConfig(), precision="bf16", mtp=MtpConfig(mode="off"), tokens_per_microbatch=tokens, train=False)
+    engine = MegatronEngine(HfFolder.open(folder), config)
+    found: dict[str, dict[str, Any]] = {}
+    for replay in (False, True):
+        scores = engine.score([scoring_sequence(s, replay=replay) for s in samples], record=True)
+        apart = np.concatenate([np.abs(np.subtract(a.logprobs, s.behaviour_logprobs)) for a, s in zip(scores, samples, strict=True)])
+        found["replayed" if replay else "own"] = {"mean": float(apart.mean()), "max": float(apart.max())}
+        if not replay and samples[0].routes is not None:
+            pairs = [(a.routes[: s.routed], s.routes) for a, s in zip(scores, samples, strict=True) if a.routes is not None]
+            same = [(mine[..., None] == theirs[..., None, :]).any(-1).ravel() for mine, theirs in pairs if theirs is not None]
+            found["own"]["agreement"] = float(np.concatenate(same).mean())
+    engine.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

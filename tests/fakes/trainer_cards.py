@@ -1,0 +1,189 @@
+"""Runs cases over two cards, in one pair of processes, and tells of each as it ends: `python -m tests.fakes.trainer_cards OUT [NAME …]`.
+
+A case that does not end is named, with the stacks of its ranks, and those behind it are not run. Without cards: over gloo.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import sys
+import time
+import traceback
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing as mp
+
+from mtpctl.cluster.rendezvous import address_of, host_store
+from mtpctl.model.parallel import Rank
+from tests.fakes.trainer_cases import CASES, Case
+
+NAMES = ("tp2", "sp2", "cp2", "pp2", "deepseek-sp2", "deepseek-cp2", "deepseek-ep2", "qwen3-moe-ep2")
+
+PAIRS = [case for case in CASES if case.name in NAMES]
+"""Over two ranks; each is run in fp32 and in bf16, and so is the single process that it must equal."""
+
+IMPORTS_S, CASE_S, TOTAL_S = 120.0, 40.0, 200.0
+"""How long a rank may import, one case may take, and all of it: several times what they need, so that only what hangs is late."""
+STACKS_S = 5.0
+"""Before a case's time is up its ranks print their stacks."""
+OTHER_S = 3.0
+"""How long the other rank is listened to once one has failed."""
+
+
+def cases(names: Collection[str] = NAMES) -> list[Case]:
+    """What these take: single processes first, then pairs, each in fp32 and in bf16."""
+    pairs = [case for case in PAIRS if case.name in names]
+    single = {case.like for case in pairs}
+    whole = [replace(case, saved=False) for case in [*(case for case in CASES if case.name in single), *pairs]]
+    return [made for case in whole for made in (case, in_bf16(case))]
+
+
+def in_bf16(case: Case) -> Case:
+    """The same in half precision."""
+    return replace(case, name=f"{case.name}-bf16", fields=case.fields | {"precision": "bf16"})
+
+
+@dataclass
+class Progress:
+    """What the ranks told: `found` of whole cases, and where each rank is since when."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    at: dict[int, str] = field(default_factory=lambda: dict.fromkeys(range(2), "imports"))
+    since: dict[int, float] = field(default_factory=lambda: dict.fromkeys(range(2), time.monotonic()))
+
+    def late(self) -> list[int]:
+        """Ranks that have been at one thing for longer than it may take."""
+        now = time.monotonic()
+        return [rank for rank, what in self.at.items() if what and now - self.since[rank] > (IMPORTS_S if what == "imports" else CASE_S)]
+
+    def where(self) -> str:
+        """For a message: what each rank is at."""
+        now = time.monotonic()
+        return ", ".join(f"rank {rank}: {what or 'between cases'} for {now - self.since[rank]:.0f} s" for rank, what in self.at.items())
+
+
+def run(root: Path, names: Collection[str] = NAMES) -> dict[str, Any]:
+    """What was found by case name; for a case that failed, did not end, or was not reached, why as a string."""
+    context, began = mp.get_context("spawn"), time.monotonic()
+    to_other, from_first = context.Pipe()
+    progress, processes, ends = Progress(), [], {}
+    for number, between in enumerate((to_other, from_first)):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_rank, args=(number, names, root, theirs, between), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        ends[ours] = number
+    failure = ""
+    try:
+        while ends and not failure:
+            failure = "".join(_hear(end, ends, progress) for end in connection.wait(list(ends), timeout=1.0))
+            if not failure and (late := progress.late()):
+                failure = f"rank {late[0]} did not end {progress.at[late[0]]} in time; {progress.where()}"
+            elif not failure and time.monotonic() - began > TOTAL_S:
+                failure = f"all cases together took longer than {TOTAL_S:.0f} s; {progress.where()}"
+        # Where one rank fails the other loses its connection to it, and may be first to say so: both are heard.
+        while failure and (ready := connection.wait(list(ends), timeout=OTHER_S)):
+            failure += "".join(_hear(end, ends, progress) for end in ready)
+    finally:
+        for process in processes:
+            process.join(0 if failure else 10)
+            if process.is_alive():
+                process.kill()
+    _say(f"{failure or 'done'}, {time.monotonic() - began:.1f} s in all")
+    return {case.name: progress.found.get(case.name, failure) for case in cases(names)}
+
+
+def _hear(end: Any, ends: dict[Any, int], progress: Progress) -> str:
+    """Take one message of a rank. Returns what went wrong, if anything did."""
+    rank = ends[end]
+    try:
+        kind, what, content = end.recv()
+    except EOFError:
+        del ends[end]
+        return f"rank {rank} died at {progress.at[rank]}\n" if progress.at[rank] else ""
+    if kind == "failed":
+        progress.at[rank] = ""
+        return f"rank {rank} failed at {what}: {content}"
+    now = time.monotonic()
+    if kind == "found":
+        progress.found[what] = torch.load(io.BytesIO(content), weights_only=False)
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in progress.found[what]["seconds"].items())
+        _say(f"{what}: {now - progress.since[rank]:.1f} s ({parts})")
+    else:
+        if progress.at[rank] == "imports":
+            _say(f"rank {rank} has imported: {now - progress.since[rank]:.1f} s")
+        progress.at[rank], progress.since[rank] = what, now
+    return ""
+
+
+def _say(line: str) -> None:
+    print(f"two ranks: {line}", file=sys.stderr, flush=True)
+
+
+def _rank(number: int, names: Collection[str], root: Path, parent: Any, other: Any) -> None:
+    at = "imports"
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(number)
+        torch.set_float32_matmul_precision("highest")
+        # Every width, dtype and count of an expert's tokens would be compiled anew, on both ranks; one card's tests try what is compiled.
+        torch.compiler.set_stance("force_eager")
+        for case, place in _turns(number, names, other):
+            at = case.name
+            parent.send(("at", at, None))
+            faulthandler.dump_traceback_later(CASE_S - STACKS_S)
+            found = _found(case, place, root)
+            faulthandler.cancel_dump_traceback_later()
+            if place.rank == 0:
+                parent.send(("found", at, found))
+            parent.send(("at", "", None))
+    except BaseException:
+        parent.send(("failed", at, traceback.format_exc()))
+        raise
+
+
+def _turns(number: int, names: Collection[str], other: Any) -> Iterator[tuple[Case, Rank]]:
+    """This rank's cases. Single ones are shared out: fp32 to the first, bf16 to the second."""
+    import tests.fakes.trainer_ranks  # noqa: F401
+
+    for case in cases(names):
+        if case.parallel.world_size == 2:
+            if number == 0:
+                other.recv()
+                meeting = host_store("127.0.0.1")  # held until they have met for the next case
+                other.send(address := address_of(meeting))
+            else:
+                other.send(None)
+                address = other.recv()
+            yield case, Rank(number, 2, address, number, deadline_s=2 * CASE_S)
+        elif number == int(case.name.endswith("-bf16")):
+            yield case, Rank(local_rank=number)
+
+
+def _found(case: Case, place: Rank, root: Path) -> bytes:
+    from tests.fakes.trainer_ranks import found_by
+
+    began = time.perf_counter()
+    found = found_by(case, place, root)
+    found["seconds"]["end"] = time.perf_counter() - began - sum(found["seconds"].values())
+    found |= {part: {name: value.cpu() for name, value in found[part].items()} for part in ("weights", "gradients")}
+    buffer = io.BytesIO()
+    torch.save(found, buffer)
+    return buffer.getvalue()
+
+
+def main(out: str, *names: str) -> None:
+    """Write down what was found. Exit code 1 where a case has none."""
+    found = run(Path(out).parent / "models", names or NAMES)
+    torch.save(found, out)
+    sys.exit(any(isinstance(value, str) for value in found.values()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,231 @@
+"""Runs parallel cases in processes of their own and writes down what each found: `python -m tests.fakes.trainer_ranks OUT [NAME…]`.
+
+megatron-core is imported once; the ranks of a case are forked from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mtpctl.checkpoint.finding import check
+from mtpctl.checkpoint.listing import files_in, read_listing
+from mtpctl.compat import cpu_device
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.errors import SaveFailed
+from mtpctl.model import experts
+from mtpctl.model.experts import Experts
+from mtpctl.model.parallel import Rank
+from mtpctl.plan.partition import partition
+from mtpctl.routes import RouteShape
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.engine import MegatronEngine
+from mtpctl.trainer.objective import NextToken, PolicyObjective
+from tests.fakes.forked import run_ranks
+from tests.fakes.full_disk import full_disk
+from tests.fakes.tiny import GENTLE, drawn_routes, engine, gradients, mimo, sequences
+from tests.fakes.trainer_cases import CASES, MODELS, Case, with_origins
+
+DEADLINE_S = 300
+
+SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
+"""An Adam whose steps do not hang on the sign of gradients that are almost nothing."""
+
+CLIPPED = SMOOTH.model_copy(update={"clip_grad": 0.3, "mtp_lr": 5e-3, "weight_decay": 0.1})
+
+
+def failed_save(made: MegatronEngine, rank: Rank, path: Path, *, of: int) -> None:
+    """What one rank cannot write, that of this number, is given up by all, which can save again."""
+    try:
+        with full_disk() if rank.rank == of else nullcontext():
+            made.save(path, {"step": 1})
+    except SaveFailed:
+        assert not path.exists()
+    else:
+        raise AssertionError("a save on a full disk that did not fail")
+
+
+def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
+    """After a first update, or from another layout's checkpoint of that moment: scores, and a second update's metrics,
+    gradients and weights. `seconds`: until the engine stood, and from then on."""
+    began = time.perf_counter()
+    folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
+    if case.crowded:
+        experts.HOT = 1.5  # twice its share is the most that comes to one of two ranks
+    with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
+        stood = time.perf_counter()
+        batch = (
+            [*sequences(2, seed=3, vocab=61, low=14, high=16), Sequence([3, 5, 7, 9], 3, [1])]
+            if case.few
+            else sequences(9, seed=3, vocab=61)
+        )
+        if case.uneven:
+            batch = uneven()
+        if case.replay:
+            batch = followed(batch, folder, crowded=case.crowded)
+        made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
+        if case.restore:
+            assert made.restore(root / case.restore) == {"step": 1}
+        else:
+            made.update(batch, NextToken())
+        if case.saved:
+            failed_save(made, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
+            made.save(root / case.name, {"step": 1})
+            assert check(root / case.name, contents=True), "no listing"
+            listing = read_listing(root / case.name)
+            assert listing is not None and set(listing.files) == {file.name for file in files_in(root / case.name)}, "of every rank's files"
+        scored = made.score(batch, record=case.replay)
+        for sequence, found_scores in zip(batch, scored, strict=True):
+            if sequence.routes is not None:
+                assert found_scores.routes is not None
+                assert np.array_equal(found_scores.routes[: len(sequence.routes)], sequence.routes)
+        scores = [(s.logprobs, s.entropy) for s in scored]
+        check_own_scores(made, batch, scores, case)
+        if case.poisoned:
+            poisoned_update(made, batch)
+        # The first update was shared out by the ranks; for this one each is given its own sequences.
+        told = batch if case.policy is None else with_columns(batch, scores)
+        objective = NextToken() if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
+        members, passes = own_part(batch, case)
+        with counted_parts() as parts:
+            metrics = made.update([told[i] for i in members], objective, passes=passes)
+        crowd = case.crowded and case.parallel.ep > 1 and parallel_state.get_expert_model_parallel_rank() == 0
+        assert bool(parts) == crowd or not case.crowded, f"{len(parts)} passes in parts"
+        weights = {name: value.clone() for name, value in made.export()}
+        if case.fields.get("lora"):
+            weights |= {name: value.clone() for name, value in made.export_adapter()}
+        found = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+        return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
+
+
+def uneven() -> list[Sequence]:
+    """Of 5, 33 and 7 tokens, which 2 cp ranks do not divide; the last one's only trained token is its last."""
+    draw = random.Random(11)
+    lengths = ((3, 2), (5, 28), (6, 1))
+    return [Sequence([draw.randrange(61) for _ in range(prompt + tokens)], prompt, [1] * tokens) for prompt, tokens in lengths]
+
+
+def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[Sequence]:
+    """The batch with routes: none for the second sequence, and of some first tokens for the fourth."""
+    shape = RouteShape.of(folder.shape)
+    assert shape is not None
+    if crowded:
+        shape = replace(shape, experts=shape.experts // 2)
+    found = [replace(s, routes=drawn_routes(shape, len(s.token_ids) - 1, number)) for number, s in enumerate(batch)]
+    found[1] = batch[1]
+    routes = found[3].routes
+    assert routes is not None
+    found[3] = replace(found[3], routes=routes[:2])
+    return found
+
+
+@contextmanager
+def counted_parts() -> Iterator[list[int]]:
+    """The rows of each pass that a rank runs through its experts in parts, because too many came."""
+    rows: list[int] = []
+    whole = Experts.run_in_parts
+
+    def run_in_parts(self: Experts, all_rows: Tensor, ends: Tensor, shares: Tensor, most: int) -> Tensor:
+        rows.append(len(all_rows))
+        return whole(self, all_rows, ends, shares, most)
+
+    Experts.run_in_parts = run_in_parts  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        Experts.run_in_parts = whole  # type: ignore[method-assign]
+
+
+def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
+    """One that every rank must skip, because of what only the last one holds."""
+    weight = next(value for name, value in made.module.named_parameters() if name.endswith("linear_fc2.weight"))
+    kept = weight.detach().clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        weight.data[0, 0] = torch.nan
+    assert made.update(batch, NextToken())["skipped"] == 1.0
+    weight.data.copy_(kept)
+
+
+def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[int]]]:
+    """What this dp rank has of a batch, and its micro-batches of that."""
+    rank = case.parallel.dp_rank(dist.get_rank())
+    assert rank == parallel_state.get_data_parallel_rank()
+    micros = partition([len(s.token_ids) for s in batch], case.fields["tokens_per_microbatch"], case.parallel.dp)[rank]
+    members = sorted(i for micro in micros for i in micro)
+    return members, [[members.index(i) for i in micro] for micro in micros]
+
+
+def check_own_scores(made: MegatronEngine, batch: list[Sequence], scores: list[Any], case: Case) -> None:
+    """A rank that scores its own sequences finds what all find together, whichever they are packed with."""
+    members = own_part(batch, case)[0]
+    own = made.score([batch[i] for i in members], record=case.replay, own=True)
+    assert len(own) == len(members)
+    for i, each in zip(members, own, strict=True):
+        assert np.allclose(each.logprobs, scores[i][0], atol=1e-5) and np.allclose(each.entropy, scores[i][1], atol=1e-5)
+        assert (each.routes is not None) == case.replay
+
+
+def with_columns(batch: list[Sequence], scores: list[Any]) -> list[Sequence]:
+    """The batch with old, behaviour and reference log-probs that lie about the policy's own, on both sides of every clip."""
+    draw = random.Random(7)
+
+    def beside(logprobs: list[float]) -> list[float]:
+        return [value + draw.gauss(0, 0.3) for value in logprobs]
+
+    def columns(logprobs: list[float]) -> dict[str, list[float]]:
+        made_up = {name: beside(logprobs) for name in ("old", "behaviour", "reference")}
+        return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
+
+    return [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
+
+
+def run(case: Case, root: Path) -> Any:
+    """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
+
+    def plain(rank: Rank) -> dict[str, Any]:
+        found = found_by(case, rank, root)
+        # Plain tensors: those of the queue's own shared memory would end with this process.
+        return found | {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")}
+
+    answers, error = run_ranks(case.parallel.world_size, plain, DEADLINE_S)
+    if error:
+        return error
+    first = answers[0]
+    for other in answers[1:]:
+        for name in ("sft/loss", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
+            if other["metrics"].get(name) != first["metrics"].get(name):
+                return f"ranks differ in {name}: {other['metrics'].get(name)} and {first['metrics'].get(name)}"
+        if other["scores"] != first["scores"]:
+            return "ranks differ in their scores"
+    return first
+
+
+def main(out: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    cpu_device.install()
+    import mtpctl.convert.bridge
+    import mtpctl.trainer.engine  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # forked ranks then share what is imported
+    path = Path(out)
+    cases = with_origins(frozenset(names)) if names else CASES
+    results = {case.name: run(case, path.parent / "models") for case in cases}
+    torch.save(results, path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,174 @@
+"""`mtpctl eval`: what its argument stands for, what it refuses before anything starts, and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.jobs import evaluate as jobs_evaluate
+from mtpctl.jobs.evaluate import Evaluation, evaluate_weights, rendered
+from mtpctl.jobs.targets import target_with_weights as asked
+from mtpctl.recipe.loading import dump_resolved
+from tests.cli.test_commands import mtpctl as mtpctl
+from tests.jobs.test_rollout import leave_checkpoint, recipe, silent
+from tests.jobs.test_rollout import run as run
+
+ROW = '{"question": "1+1=", "answer": "2"}\n'
+
+
+def test_a_run_has_its_recipe_and_its_newest_weights(run: Path) -> None:
+    (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(Path("elsewhere"), "seed=5")))
+    with asked(str(run), None, [], ["rollout.temperature=0.5"]) as found:
+        assert (found.recipe.seed, found.recipe.rollout.temperature, found.recipe.run_path, found.start) == (5, 0.5, run, None)
+    checkpoint = leave_checkpoint(run, "rl-000003", 3)
+    with asked(str(checkpoint), None, [], []) as found:
+        assert (found.recipe.run_path, found.start) == (run, str(checkpoint))
+
+
+def test_a_folder_of_weights_takes_everything_else_from_sets(run: Path) -> None:
+    with asked(str(run / "model"), None, [], ["evaluation.sets.a.path=rows.jsonl"]) as found:
+        assert found.recipe.model.path == found.start == str(run / "model")
+        assert found.recipe.evaluation.sets["a"].path == "rows.jsonl"
+
+
+def test_a_recipe_by_name_and_weights_from_elsewhere() -> None:
+    with asked("tiny_mtp", "runs/x", [], ["seed=3"]) as found:
+        assert (found.recipe.seed, found.start) == (3, "runs/x")
+
+
+def test_a_folder_that_is_none_of_them_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"is neither a run \(recipe\.resolved\.yaml\), nor a checkpoint"),
+        asked(str(tmp_path), None, [], []),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (["data.task=null"], r"^evaluation\.sets: the recipe has no held-out problems"),
+        (["evaluation.sets.a={path: no.jsonl}"], r"^evaluation\.sets\.a\.path: there is no file no\.jsonl"),
+        (["evaluation.sets.a={n: 2}"], r"^evaluation\.sets\.a\.path: the set has no rows"),
+        (
+            ["evaluation.sets.a={path: ROWS}"],
+            r"^evaluation\.sets\.a\.columns\.prompt: rows\.jsonl has no column 'prompt'.*: set evaluation\.sets\.a\.columns: \{prompt: ",
+        ),
+        (
+            ["evaluation.sets.a={path: ROWS, columns: {answer: answre}}"],
+            r"^evaluation\.sets\.a\.columns\.prompt: .* no column ",
+        ),
+        (["evaluation.sets.a={path: ROWS, reward: {function: exat}}"], r"^evaluation\.sets\.a\.reward\.function: .*mean exact\?"),
+        (
+            ["evaluation.sets.a={path: ROWS, columns: {answer: null}}"],
+            r"^evaluation\.sets\.a\.columns\.answer: null leaves",
+        ),
+        (["evaluation.sets.a={path: ROWS, temperature: 0.001}"], r"^evaluation\.sets\.a\.temperature: vLLM samples at 0\.01"),
+        (["evaluation.sets.a/b={path: ROWS}"], r"^evaluation\.sets: 'a/b' may hold letters"),
+        (["evaluation.sets.a={path: ROWS, subset: main}"], r"^evaluation\.sets\.a\.subset: a subset is one of"),
+        (
+            ["data.task=null", "data.path=ROWS", "evaluation.sets.a={path: ROWS}"],
+            r"^evaluation\.sets\.a\.path: is data\.path, ",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_anything_starts(
+    sets: list[str], told: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError("engines were started")
+
+    monkeypatch.setattr(jobs_evaluate, "room_for_engines", started)
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    with pytest.raises(UserError, match=told) as caught:
+        evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, say=silent)
+    assert "\n" not in str(caught.value)
+
+
+def test_held_out_rows_need_none_to_train_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a folder of weights, whose recipe names no data."""
+
+    class Started(Exception):
+        pass
+
+    def started(*_: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(jobs_evaluate, "room_for_engines", started)
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    rows = ["data.task=null", f"data.eval_path={tmp_path}/rows.jsonl", "data.columns={prompt: question}"]
+    said: list[str] = []
+    with pytest.raises(Started):
+        evaluate_weights(recipe(run, *rows), n=None, say=said.append)
+    assert said[0].endswith("1 responses to 1 held-out problems")
+    with pytest.raises(UserError, match=r"^data\.eval_path: no file no\.jsonl"):
+        evaluate_weights(recipe(run, "data.task=null", "data.eval_path=no.jsonl"), n=None, say=silent)
+
+
+def test_the_table_names_every_set() -> None:
+    shared = {"length_mean": 12.0, "truncated_fraction": 0.25}
+    sets = {
+        "held-out": {"n": 1, "accuracy": 0.5, "problems": 8.0, **shared},
+        "gsm8k": {"n": 2, "avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "problems": 4.0, "spec_accept_rate": 0.75, **shared},
+    }
+    lines = rendered(Evaluation(model="checkpoint x", version=3, seconds=4.0, sets=sets)).splitlines()
+    assert lines[0].split() == ["set", "problems", "n", "avg@n", "pass@k", "length", "cut", "off", "acceptance"]
+    assert lines[1].split() == ["held-out", "8", "1", "0.500", "–", "12.0", "25.0%", "–"]
+    assert lines[2].split() == ["gsm8k", "4", "2", "0.250", "@1", "25.0%", "@2", "50.0%", "12.0", "25.0%", "75.0%"]
+    assert lines[3] == "checkpoint x; 4.0 s with the start of the engines"
+
+
+@pytest.mark.slow
+def test_engines_measure_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    held_out = f"evaluation.sets.a={{path: {tmp_path}/rows.jsonl, columns: {{prompt: question}}, n: 4}}"
+    said: list[str] = []
+    found = evaluate_weights(recipe(run, "data.task.eval_size=3", held_out), n=None, say=said.append)
+    assert said == [f"model: the weights of {run / 'model'}; 7 responses to 4 held-out problems"]
+    assert {name: (each["n"], each["problems"]) for name, each in found["sets"].items()} == {"held-out": (1, 3.0), "a": (4, 1.0)}
+    assert {"avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "spec_accept_rate"} <= set(found["sets"]["a"])
+    assert 0 < found["sets"]["a"]["length_mean"] <= 16
+
+
+def test_check_reads_the_data_and_tells_its_mistakes(mtpctl: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(ROW)
+    data = ["--set", "data.task=null", "--set", f"data.path={rows}"]
+    wrong = mtpctl("recipe", "check", "tiny_mtp", *data)
+    assert (wrong.code, wrong.out) == (2, "")
+    assert wrong.err == (
+        "error: data.columns.prompt: rows.jsonl has no column 'prompt'; its columns are question, answer: "
+        "set data.columns: {prompt: question}\n"
+    )
+    right = mtpctl("recipe", "check", "tiny_mtp", *data, "--set", "data.columns.prompt=question")
+    assert right.out.endswith("tiny_mtp.yaml: ok\ndata: train: rows.jsonl, 1 rows\n")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n')
+    columns = ["--set", "data.columns.prompt=question"]
+    imitated = mtpctl("recipe", "check", "tiny_mtp", *data, *columns, "--set", f"data.sft_path={tmp_path}/chat.jsonl")
+    assert (imitated.code, imitated.err.splitlines()[-1].partition(";")[2]) == (
+        2,
+        " its columns are messages: set data.sft_columns: {prompt: messages}",
+    )
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    loop = ["--set", "data.task=null", "--set", f"data.path={tmp_path}/loop.jsonl", "--set", f"data.eval_path={rows}"]
+    circle = mtpctl("recipe", "check", "tiny_mtp", *loop)
+    assert circle.code == 2 and circle.err.startswith("error: data.path: there is no file ")
+    rows.write_bytes(ROW.encode() + b"\xff\n")
+    broken = mtpctl("train", "tiny_mtp", "--dry-run", *data, "--set", "data.columns.prompt=question", "--set", "cluster.num_cpus=8")
+    assert (broken.code, broken.err) == (2, f"error: {rows}:2: not UTF-8 text; save the file as UTF-8\n")
+
+
+def test_a_large_file_is_looked_at_for_as_long_as_there_is_time(tmp_path: Path) -> None:
+    from mtpctl.data.look import look
+    from mtpctl.recipe.data import DataConfig
+    from mtpctl.recipe.evaluation import EvaluationConfig
+
+    row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(row * 200_000)
+    (found,) = look(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
+    assert not found.whole and 0 < found.rows < 200_000
+    assert str(found).endswith("rows read, not all")

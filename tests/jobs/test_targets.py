@@ -1,0 +1,212 @@
+"""A run directory stands where a recipe does: its recipe is the start, and what is new is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.controller import launch
+from mtpctl.errors import UserError
+from mtpctl.jobs.targets import load_target
+from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.schema import Recipe
+from tests.cli.test_commands import mtpctl as mtpctl
+from tests.jobs.test_rollout import leave_checkpoint, recipe
+from tests.jobs.test_rollout import run as model_run
+
+run = model_run
+
+
+@pytest.fixture
+def trained(run: Path) -> Path:
+    """A run that was started with a seed of its own."""
+    (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(run, "seed=5", "cluster.num_cpus=2")))
+    return run
+
+
+def test_what_a_run_had_is_the_start_and_what_is_new_is_told(trained: Path) -> None:
+    as_it_was = load_target(trained)
+    assert (as_it_was.recipe.seed, as_it_was.changed, as_it_was.run) == (5, (), trained)
+    assert as_it_was.told == f"{trained} goes on with the recipe that it had"
+    assert dump_resolved(as_it_was.recipe) == (trained / "recipe.resolved.yaml").read_text(), "a resumed run is no other recipe"
+    steps = as_it_was.recipe.train.rl.steps
+    found = load_target(trained, sets=["train.rl.steps=7", "seed=5"])
+    assert found.told == f"{trained} goes on with train.rl.steps: {steps} → 7"
+
+
+def test_a_run_that_was_moved_is_found_where_it_lies(trained: Path) -> None:
+    moved = trained.rename(trained.with_name("moved: here"))
+    found = load_target(moved)
+    assert found.recipe.run_path == moved and found.changed == ()
+
+
+def test_a_run_may_be_copied_to_another_place_by_set(trained: Path) -> None:
+    found = load_target(trained, sets=["run_dir=elsewhere"])
+    assert found.recipe.run_path == Path("elsewhere") and found.changed == (f'run_dir: "{trained}" → "elsewhere"',)
+
+
+def test_a_checkpoint_stands_for_its_run_with_those_weights(trained: Path) -> None:
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    found = load_target(checkpoint)
+    assert (found.run, found.start, found.recipe.seed) == (trained, str(checkpoint), 5)
+
+
+def test_train_goes_on_with_a_run_and_says_so_before_it_starts(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    told = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
+    assert (told.code, asked[0].seed, asked[0].train.rl.optimizer.lr) == (0, 5, 0.5)
+    assert told.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and told.err.endswith(" → 0.5\n")
+
+
+def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    shard = next(checkpoint.glob("*.distcp")).read_bytes()
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    told = mtpctl("train", str(trained), "--start-over")
+    kept = trained.with_name(f"{trained.name}.1")
+    assert (told.code, asked[0].run_path, asked[0].seed) == (0, trained, 5)
+    assert told.err == f"{trained} begins again; the run that was there is kept as {kept}\n"
+    assert next((kept / "checkpoints" / "rl-000003").glob("*.distcp")).read_bytes() == shard
+    assert not (trained / "checkpoints").exists()
+    for other, said in (
+        ("--dry-run", "cannot be combined with --dry-run"),
+        (f"--from={kept}", "cannot be combined with --from; name a new run_dir"),
+    ):
+        told = mtpctl("train", str(kept), "--start-over", other)
+        assert (told.code, told.err) == (2, f"error: --start-over: {said}\n")
+
+
+def test_whole_runs_are_trained_and_compared_and_not_checkpoints(mtpctl: Any, trained: Path) -> None:
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    told = mtpctl("train", str(checkpoint))
+    assert (told.code, told.err) == (2, f"error: {checkpoint} is a checkpoint of {trained}; name the run, whose newest one is taken\n")
+
+
+def test_recipes_of_runs_are_shown_and_compared(mtpctl: Any, trained: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "recipe.resolved.yaml").write_text(dump_resolved(recipe(other, "seed=6", "cluster.num_cpus=2")))
+    differences = json.loads(mtpctl("recipe", "diff", str(trained), str(other), "--json").out)
+    assert differences.keys() == {"seed", "run_dir"} and differences["seed"] == {"first": 5, "second": 6}
+    assert json.loads(mtpctl("recipe", "show", str(trained), "--resolved", "--json").out)["seed"] == 5
+
+
+def test_rollout_takes_a_run_a_checkpoint_and_weights(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").touch()
+    handed: list[tuple[int, str | None]] = []
+
+    def generate(recipe: Recipe, *_: Any, start: str | None, **__: Any) -> dict[str, Any]:
+        handed.append((recipe.seed, start))
+        raise UserError("enough")
+
+    monkeypatch.setattr("mtpctl.jobs.rollout.rollout", generate)
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    for target in (trained, checkpoint, trained / "model"):
+        assert mtpctl("rollout", str(target), "--prompts", "p.jsonl", "--out", "o.jsonl").err == "error: enough\n"
+    mtpctl("rollout", str(trained), "--prompts", "p.jsonl", "--out", "o.jsonl", "--from", "x")
+    assert handed == [(5, None), (5, str(checkpoint)), (0, str(trained / "model")), (5, "x")]
+
+
+def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[tuple[int, Path | None]] = []
+
+    def sync(recipe: Recipe, source: Any, *_: Any, **__: Any) -> Any:
+        handed.append((recipe.seed, source.checkpoint))
+        raise UserError("enough")
+
+    monkeypatch.setattr("mtpctl.jobs.sync.sync_by_hand", sync)
+    mtpctl("sync-weights", str(trained), "--json")
+    newest = leave_checkpoint(trained, "rl-000003", 3)
+    for arguments in ((str(trained),), ("--from", str(trained)), (str(newest),)):
+        assert mtpctl("sync-weights", *arguments, "--json").err == "error: enough\n"
+    assert handed == [(5, None), (5, newest), (5, newest), (5, newest)]
+    assert mtpctl("sync-weights").err == "error: RECIPE: name a recipe or a run, or a run with --from\n"
+
+
+def test_a_run_that_was_moved_takes_another_name_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--set name=…` alone makes another run, wherever the first one lies by now."""
+    monkeypatch.chdir(tmp_path)
+    begun = recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")
+    lies = tmp_path / "disk" / "a"
+    lies.mkdir(parents=True)
+    (lies / "recipe.resolved.yaml").write_text(dump_resolved(begun))
+    assert load_target(lies).recipe.run_path == lies and load_target(lies).changed == ()
+    found = load_target(lies, sets=["name=b"])
+    assert found.recipe.run_path == tmp_path / "disk" / "b"
+    assert found.told == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
+
+
+def test_a_copy_of_a_run_has_its_folders_name_and_takes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, copy = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
+    first.mkdir(parents=True)
+    (first / "recipe.resolved.yaml").write_text(dump_resolved(recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")))
+    shutil.copytree(first, copy)
+    found = load_target(copy, sets=["seed=9"])
+    assert (found.recipe.name, found.recipe.run_dir) == ("b", "runs/{name}")
+    assert found.told == f"{copy} goes on with seed: 0 → 9"
+    (copy / "recipe.resolved.yaml").write_text(dump_resolved(found.recipe))
+    assert load_target(copy, sets=["name=c"]).recipe.run_path.absolute() == tmp_path / "runs" / "c"
+    elsewhere = copy.rename(tmp_path / "d")
+    assert (load_target(elsewhere).recipe.name, load_target(elsewhere).recipe.run_path) == ("d", elsewhere)
+    assert load_target(elsewhere, sets=["name=e"]).recipe.run_path == tmp_path / "e"
+
+
+def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    converted: list[list[str]] = []
+
+    def convert(command: list[str], **_: Any) -> Any:
+        converted.append(command[4:])
+        shutil.copytree(trained / "model", command[5])
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("mtpctl.cli.train.subprocess.run", convert)
+    checkpoint = leave_checkpoint(trained, "rl-000003", 3)
+    new = trained.with_name("new")
+    told = mtpctl("train", "--from", str(trained), "--set", f"run_dir={new}", "--set", "train.rl.optimizer.lr=0.5")
+    assert told.code == 0, told.err
+    assert converted == [[str(checkpoint), str(new / "start"), "--force"]]
+    (started,) = asked
+    assert (started.model.path, started.model.config, started.model.init) == (str(new / "start"), None, "weights")
+    assert (started.seed, started.train.rl.optimizer.lr, started.run_path) == (5, 0.5, new)
+    first, second = told.err.splitlines()
+    assert first.startswith(f"{new} begins with the recipe of {trained} and ") and "model." not in first
+    assert second == f"{new} begins from the weights of {trained}, rl-000003"
+
+
+def test_the_weights_that_a_run_began_from_move_with_it(trained: Path) -> None:
+    shutil.copytree(trained / "model", trained / "start")
+    began = recipe(trained, "model.config=null", "model.init=weights", f"model.path={trained / 'start'}", "cluster.num_cpus=2")
+    (trained / "recipe.resolved.yaml").write_text(dump_resolved(began))
+    assert load_target(trained).recipe.model.path == str(trained / "start")
+    moved = trained.rename(trained.with_name("moved"))
+    assert load_target(moved).recipe.model.path == str(moved / "start") and load_target(moved).changed == ()
+
+
+def test_a_folder_of_weights_is_taken_as_it_is(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    new, folder = trained.with_name("new"), trained / "model"
+    sets = [part for each in (f"run_dir={new}", "cluster.num_cpus=2") for part in ("--set", each)]
+    assert mtpctl("train", str(trained), "--from", str(folder), *sets).code == 0
+    assert (asked[0].model.path, new.exists()) == (str(folder), False)
+    told = mtpctl("train", "--from", str(folder))
+    assert (told.code, told.err) == (2, f"error: --from: {folder} has no recipe with it; name a recipe before it\n")
+
+
+def test_a_run_that_has_begun_takes_no_other_weights(mtpctl: Any, trained: Path) -> None:
+    leave_checkpoint(trained, "rl-000003", 3)
+    told = mtpctl("train", "--from", str(trained))
+    assert told.code == 2 and told.err.startswith(
+        f"error: --from: {trained} holds a run that has begun already; name a new one with --set "
+    )

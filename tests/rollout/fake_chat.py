@@ -1,9 +1,0 @@
-"""Chat replies for tests whose environments reply with text."""
-
-from __future__ import annotations
-
-from typing import Any, cast
-
-from mtpctl.rollout.chat import ChatReplies
-
-NO_CHAT = ChatReplies(cast(Any, None))
