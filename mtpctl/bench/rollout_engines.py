@@ -154,8 +154,8 @@ class Bench:
     @asynccontextmanager
     async def pool(self, drafts: int) -> AsyncIterator[ReplicaPool]:
         """A pool of one engine, closed at the end of the block. With `drafts` the engine chooses how many, until `speculate` sets it."""
-        seat = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
-        placement = Placement(self.options.device, (seat,), 1)
+        first = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
+        placement = Placement(self.options.device, (first,), 1)
         pool = await start_pool(self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement)
         try:
             yield pool

@@ -1,8 +1,8 @@
-"""Where the actors of a run sit: reserved places on hosts of the Ray cluster, each for one actor and for those that replace it.
+"""Reservations of CPUs and GPUs on the hosts of the Ray cluster, one for each actor of a run.
 
-A place lies in a placement group of one bundle that is bound to a host, so that Ray has no choice of the host. Actors that share a card are
-in the same bundle, and so get the same card. A place outlives its actor: the actor's replacement starts there, and nobody else takes the
-place meanwhile. Where the host of a place is gone, a place on another host takes over, once there is room.
+Each reservation is a placement group of one bundle that is pinned to a host, so that Ray cannot choose another host. Actors that share a
+card share a bundle, and therefore get the same card. A bundle outlives its actor: a replacement starts in the same bundle, and no other
+actor can take it meanwhile. If the host is lost, a bundle on another host replaces it as soon as one has capacity.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 READY_S = 20.0
-"""Seconds that Ray has to reserve what was free a moment ago. It takes milliseconds, unless somebody else took it first."""
+"""Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job was faster."""
 LOOK_S = 0.5
-"""Seconds between two looks for room."""
+"""Polling interval while waiting for capacity, in seconds."""
 NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host by its id in Ray: all its CPUs and GPUs (`whole`), and those that nobody has reserved (`free`).
+    """A host by its Ray node id, with its total capacity (`whole`) and its unreserved capacity (`free`).
 
-    Nothing is free on a host that is being drained, where Ray starts nothing any more.
+    A host that is being drained has no free capacity, because Ray starts no actors on it.
     """
 
     node: str
@@ -40,35 +40,35 @@ class RayHost:
 
     @property
     def name(self) -> str:
-        """Its address; where several hosts have the same address, with the first characters of its id."""
+        """The host's address, followed by the start of its node id if several hosts have the same address."""
         return self.whole.name
 
 
 def ray_hosts() -> list[RayHost]:
-    """The hosts that are alive, the head first and the others by their addresses, so that every call has them in the same order."""
+    """The hosts that are alive: the head first, the others ordered by address."""
     import ray
     from ray._private.state import available_resources_per_node
 
     free, leaving = available_resources_per_node(), draining()
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
     addresses = [str(node["NodeManagerAddress"]) for node in alive]
-    found = []
+    hosts = []
     for node, address in zip(alive, addresses, strict=True):
         key = str(node["NodeID"])
         name = address if addresses.count(address) == 1 else f"{address}/{key[:6]}"
-        found.append(RayHost(key, _host(node["Resources"], name), _host({} if key in leaving else free.get(key, {}), name)))
-    return found
+        hosts.append(RayHost(key, _host(node["Resources"], name), _host({} if key in leaving else free.get(key, {}), name)))
+    return hosts
 
 
 def draining() -> set[str]:
-    """Ids of the hosts that are being drained: they are alive, and will be taken away soon."""
+    """Node ids of the hosts that are being drained: they are alive, but will be removed soon."""
     from ray._private.state import state
 
     return set(state.get_draining_nodes())
 
 
 def living() -> set[str]:
-    """Ids of the hosts that are alive, as far as Ray knows: Ray takes some seconds to notice that a host is gone."""
+    """Node ids of the hosts that Ray considers alive. Ray needs some seconds to notice a lost host."""
     import ray
 
     return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
@@ -85,7 +85,7 @@ def _order(node: dict[str, Any]) -> tuple[bool, list[int], str]:
 
 
 class Options(TypedDict, total=False):
-    """Ray's options that say where an actor starts, and what it takes there."""
+    """Ray's scheduling options of an actor."""
 
     num_cpus: float
     num_gpus: float
@@ -94,7 +94,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One actor by its name, and the CPUs and GPUs that it takes."""
+    """The CPUs and GPUs that an actor needs, with the actor's name."""
 
     actor: str
     cpus: float
@@ -102,18 +102,19 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """Claims that are reserved together, on the host with the id `node`."""
+class BundleSpec:
+    """Claims to reserve together in one bundle, on the host with the id `node`."""
 
     node: str
     claims: tuple[Claim, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of one actor. group: its reservation, common to actors that share a card; None for an actor without CPUs and GPUs.
+class ActorBundle:
+    """The reservation of one actor.
 
-    planned: whether the run's plan has it. Cards of other seats are Ray's choice among those with a share left.
+    group: the placement group, shared by actors that share a card; None for an actor without CPUs and GPUs. planned: whether the
+    bundle is part of the run's placement plan. Ray chooses the cards of other bundles.
     """
 
     claim: Claim
@@ -122,7 +123,7 @@ class Seat:
     planned: bool = True
 
     def options(self) -> Options:
-        """Ray's options for an actor that sits here."""
+        """Ray's options that start the actor in this bundle."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         strategy: object = (
@@ -134,135 +135,134 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Where an actor is: the host's id, and the ids of its cards there."""
+class ActorLocation:
+    """The node id of an actor's host, and the ids of its cards there."""
 
     node: str
     cards: tuple[str, ...]
 
 
-def here() -> Found:
-    """The host and the cards of the actor that calls this."""
+def current_location() -> ActorLocation:
+    """The location of the calling actor."""
     import ray
 
     context = ray.get_runtime_context()
-    return Found(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ())))
+    return ActorLocation(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ())))
 
 
-class Occupied(Exception):
-    """Somebody else has reserved what was free a moment ago."""
+class BundlesUnavailable(Exception):
+    """Another job reserved the capacity first."""
 
 
 @dataclass
-class Seats:
-    """The seats of all actors, by their names. `found`: where actors have reported that they are.
+class Bundles:
+    """The bundles of all actors, by actor name.
 
-    `awaited`: actors that are to be started in their seats, or in others where their hosts are gone, and since when on the clock of
-    `time.monotonic`.
+    locations: where running actors reported to be. awaited: actors that wait to be started in their bundle, or in another one if their
+    host is lost, with the time since when (`time.monotonic`).
     """
 
-    seats: dict[str, Seat] = field(default_factory=dict)
-    found: dict[str, Found] = field(default_factory=dict)
+    by_actor: dict[str, ActorBundle] = field(default_factory=dict)
+    locations: dict[str, ActorLocation] = field(default_factory=dict)
     awaited: dict[str, float] = field(default_factory=dict)
 
-    # ---------------------------------------------------------------------------------------------------- reserving
-
-    async def reserve(self, bundles: Sequence[Bundle], *, planned: bool = True) -> None:
-        """Reserve all bundles or none. Raises Occupied where Ray has no room for one of them."""
+    async def reserve(self, specs: Sequence[BundleSpec], *, planned: bool = True) -> None:
+        """Reserve all bundles or none. Raises BundlesUnavailable if Ray has no capacity for one of them."""
         from ray.util.placement_group import placement_group
 
         groups: list[PlacementGroup | None] = []
         try:
-            for bundle in bundles:
-                cpus, gpus = sum(claim.cpus for claim in bundle.claims), round(sum(claim.gpus for claim in bundle.claims), 4)
-                wanted = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
-                pinned = [{NODE_LABEL: bundle.node}]
-                groups.append(placement_group([wanted], strategy="PACK", bundle_label_selector=pinned) if wanted else None)
-            # All are waited for at once: where one does not fit, the others are held back from other users for no longer than `READY_S`.
+            for spec in specs:
+                cpus, gpus = sum(claim.cpus for claim in spec.claims), round(sum(claim.gpus for claim in spec.claims), 4)
+                resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+                pinned = [{NODE_LABEL: spec.node}]
+                groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=pinned) if resources else None)
+            # Wait for all at the same time: if one does not fit, the others block other jobs for at most `READY_S`.
             ready = await asyncio.gather(*(asyncio.to_thread(group.wait, READY_S) for group in groups if group is not None))
             if not all(ready):
-                raise Occupied
+                raise BundlesUnavailable
         except BaseException:
             _remove(groups)
             raise
-        for bundle, group in zip(bundles, groups, strict=True):
-            for claim in bundle.claims:
-                self.seats[claim.actor] = Seat(claim, bundle.node, group, planned)
+        for spec, group in zip(specs, groups, strict=True):
+            for claim in spec.claims:
+                self.by_actor[claim.actor] = ActorBundle(claim, spec.node, group, planned)
 
-    async def add(self, claim: Claim) -> Seat | None:
-        """Reserve a seat for an actor that joins a run under way, or return the seat that it still has. None where there is no room."""
-        kept = self.seats.get(claim.actor)
-        if kept is not None and kept.node in living() - draining():
-            return kept
-        self.give_up(claim.actor)
+    async def add(self, claim: Claim) -> ActorBundle | None:
+        """Return the bundle that a joining actor still has, or reserve one. Returns None if no host has capacity."""
+        current = self.by_actor.get(claim.actor)
+        if current is not None and current.node in living() - draining():
+            return current
+        self.release(claim.actor)
         hosts = ray_hosts()
         taken = take(rooms(host.free for host in hosts), 1, claim.cpus, claim.gpus)
         if taken is None:
             return None
         try:
-            await self.reserve([Bundle(hosts[taken[0]].node, (claim,))], planned=False)
-        except Occupied:
+            await self.reserve([BundleSpec(hosts[taken[0]].node, (claim,))], planned=False)
+        except BundlesUnavailable:
             return None
-        return self.seats[claim.actor]
+        return self.by_actor[claim.actor]
 
-    def give_up(self, actor: str) -> None:
-        """Free the place of an actor that has left. A reservation that it shares with other actors stays, and so does its seat."""
-        self.found.pop(actor, None)
-        if (seat := self.seats.get(actor)) is None:
+    def release(self, actor: str) -> None:
+        """Free the bundle of an actor that has left. A placement group that it shares with other actors stays reserved."""
+        self.locations.pop(actor, None)
+        if (bundle := self.by_actor.get(actor)) is None:
             return
-        shared = any(other.group is seat.group for name, other in self.seats.items() if name != actor and other.group is not None)
-        if shared and seat.node in living():
+        shared = any(other.group is bundle.group for name, other in self.by_actor.items() if name != actor and other.group is not None)
+        if shared and bundle.node in living():
             return
         if not shared:
-            _remove([seat.group])
-        del self.seats[actor]
-
-    # ------------------------------------------------------------------------------------------------------- seating
+            _remove([bundle.group])
+        del self.by_actor[actor]
 
     def lost(self, actors: Sequence[str]) -> list[str]:
-        """Those of the actors whose host is gone."""
+        """The subset of `actors` whose host is lost."""
         alive = living()
-        return [actor for actor in actors if self.seats[actor].node not in alive]
+        return [actor for actor in actors if self.by_actor[actor].node not in alive]
 
-    def close_up(self, actors: Sequence[str]) -> None:
-        """Deal out the seats of these actors anew, all of which claim the same: the first actors get the seats whose hosts are alive."""
+    def compact(self, actors: Sequence[str]) -> None:
+        """Reassign the bundles of actors with equal claims, so that the first actors get the bundles whose hosts are alive."""
         alive = living()
-        ordered = sorted((self.seats[actor] for actor in actors), key=lambda seat: seat.node not in alive)
-        for actor, seat in zip(actors, ordered, strict=True):
-            self.seats[actor] = replace(seat, claim=replace(seat.claim, actor=actor))
+        ordered = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node not in alive)
+        for actor, bundle in zip(actors, ordered, strict=True):
+            self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
-    async def take_now(self, actors: Sequence[str], *, together: int) -> list[Seat] | None:
-        """The seats of these actors, new ones (each `together` on one host) where their host is gone. None where there is no room."""
+    async def try_take(self, actors: Sequence[str], *, together: int) -> list[ActorBundle] | None:
+        """The bundles of these actors. Bundles on lost hosts are replaced, `together` at a time on one host.
+
+        Returns None if no host has capacity.
+        """
         if lost := self.lost(actors):
             hosts = ray_hosts()
             free = rooms(host.free for host in hosts)
-            bundles: list[Bundle] = []
+            specs: list[BundleSpec] = []
             for first in range(0, len(lost), together):
-                claims = [self.seats[actor].claim for actor in lost[first : first + together]]
+                claims = [self.by_actor[actor].claim for actor in lost[first : first + together]]
                 taken = take(free, len(claims), claims[0].cpus, claims[0].gpus)
                 if taken is None:
                     return None
-                bundles += [Bundle(hosts[taken[0]].node, (claim,)) for claim in claims]
-            gone = [self.seats[actor].group for actor in lost]
+                specs += [BundleSpec(hosts[taken[0]].node, (claim,)) for claim in claims]
+            lost_groups = [self.by_actor[actor].group for actor in lost]
             try:
-                await self.reserve(bundles, planned=False)
-            except Occupied:
+                await self.reserve(specs, planned=False)
+            except BundlesUnavailable:
                 return None
-            _remove(gone)
+            _remove(lost_groups)
         for actor in actors:
-            self.found.pop(actor, None)
-        return [self.seats[actor] for actor in actors]
+            self.locations.pop(actor, None)
+        return [self.by_actor[actor] for actor in actors]
 
-    async def take(self, *actors: str) -> list[Seat]:
-        """The seats of these actors, all on one host. Where that host is gone, waits until another one has room for all of them."""
+    async def take(self, *actors: str) -> list[ActorBundle]:
+        """The bundles of these actors, all on one host. If that host is lost, waits until another one has capacity for all of them."""
         with self.awaiting(actors):
-            while (seats := await self.take_now(actors, together=len(actors))) is None:
+            while (bundles := await self.try_take(actors, together=len(actors))) is None:
                 await asyncio.sleep(LOOK_S)
-        return seats
+        return bundles
 
     @contextmanager
     def awaiting(self, actors: Sequence[str]) -> Iterator[None]:
-        """Count these actors among those that are `awaited` while the block runs."""
+        """List these actors in `awaited` while the block runs."""
         self.awaited |= dict.fromkeys(actors, time.monotonic())
         try:
             yield
@@ -270,38 +270,36 @@ class Seats:
             for actor in actors:
                 del self.awaited[actor]
 
-    # ------------------------------------------------------------------------------------------------------ checking
-
-    def check(self, actor: str, found: Found) -> None:
-        """Check that a started actor is on the host and the cards of its seat. Raises RuntimeFailure that names it where it is not."""
-        seat = self.seats[actor]
-        if found.node != seat.node:
-            raise RuntimeFailure(f"{actor}: is on host {_named(found.node)}, and the plan has it on {_named(seat.node)}")
-        self.found[actor] = found
-        for other, its in self.found.items():
-            if other == actor or its.node != found.node:
+    def check(self, actor: str, location: ActorLocation) -> None:
+        """Record the location of a started actor. Raises RuntimeFailure if its host or cards differ from the plan."""
+        bundle, host = self.by_actor[actor], _host_name(location.node)
+        if location.node != bundle.node:
+            raise RuntimeFailure(f"{actor}: runs on host {host}, but the plan assigns it to {_host_name(bundle.node)}")
+        self.locations[actor] = location
+        for other, others in self.locations.items():
+            if other == actor or others.node != location.node:
                 continue
-            if not (seat.planned and self.seats[other].planned):
+            if not (bundle.planned and self.by_actor[other].planned):
                 continue
-            shared = sorted({*its.cards} & {*found.cards})
-            mates = seat.group is not None and self.seats[other].group is seat.group
-            if shared and not mates:
-                raise RuntimeFailure(f"{actor}: has card {shared[0]} of host {_named(found.node)}, which the plan gives to {other}")
-            if mates and found.cards and not shared:
+            shared = sorted({*others.cards} & {*location.cards})
+            same_group = bundle.group is not None and self.by_actor[other].group is bundle.group
+            if shared and not same_group:
                 raise RuntimeFailure(
-                    f"{actor}: has card {found.cards[0]} of host {_named(found.node)}, and the plan has it share that of {other}"
+                    f"{actor}: has card {shared[0]} of host {_host_name(location.node)}, which the plan assigns to {other}"
                 )
+            if same_group and location.cards and not shared:
+                raise RuntimeFailure(f"{actor}: has card {location.cards[0]} of host {host}, but the plan shares a card with {other}")
 
     def host(self, actor: str) -> str:
-        """The name of the host that an actor sits on."""
-        return _named(self.seats[actor].node)
+        """The name of an actor's host."""
+        return _host_name(self.by_actor[actor].node)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The actors of each host, in one line."""
-        at: dict[str, list[str]] = {}
-        for actor, seat in self.seats.items():
-            at.setdefault(seat.node, []).append(actor)
-        return "; ".join(f"{_named(node)}: {', '.join(actors)}" for node, actors in at.items())
+        by_node: dict[str, list[str]] = {}
+        for actor, bundle in self.by_actor.items():
+            by_node.setdefault(bundle.node, []).append(actor)
+        return "; ".join(f"{_host_name(node)}: {', '.join(actors)}" for node, actors in by_node.items())
 
 
 def _remove(groups: Sequence[PlacementGroup | None]) -> None:
@@ -312,5 +310,5 @@ def _remove(groups: Sequence[PlacementGroup | None]) -> None:
             remove_placement_group(group)
 
 
-def _named(node: str) -> str:
+def _host_name(node: str) -> str:
     return next((host.name for host in ray_hosts() if host.node == node), node[:6])

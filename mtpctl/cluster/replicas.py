@@ -1,8 +1,8 @@
-"""Supervision of replicas: which serve, which are being restarted, and which have failed too often.
+"""Supervision of replicas: restarts replicas that fail, quarantines slots that fail too often, and lets replicas join and leave.
 
-The rollout pool and the log-prob server use it: they give replicas their work, and say in a `Lifecycle` how a replica is started, updated
-to the weights of the others, and ended. A replica that fails is ended and another one is started in its seat, so it must hold nothing that
-may not be lost. A replica may also be asked to leave, which is no failure, and another one may join in its seat, or in a new one.
+The rollout pool and the log-prob server use it. They dispatch the work, and define in a `Lifecycle` how a replica is started, updated to
+the weights of the others, and ended. A failed replica is ended and replaced in its slot, so a replica must not hold state that cannot be
+lost.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from mtpctl.cluster.deadlines import one_line
 from mtpctl.errors import RuntimeFailure
 
 VERSION_WAIT_S = 60.0
-"""Seconds, without those of updates, that a fresh replica waits until the version of the others is persisted."""
+"""Seconds that a fresh replica waits for the version of the others to be persisted, updates not counted."""
 FORGET_S = 3600.0
-"""Seconds after which a failure no longer counts against `max_restarts`: in a run of weeks a replica may fail now and then."""
+"""Seconds after which a failure no longer counts against `max_restarts`, so that rare failures do not add up in a long run."""
 _POLL_S = 0.02
 
-Tell = Callable[[str], None]
-"""Takes a line about replicas that failed or are back, for the log of a run."""
+Log = Callable[[str], None]
+"""Logs a line about replicas that failed or were restarted."""
 
 
-def tell_nobody(line: str) -> None:
-    """A `Tell` for callers that keep no log: drops the line."""
+def no_log(line: str) -> None:
+    """A `Log` that drops the line."""
 
 
 @dataclass(frozen=True)
 class Lifecycle[R]:
     """How replicas of type R are started, updated and ended.
 
-    start: start a replica for the seat of this index. bring_up: update a fresh replica to the version of the others; returns False where
-    that version cannot be had yet. It is called while no update is under way, and has `bring_up_s` seconds, since updates wait for it.
-    end: end a replica that may have failed; it is cancelled after `end_s` seconds, and must leave nothing behind even then. changed:
-    called when a seat was filled, left or quarantined. dead: exceptions that mean that a replica is gone. max_restarts: a seat that fails
-    more often within `FORGET_S` is quarantined. tell: is told of failures, and what became of the seat, in one line each.
+    start: starts a replica for the slot of this index. bring_up: updates a fresh replica to the version of the others, and returns False
+    if that version is not available yet. It runs while no update is in progress and has `bring_up_s` seconds, since updates wait for it.
+    end: ends a replica that may have failed. It is cancelled after `end_s` seconds, and must not leave processes behind even then.
+    changed: called after a slot was filled, vacated or quarantined. dead: exceptions that mean that a replica is lost. max_restarts: a
+    slot with more failures within `FORGET_S` is quarantined. log: receives failures, restarts and quarantines, one line each.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -50,17 +50,16 @@ class Lifecycle[R]:
     max_restarts: int
     end_s: float
     bring_up_s: float
-    tell: Tell = tell_nobody
+    log: Log = no_log
 
 
 @dataclass(slots=True)
-class Seat[R]:
-    """The place of one replica; `replica` is None while none serves there.
+class Slot[R]:
+    """The slot of one replica; `replica` is None while none serves in it.
 
-    wanted: whether a replica is to be there. A replica that was asked to leave still takes part in updates until it has left, but gets no
-    further work.
-    busy: requests under way, counted by the owner of the seats. failed_at: times of the failures within `FORGET_S`, on the clock of
-    `time.monotonic`. fills: how many replicas came after the first.
+    busy: requests in progress, counted by the owner. failed_at: times of the failures within `FORGET_S` (`time.monotonic`). reason: the
+    last failure. fills: number of replicas after the first one. wanted: False once the replica was asked to leave. It then gets no
+    further work, but takes part in updates until it has left.
     """
 
     index: int
@@ -75,7 +74,7 @@ class Seat[R]:
 
     @property
     def state(self) -> Literal["serving", "restarting", "quarantined", "vacant"]:
-        """Whether a replica serves in the seat, is being started, failed too often, or is not wanted there."""
+        """The state of the slot; "vacant" if no replica is wanted in it."""
         if not self.wanted:
             return "vacant"
         return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
@@ -89,9 +88,9 @@ async def start_all[R](
     dead: tuple[type[Exception], ...] = (),
     max_restarts: int = 0,
 ) -> list[R]:
-    """Start `count` replicas at the same time. One that is found `dead` meanwhile is started again, `max_restarts` times.
+    """Start `count` replicas concurrently. A start that fails with `dead` is repeated up to `max_restarts` times.
 
-    Where one does not start, end the others and raise its error.
+    If a replica does not start, the others are ended and its error is raised.
     """
 
     async def one(index: int) -> R:
@@ -110,69 +109,69 @@ async def start_all[R](
 
 
 class Replicas[R]:
-    """The seats, and the restarts under way in them. `updating` is locked during an update, and while a fresh replica is brought up.
+    """The slots and their restarts. `updating` is locked during an update, and while a fresh replica is brought up.
 
-    An update runs in a block of `fixed_members`. Where its weights are pushed to named receivers, `members` names the ranks of the live
-    replicas, and `apply_update` calls exactly these replicas, including one that has died meanwhile: its error releases the others, which
-    would wait for it in the transfer.
+    An update runs in a block of `fixed_members`. If its weights are pushed to named receivers, `members` names the ranks of the live
+    replicas, and `apply_update` calls exactly these replicas. A replica that died meanwhile is called too: its error releases the
+    others, which would otherwise wait for it in the transfer.
     """
 
     def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
-        self.seats = [Seat(index, replica) for index, replica in enumerate(replicas)]
+        self.slots = [Slot(index, replica) for index, replica in enumerate(replicas)]
         self.updating = asyncio.Lock()
         self.restarts = 0
         self._lifecycle = lifecycle
         self._closed = False
-        self._named: list[tuple[Seat[R], R]] | None = None
+        self._named: list[tuple[Slot[R], R]] | None = None
 
-    def live(self, where: Callable[[R], bool] = lambda _: True) -> list[tuple[Seat[R], R]]:
-        """The replicas that serve and for which `where` holds, with their seats."""
-        return [(seat, seat.replica) for seat in self.seats if seat.replica is not None and where(seat.replica)]
+    def live(self, where: Callable[[R], bool] = lambda _: True) -> list[tuple[Slot[R], R]]:
+        """The slots and replicas that serve and satisfy `where`."""
+        return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and where(slot.replica)]
 
-    def hopeless(self) -> str:
-        """The reason of each seat where all that are wanted are quarantined, so that nothing will serve again; else empty."""
-        wanted = [seat for seat in self.seats if seat.wanted]
-        if not all(seat.quarantined for seat in wanted):
+    def all_quarantined(self) -> str:
+        """The failure of each slot if all wanted slots are quarantined, so that no replica will serve again; else an empty string."""
+        wanted = [slot for slot in self.slots if slot.wanted]
+        if not all(slot.quarantined for slot in wanted):
             return ""
-        return "; ".join(f"{seat.index}: {seat.reason}" for seat in wanted)
+        return "; ".join(f"{slot.index}: {slot.reason}" for slot in wanted)
 
-    def lost(self, seat: Seat[R], replica: R, error: Exception) -> None:
-        """Restart a replica that failed. Further reports of the same replica do nothing."""
-        if seat.replica is not replica or self._closed:
+    def lost(self, slot: Slot[R], replica: R, error: Exception) -> None:
+        """Restart a replica that failed. Repeated reports of the same replica are ignored."""
+        if slot.replica is not replica or self._closed:
             return
-        seat.replica = None
-        if seat.wanted:  # `leave` ends one that was asked to.
-            self._failed(seat, error)
-            seat.restarting = asyncio.create_task(self._restart(seat, replica))
+        slot.replica = None
+        if slot.wanted:  # Otherwise `leave` ends it.
+            self._failed(slot, error)
+            slot.restarting = asyncio.create_task(self._restart(slot, replica))
 
     def join(self, index: int) -> None:
-        """Have a replica start in a seat, which is vacant or the next new one. Earlier failures of the seat are forgotten."""
-        assert not self._closed and index <= len(self.seats)
-        if index == len(self.seats):
-            self.seats.append(Seat(index, None, wanted=False))
-        seat = self.seats[index]
-        assert seat.state == "vacant" and seat.replica is None
-        seat.wanted, seat.quarantined, seat.failed_at, seat.reason = True, False, [], ""
-        seat.restarting = asyncio.create_task(self._fill_or_give_up(seat))
+        """Start a replica in a slot, which is vacant or the next new one. Earlier failures of the slot are forgotten."""
+        assert not self._closed and index <= len(self.slots)
+        if index == len(self.slots):
+            self.slots.append(Slot(index, None, wanted=False))
+        slot = self.slots[index]
+        assert slot.state == "vacant" and slot.replica is None
+        slot.wanted, slot.quarantined, slot.failed_at, slot.reason = True, False, [], ""
+        slot.restarting = asyncio.create_task(self._fill_or_quarantine(slot))
 
-    async def leave(self, index: int, hand_over: Callable[[Seat[R], R], Awaitable[None]]) -> None:
-        """Vacate a seat, whether a replica serves there, is being started or was quarantined. This is no failure.
+    async def leave(self, index: int, hand_over: Callable[[Slot[R], R], Awaitable[None]]) -> None:
+        """Vacate a slot, whatever its state. This does not count as a failure.
 
-        A replica that serves gets no further work from now on. It takes part in an update that is under way; then `hand_over` has it give
-        back the work that it still has, and it is ended.
+        A serving replica gets no further work. It takes part in an update that is in progress, then `hand_over` makes it return its
+        remaining work, and it is ended.
         """
-        seat = self.seats[index]
-        seat.wanted = False
-        if seat.restarting is not None and not seat.restarting.done():
-            seat.restarting.cancel()
-            await asyncio.gather(seat.restarting, return_exceptions=True)
-        leaving = seat.replica
+        slot = self.slots[index]
+        slot.wanted = False
+        if slot.restarting is not None and not slot.restarting.done():
+            slot.restarting.cancel()
+            await asyncio.gather(slot.restarting, return_exceptions=True)
+        leaving = slot.replica
         async with self.updating:
-            seat.replica = None
+            slot.replica = None
         try:
             if leaving is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
-                    await hand_over(seat, leaving)
+                    await hand_over(slot, leaving)
         finally:
             if leaving is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
@@ -181,51 +180,51 @@ class Replicas[R]:
 
     @asynccontextmanager
     async def fixed_members(self) -> AsyncIterator[None]:
-        """Let no fresh replica begin to serve while the block runs."""
+        """Prevent fresh replicas from joining while the block runs."""
         async with self.updating:
             self._named = None
             yield
 
     def members(self, kind: str, ranks: int, where: Callable[[R], bool] = lambda _: True) -> list[str]:
-        """A name for each of the `ranks` of each live replica for which `where` holds. No name is used twice.
+        """A unique name for each of the `ranks` of each live replica that satisfies `where`.
 
-        The next `apply_update` of the same `fixed_members` block calls exactly these replicas.
+        The next `apply_update` in the same `fixed_members` block calls exactly these replicas.
         """
         self._named = self.live(where)
-        return [f"{kind} {seat.index}.{seat.fills}.{rank}" for seat, _ in self._named for rank in range(ranks)]
+        return [f"{kind} {slot.index}.{slot.fills}.{rank}" for slot, _ in self._named for rank in range(ranks)]
 
     async def apply_update[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
-        """`call` the replicas that `members` named, or where it was not called the live ones for which `where` holds, as `each` does."""
+        """Like `each`, for the replicas that `members` named, or for the live ones that satisfy `where` if it was not called."""
         assert self.updating.locked(), "replicas are updated in a block of `fixed_members`"
-        asked, self._named = self._named, None
-        return await self._ask(self.live(where) if asked is None else asked, call)
+        named, self._named = self._named, None
+        return await self._call_all(self.live(where) if named is None else named, call)
 
     async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
-        """`call` all live replicas at the same time and return their answers. A replica that turns out dead is restarted.
+        """Call all live replicas concurrently and return their results. A dead replica is restarted.
 
         Raises the first other error, after every replica has answered.
         """
-        return await self._ask(self.live(), call)
+        return await self._call_all(self.live(), call)
 
-    async def _ask[T](self, asked: list[tuple[Seat[R], R]], call: Callable[[R], Awaitable[T]]) -> list[T]:
-        answers: list[T] = []
-        refused: list[BaseException] = []
-        found = await asyncio.gather(*(call(replica) for _, replica in asked), return_exceptions=True)
-        for (seat, replica), answer in zip(asked, found, strict=True):
-            if isinstance(answer, self._lifecycle.dead):
-                self.lost(seat, replica, answer)
-            elif isinstance(answer, BaseException):
-                refused.append(answer)
+    async def _call_all[T](self, live: list[tuple[Slot[R], R]], call: Callable[[R], Awaitable[T]]) -> list[T]:
+        values: list[T] = []
+        errors: list[BaseException] = []
+        results = await asyncio.gather(*(call(replica) for _, replica in live), return_exceptions=True)
+        for (slot, replica), result in zip(live, results, strict=True):
+            if isinstance(result, self._lifecycle.dead):
+                self.lost(slot, replica, result)
+            elif isinstance(result, BaseException):
+                errors.append(result)
             else:
-                answers.append(answer)
-        if refused:
-            raise refused[0]
-        return answers
+                values.append(result)
+        if errors:
+            raise errors[0]
+        return values
 
     async def close(self) -> None:
-        """End all replicas, including those that are being started or ended, and start no more."""
+        """End all replicas, including those that are being started or ended. No replica is started afterwards."""
         self._closed = True
-        restarting = [seat.restarting for seat in self.seats if seat.restarting is not None]
+        restarting = [slot.restarting for slot in self.slots if slot.restarting is not None]
         for task in restarting:
             task.cancel()
         ended = await asyncio.gather(*(self._end(replica) for _, replica in self.live()), return_exceptions=True)
@@ -237,36 +236,36 @@ class Replicas[R]:
     async def _end(self, replica: R) -> None:
         await asyncio.wait_for(self._lifecycle.end(replica), self._lifecycle.end_s)
 
-    async def _restart(self, seat: Seat[R], dead: R) -> None:
+    async def _restart(self, slot: Slot[R], dead: R) -> None:
         with suppress(Exception):
-            # Errors of ending it do not matter: it has failed, for the reason that the seat has.
+            # The slot already has the reason of the failure.
             await self._end(dead)
-        await self._fill_or_give_up(seat, anew=True)
+        await self._fill_or_quarantine(slot, restart=True)
 
-    async def _fill_or_give_up(self, seat: Seat[R], *, anew: bool = False) -> None:
-        """Start replicas for a seat until one serves, or quarantine it after too many failures. `anew`: in the place of one that failed."""
-        while len(seat.failed_at) <= self._lifecycle.max_restarts:
+    async def _fill_or_quarantine(self, slot: Slot[R], *, restart: bool = False) -> None:
+        """Start replicas for a slot until one serves, or quarantine the slot after too many failures."""
+        while len(slot.failed_at) <= self._lifecycle.max_restarts:
             try:
-                await self._fill(seat)
-                if anew:
+                await self._fill(slot)
+                if restart:
                     self.restarts += 1
-                    self._lifecycle.tell(f"replica {seat.index} is back")
+                    self._lifecycle.log(f"replica {slot.index} is back")
                 break
             except Exception as error:
-                self._failed(seat, error)
+                self._failed(slot, error)
         else:
-            seat.quarantined = True
-            self._lifecycle.tell(f"replica {seat.index} is in quarantine: it failed {len(seat.failed_at)} time(s) within an hour")
+            slot.quarantined = True
+            self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failed_at)} time(s) within an hour")
         await self._lifecycle.changed()
 
-    async def _fill(self, seat: Seat[R]) -> None:
-        fresh = await self._lifecycle.start(seat.index)
+    async def _fill(self, slot: Slot[R]) -> None:
+        fresh = await self._lifecycle.start(slot.index)
         try:
             waited = 0.0
-            while not await self._brought_up(seat, fresh):
+            while not await self._brought_up(slot, fresh):
                 if waited > VERSION_WAIT_S:
-                    raise RuntimeFailure(f"what the others serve could not be had within {VERSION_WAIT_S:g} s")
-                # Without the lock: the version may come with the next update, such as the second try of one that failed.
+                    raise RuntimeFailure(f"the weight version of the other replicas was not available within {VERSION_WAIT_S:g} s")
+                # Wait without the lock: the version may come with the next update, such as the repetition of a failed one.
                 await asyncio.sleep(_POLL_S)
                 waited += _POLL_S
         except BaseException:
@@ -274,21 +273,21 @@ class Replicas[R]:
                 await self._end(fresh)
             raise
 
-    async def _brought_up(self, seat: Seat[R], fresh: R) -> bool:
+    async def _brought_up(self, slot: Slot[R], fresh: R) -> bool:
         async with self.updating:
             within = self._lifecycle.bring_up_s
             try:
                 brought_up = await asyncio.wait_for(self._lifecycle.bring_up(fresh), within)
             except TimeoutError as error:
-                raise RuntimeFailure(f"it did not take in what the others serve within {within:g} s") from error
+                raise RuntimeFailure(f"it did not load the weight version of the other replicas within {within:g} s") from error
             if not brought_up:
                 return False
-            seat.replica = fresh
-            seat.fills += 1
+            slot.replica = fresh
+            slot.fills += 1
             return True
 
-    def _failed(self, seat: Seat[R], error: Exception) -> None:
+    def _failed(self, slot: Slot[R], error: Exception) -> None:
         now = time.monotonic()
-        seat.failed_at = [*(then for then in seat.failed_at if now - then < FORGET_S), now]
-        seat.reason = one_line(error)
-        self._lifecycle.tell(f"replica {seat.index} failed: {seat.reason}")
+        slot.failed_at = [*(then for then in slot.failed_at if now - then < FORGET_S), now]
+        slot.reason = one_line(error)
+        self._lifecycle.log(f"replica {slot.index} failed: {slot.reason}")

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from mtpctl.cluster.bundles import Claim, Seats, draining, living
+from mtpctl.cluster.bundles import Bundles, Claim, draining, living
 from mtpctl.cluster.deadlines import in_thread, one_line
 from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits
@@ -38,12 +38,12 @@ class ElasticRollout:
     """
 
     def __init__(
-        self, rollout: RolloutBase, directory: RunDirectory, seats: Seats, state: RunState, waits: Waits, tell: Callable[[str], None]
+        self, rollout: RolloutBase, directory: RunDirectory, bundles: Bundles, state: RunState, waits: Waits, tell: Callable[[str], None]
     ) -> None:
         self.rollout, self._before = rollout, remembered(directory)
         self.asked = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
         self.on_wait: Callable[[], None] = lambda: None
-        self._directory, self._seats, self._state, self._waits, self._tell = directory, seats, state, waits, tell
+        self._directory, self._bundles, self._state, self._waits, self._tell = directory, bundles, state, waits, tell
         self._membership: Membership | None = None
         self._claim = Claim("", 0.0)
         self._looking_for_room: asyncio.Task[None] | None = None
@@ -118,7 +118,7 @@ class ElasticRollout:
 
     def _look(self, membership: Membership, alive: set[str], drained: set[str]) -> None:
         for index in membership.taken:
-            node = self._seats.seats[_actor(index)].node
+            node = self._bundles.by_actor[_actor(index)].node
             if node not in alive or node in drained:
                 self._leave(membership, index, "its host is being drained" if node in alive else "its host is gone")
         for index in membership.taken[: -self.asked]:
@@ -149,7 +149,7 @@ class ElasticRollout:
             self._tell(f"replica {index} left in disorder: {one_line(error)}")
         finally:
             del self._leaving[index]
-            self._seats.give_up(_actor(index))
+            self._bundles.release(_actor(index))
             self._left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
@@ -157,20 +157,20 @@ class ElasticRollout:
         while len(membership.taken) < self.asked and not self._state.lost and not self._others_awaited():
             index = next(i for i in range(self.asked + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
-            if await self._seats.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
+            if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
                 return
-            self._tell(f"replica {index} joins, on host {self._seats.host(actor)}")
+            self._tell(f"replica {index} joins, on host {self._bundles.host(actor)}")
             membership.join(index)
             self._joining.add(index)
 
     def _others_awaited(self) -> dict[str, float]:
         """The actors of the trainer and the log-prob server that wait for a place, and since when."""
-        return {actor: since for actor, since in self._seats.awaited.items() if not actor.startswith("rollout-")}
+        return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
     def _late_other(self) -> str:
         """One of them whose host is gone and that has waited for `YIELD_S`, also since a replica left; empty where there is none."""
         late = time.monotonic() - YIELD_S
-        lost = self._seats.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
+        lost = self._bundles.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
         return lost[0] if lost else ""
 
     def _show_wait(self, placed: int) -> None:

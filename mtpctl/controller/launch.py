@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mtpctl.checkpoint.finding import choose
-from mtpctl.cluster.bundles import Seats
+from mtpctl.cluster.bundles import Bundles
 from mtpctl.cluster.deadlines import finished_before, within
 from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import Daemons, check_room, cluster
@@ -127,7 +127,7 @@ class Run:
     """
 
     placement: Placement
-    seats: Seats
+    bundles: Bundles
     revival: Revival
     gateway: socket.socket | None = None
     pool: ReplicaPool | None = None
@@ -172,13 +172,13 @@ class Run:
             found = await seated(self.recipe, self.waits, self.state.stopping)
             if found is None:
                 return self.stops.number
-            self.placement, self.seats = found
-            self.telemetry.event("start", f"places: {self.seats.told()}")
+            self.placement, self.bundles = found
+            self.telemetry.event("start", f"placement: {self.bundles.summary()}")
             if "rl" in self.recipe.train.stages and self.recipe.rollout.elastic:
                 told = partial(self.telemetry.event, "rollout")
-                self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.seats, self.state, self.waits, told)
+                self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, told)
                 await stack.enter_async_context(self.elastic.watching())
-            trainer = TrainerGroup(self.recipe, self.placement, self.seats)
+            trainer = TrainerGroup(self.recipe, self.placement, self.bundles)
             self.revival = Revival(
                 self.recipe,
                 trainer,
@@ -229,14 +229,14 @@ class Run:
         return await asyncio.gather(self._start_rollout(stack), self._start_logprob(stack))
 
     async def _start_logprob(self, stack: contextlib.AsyncExitStack) -> LogprobServer:
-        seat = self.placement.of("logprob")[0]
+        first = self.placement.of("logprob")[0]
         starting = start_server(
             self.recipe,
             self.prepared.model.path,
             device=self.placement.device,
-            cpus=seat.cpus,
-            gpus=seat.gpus,
-            seats=self.seats,
+            cpus=first.cpus,
+            gpus=first.gpus,
+            bundles=self.bundles,
             published=self.store,
             tell=self._tell_restart,
         )
@@ -255,7 +255,7 @@ class Run:
                 model=folder,
                 context=self.prepared.context,
                 placement=self.placement,
-                seats=self.seats,
+                bundles=self.bundles,
                 published=self.store,
                 tokenizer=self.prepared.tokenizer.name,
                 turns=turns_for(self.recipe.rollout, self.prepared.tokenizer),
@@ -385,7 +385,7 @@ class Run:
                     bound=self.gateway,
                 )
             )
-            teacher = await start_teacher(self.recipe, self.prepared, stack, self.placement, self.seats, server, self._starting)
+            teacher = await start_teacher(self.recipe, self.prepared, stack, self.placement, self.bundles, server, self._starting)
             settle_heap()
             stage = RlStage(
                 self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher

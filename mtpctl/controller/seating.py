@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from mtpctl.cluster.bundles import LOOK_S, Bundle, Claim, Occupied, RayHost, Seats, ray_hosts
+from mtpctl.cluster.bundles import LOOK_S, Bundles, BundleSpec, BundlesUnavailable, Claim, RayHost, ray_hosts
 from mtpctl.controller.waits import Waits
 from mtpctl.errors import ClusterResources
-from mtpctl.plan.placement import Actor, Placement, place
-from mtpctl.plan.placement import Bundle as Planned
+from mtpctl.plan.placement import Actor, Bundle, Placement, place
 from mtpctl.recipe.schema import Recipe
 
 
-async def seated(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Seats] | None:
+async def seated(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Bundles] | None:
     """Plan the run on what is free of the cluster, and reserve the places. Returns None where a stop is asked for first.
 
     While others use too much of the cluster, waits. Raises ClusterResources where even the whole cluster is too small: at once where the
@@ -30,7 +29,7 @@ async def seated(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple
     return None
 
 
-async def _try(recipe: Recipe, began: float) -> tuple[Placement, Seats] | None:
+async def _try(recipe: Recipe, began: float) -> tuple[Placement, Bundles] | None:
     hosts = ray_hosts()
     try:
         placement = place(recipe, [host.free for host in hosts])
@@ -41,16 +40,16 @@ async def _try(recipe: Recipe, began: float) -> tuple[Placement, Seats] | None:
             if recipe.cluster.address is None or time.monotonic() - began > recipe.cluster.actor_deadline_s:
                 raise
         return None
-    seats = Seats()
+    bundles = Bundles()
     try:
-        await seats.reserve([_wanted(bundle, hosts) for bundle in placement.bundles()])
-    except Occupied:
+        await bundles.reserve([_wanted(bundle, hosts) for bundle in placement.bundles()])
+    except BundlesUnavailable:
         return None
-    return placement, seats
+    return placement, bundles
 
 
-def _wanted(bundle: Planned, hosts: list[RayHost]) -> Bundle:
-    return Bundle(hosts[bundle.host].node, claims_of(bundle.actors))
+def _wanted(bundle: Bundle, hosts: list[RayHost]) -> BundleSpec:
+    return BundleSpec(hosts[bundle.host].node, claims_of(bundle.actors))
 
 
 def engine_claim(placement: Placement) -> Claim:

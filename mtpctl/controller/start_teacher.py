@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from mtpctl.cluster.bundles import Seats
+from mtpctl.cluster.bundles import Bundles
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.teacher import Hint, ServedAtUrl, ServedInRun, Source, Teacher
@@ -28,7 +28,7 @@ async def start_teacher(
     prepared: Prepared,
     stack: contextlib.AsyncExitStack,
     placement: Placement,
-    seats: Seats,
+    bundles: Bundles,
     policy: LogprobServer | None,
     starting: Starting,
 ) -> Teacher | None:
@@ -46,7 +46,7 @@ async def start_teacher(
         assert policy is not None, "the recipe's checks let no such teacher through without the server"
         source = ServedInRun(policy, "the policy", None)
     else:
-        source = await _served(recipe, config, prepared, stack, placement, seats, starting)
+        source = await _served(recipe, config, prepared, stack, placement, bundles, starting)
     hint = None if config.hint is None else Hint(config.hint, prepared.tokenizer, recipe.data, prepared.tools)
     teacher = Teacher(config, source, recipe.rollout.temperature, hint)
     await teacher.check(prepared.tokenizer, prepared.problems.train[:CHECKED])
@@ -59,21 +59,21 @@ async def _served(
     prepared: Prepared,
     stack: contextlib.AsyncExitStack,
     placement: Placement,
-    seats: Seats,
+    bundles: Bundles,
     starting: Starting,
 ) -> ServedInRun:
     folder = prepared.teacher
     assert folder is not None, "prepare() finds the model of a teacher that the run serves"
     options = recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
-    seat = placement.of("teacher")[0]
+    first = placement.of("teacher")[0]
     # Its own MTP layers have nothing to say about the policy's tokens.
     beginning = start_server(
         recipe.model_copy(update={"logprob": options, "mtp": MtpConfig(mode="off")}),
         folder.path,
         device=placement.device,
-        cpus=seat.cpus,
-        gpus=seat.gpus,
-        seats=seats,
+        cpus=first.cpus,
+        gpus=first.gpus,
+        bundles=bundles,
         role="teacher",
     )
     with starting("teacher", [f"teacher replica {i} rank 0" for i in range(config.replicas)]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mtpctl.cluster.bundles import LOOK_S, Found, Options, Seats
+from mtpctl.cluster.bundles import LOOK_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import one_line, within
 from mtpctl.cluster.process import name_for_one
 from mtpctl.errors import MtpctlError, RuntimeFailure
@@ -53,17 +53,17 @@ class TrainerGroup:
     """The trainer ranks, as Ray actors. Every call goes to all of them, and returns the answer of rank 0.
 
     `recipe` is the one that the ranks run by: after the loss of a host it may ask for fewer data-parallel ranks than the run's own.
-    `seats`: the reserved places of the ranks. Without them Ray chooses the places, and no rank can be started anew.
+    `bundles`: the reserved places of the ranks. Without them Ray chooses the places, and no rank can be started anew.
     """
 
-    def __init__(self, recipe: Recipe, placement: Placement, seats: Seats | None = None) -> None:
-        self.recipe, self.seats = recipe, seats
+    def __init__(self, recipe: Recipe, placement: Placement, bundles: Bundles | None = None) -> None:
+        self.recipe, self.bundles = recipe, bundles
         self._asked = recipe
         self.ranks: list[ActorHandle] = []
         first = placement.of("trainer")[0]
-        taken = None if seats is None else [seats.seats[name] for name in self.names]
+        taken = None if bundles is None else [bundles.by_actor[name] for name in self.names]
         anywhere: Options = {"num_cpus": first.cpus, "num_gpus": first.gpus}
-        self._start([seat.options() for seat in taken] if taken else [anywhere] * len(self.names))
+        self._start([bundle.options() for bundle in taken] if taken else [anywhere] * len(self.names))
 
     @property
     def names(self) -> list[str]:
@@ -118,7 +118,7 @@ class TrainerGroup:
             raise TrainerLost(str(error)) from error
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
         told = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
-        checks: list[Coroutine[None, None, Found]] = [
+        checks: list[Coroutine[None, None, ActorLocation]] = [
             within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
         for found in await asyncio.gather(*checks, return_exceptions=True):
@@ -161,21 +161,21 @@ class TrainerGroup:
 
     async def _seated(self, deadline_s: float) -> None:
         """Wait until every rank has started, and check that each is in its seat. Raises HostGone where a host is lost meanwhile."""
-        if self.seats is None:
+        if self.bundles is None:
             return
-        waits: list[asyncio.Future[Found]] = [
+        waits: list[asyncio.Future[ActorLocation]] = [
             asyncio.ensure_future(within(rank.here.remote(), deadline_s, f"trainer rank {i}, start")) for i, rank in enumerate(self.ranks)
         ]
         try:
             while (await asyncio.wait(waits, timeout=LOOK_S))[1]:
-                if lost := self.seats.lost(self.names):
+                if lost := self.bundles.lost(self.names):
                     raise HostGone(f"{lost[0]}: its host is gone")
             for name, wait in zip(self.names, waits, strict=True):
                 try:
-                    found: Found = wait.result()
+                    found: ActorLocation = wait.result()
                 except RuntimeFailure as error:
                     raise TrainerLost(str(error)) from error
-                self.seats.check(name, found)
+                self.bundles.check(name, found)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -194,20 +194,20 @@ class TrainerGroup:
         Where there is no room for all data-parallel ranks, starts as many as have room, at least `train.min_dp`. Where those have no room
         either, waits for it, and says so once by `tell`. Raises TrainerLost where a stop is asked for meanwhile.
         """
-        assert self.seats is not None, "ranks that Ray has placed are not started anew"
+        assert self.bundles is not None, "ranks that Ray has placed are not started anew"
         self.end()
         asked, least = self._asked.train.parallel, self._asked.train.min_dp
         began, told = time.monotonic(), False
-        before = [name for name in self.seats.seats if name.startswith("trainer-")]
-        self.seats.close_up(before)
-        with self.seats.awaiting(before):
+        before = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
+        self.bundles.compact(before)
+        with self.bundles.awaiting(before):
             while True:
                 late = time.monotonic() - began > ROOM_S
                 for dp in [d for d in range(asked.dp, (least or asked.dp) - 1, -1) if d == asked.dp or (late and self._splits(d))]:
                     self.recipe = self._with_dp(dp)
-                    seats = await self.seats.take_now(self.names, together=asked.tp)
-                    if seats is not None:
-                        return self._start([seat.options() for seat in seats])
+                    bundles = await self.bundles.try_take(self.names, together=asked.tp)
+                    if bundles is not None:
+                        return self._start([bundle.options() for bundle in bundles])
                 if late and not told:
                     told = True
                     tell("no room for the trainer's ranks; waiting for a host that joins, or is free again")

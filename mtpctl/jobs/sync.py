@@ -78,8 +78,8 @@ def sync_by_hand(
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
     placement = place(recipe)
-    seats = placement.of("trainer") if engines else placement.actors
-    cpus, gpus = sum(seat.cpus for seat in seats), sum(seat.gpus for seat in seats)
+    bundles = placement.of("trainer") if engines else placement.actors
+    cpus, gpus = sum(first.cpus for first in bundles), sum(first.gpus for first in bundles)
     with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
         return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat, say=print_progress))
 
@@ -135,8 +135,8 @@ async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: Ve
 async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
-    seat = placement.of("logprob")[0]
-    starting = start_server(recipe, model.path, device=placement.device, cpus=seat.cpus, gpus=seat.gpus, published=store)
+    first = placement.of("logprob")[0]
+    starting = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=store)
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 
 

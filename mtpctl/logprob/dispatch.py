@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from mtpctl.cluster.replicas import Replicas, Seat
+from mtpctl.cluster.replicas import Replicas, Slot
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.protocol import ReplicaDead, Scored, ScoreRequest, VersionGone
 from mtpctl.logprob.queue import Waiting
@@ -108,29 +108,29 @@ class Dispatcher:
     def _send_batch(self) -> bool:
         """Send one batch to the least busy replica that can take one; False where there is none, or nothing to send."""
         live = self.replicas.live()
-        free = [(seat, replica) for seat, replica in live if seat.busy == 0]
+        free = [(slot, replica) for slot, replica in live if slot.busy == 0]
         full = self.limits.tokens_per_batch
         # One batch ahead, but only a full one: a smaller one had better wait for more requests.
-        ahead = [(seat, replica) for seat, replica in live if seat.busy == 1 and self.queue.tokens >= full]
+        ahead = [(slot, replica) for slot, replica in live if slot.busy == 1 and self.queue.tokens >= full]
         budget = min(full, math.ceil(self.queue.tokens / len(free))) if free else full
-        for seat, replica in (*free, *ahead):
+        for slot, replica in (*free, *ahead):
             for version in replica.versions:
                 batch = self.queue.take(budget, lambda r, v=version, now=replica.version: _answers_with(r, v, now))  # type: ignore[misc]
                 if batch:
-                    seat.busy += 1
+                    slot.busy += 1
                     self._idle.clear()
-                    self._start(self._run(seat, replica, batch, version, replica.score([i.request for i in batch], version)))
+                    self._start(self._run(slot, replica, batch, version, replica.score([i.request for i in batch], version)))
                     return True
         return False
 
     async def _run(
-        self, seat: Seat[Replica], replica: Replica, batch: list[Waiting], version: int, answers: Awaitable[list[Scored]]
+        self, slot: Slot[Replica], replica: Replica, batch: list[Waiting], version: int, answers: Awaitable[list[Scored]]
     ) -> None:
         began = time.monotonic()
         try:
-            scored = await asyncio.wait_for(answers, self.limits.batch_deadline_s * seat.busy)
+            scored = await asyncio.wait_for(answers, self.limits.batch_deadline_s * slot.busy)
         except (ReplicaDead, TimeoutError) as error:
-            self.replicas.lost(seat, replica, error)
+            self.replicas.lost(slot, replica, error)
             self._again(batch, error, died=True)
         except asyncio.CancelledError:
             for item in batch:
@@ -139,15 +139,15 @@ class Dispatcher:
             raise
         except Exception as error:
             # The pass failed. If ranks hang in one of its collectives, they will not answer, and the replica counts as dead.
-            await self.check_alive(seat, replica)
+            await self.check_alive(slot, replica)
             if len(batch) == 1 and not batch[0].answer.done():
                 batch[0].answer.set_exception(_failed(error))
             elif len(batch) > 1:
                 self._again(batch, error, died=False)
         else:
             # A batch that was sent ahead began when the one before it ended.
-            began, now = max(began, self._ended_at.get(seat.index, began)), time.monotonic()
-            seconds, self._ended_at[seat.index] = now - began, now
+            began, now = max(began, self._ended_at.get(slot.index, began)), time.monotonic()
+            seconds, self._ended_at[slot.index] = now - began, now
             tokens = sum(item.tokens for item in batch)
             self.queue.served(tokens, seconds)
             self.counters.batches += 1
@@ -158,8 +158,8 @@ class Dispatcher:
                     assert result.version == version
                     item.answer.set_result(result)
         finally:
-            seat.busy -= 1
-            if not any(s.busy for s in self.replicas.seats):
+            slot.busy -= 1
+            if not any(s.busy for s in self.replicas.slots):
                 self._idle.set()
             self.settle()
 
@@ -178,7 +178,7 @@ class Dispatcher:
 
     def _refuse_hopeless(self) -> None:
         """Fail the requests that no replica will ever answer."""
-        if reasons := self.replicas.hopeless():
+        if reasons := self.replicas.all_quarantined():
             self.refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))
             return
         held = self.held()
@@ -202,12 +202,12 @@ class Dispatcher:
             if not item.answer.done():
                 item.answer.set_exception(error)
 
-    async def check_alive(self, seat: Seat[Replica], replica: Replica) -> None:
+    async def check_alive(self, slot: Slot[Replica], replica: Replica) -> None:
         """Ping a replica, and have it restarted where it does not answer."""
         try:
             await asyncio.wait_for(replica.ping(), END_S)
         except (ReplicaDead, TimeoutError) as error:
-            self.replicas.lost(seat, replica, error)
+            self.replicas.lost(slot, replica, error)
 
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -25,7 +25,7 @@ def prometheus(server: LogprobServer) -> str:
         Series("queue_requests", "gauge", "Sequences that wait.", server.queue.requests),
         Series("queue_limit_tokens", "gauge", "Tokens that may wait.", server.limits.queue_tokens),
         Series("replicas_alive", "gauge", "Replicas that serve.", len(server.replicas.live())),
-        Series("replicas", "gauge", "Replicas there should be.", len(server.replicas.seats)),
+        Series("replicas", "gauge", "Replicas there should be.", len(server.replicas.slots)),
         Series("version", "gauge", "Current weight version.", server.version),
     ]
     return text_of("mtpctl_logprob_", series)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.cluster.bundles import Options, Seats
+from mtpctl.cluster.bundles import Bundles, Options
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.replicas import Tell, tell_nobody
+from mtpctl.cluster.replicas import Log, no_log
 from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
@@ -40,16 +40,16 @@ async def start_server(
     device: Literal["cpu", "cuda"],
     cpus: float,
     gpus: float,
-    seats: Seats | None = None,
+    bundles: Bundles | None = None,
     published: Published | None = None,
     checkpoint: Path | None = None,
     version: int = 0,
     role: Literal["logprob", "teacher"] = "logprob",
-    tell: Tell = tell_nobody,
+    tell: Log = no_log,
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
-    `cpus` and `gpus` are those of one rank. `seats`: where the ranks sit, by the names of `role`; without them Ray chooses.
+    `cpus` and `gpus` are those of one rank. `bundles`: where the ranks sit, by the names of `role`; without them Ray chooses.
     `published`: where restarted replicas find newer weights. `tell`: as in `LogprobServer.start`; its lines begin with the replicas' role.
     """
     options = recipe.logprob
@@ -77,11 +77,13 @@ async def start_server(
     async def begin(index: int, name: str) -> Replica:
         anywhere: Options = {"num_cpus": cpus, "num_gpus": gpus}
         ranks = [f"{role}-{index}" + (f".{rank}" if rank else "") for rank in range(options.parallel.world_size)]
-        taken = None if seats is None else await seats.take(*ranks)
-        replica = await start_replica(config, name=name, options=[seat.options() for seat in taken] if taken else [anywhere] * len(ranks))
-        if seats is not None:
+        taken = None if bundles is None else await bundles.take(*ranks)
+        replica = await start_replica(
+            config, name=name, options=[bundle.options() for bundle in taken] if taken else [anywhere] * len(ranks)
+        )
+        if bundles is not None:
             for rank, found in zip(ranks, await replica.where(), strict=True):
-                seats.check(rank, found)
+                bundles.check(rank, found)
         return replica
 
     limits = ServerLimits(

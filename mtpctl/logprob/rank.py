@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.cluster.bundles import Found, here
+from mtpctl.cluster.bundles import ActorLocation, current_location
 from mtpctl.cluster.process import importing, settle_heap, write_to_run
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
@@ -67,9 +67,9 @@ class ScoreRank:
         self._incoming_adapter: MergedAdapter | None = None
         self._finished: set[str] = set()
 
-    def here(self) -> Found:
+    def here(self) -> ActorLocation:
         """Where the actor is."""
-        return here()
+        return current_location()
 
     def address(self) -> str:
         """Address of the store at which the ranks meet. Rank 0 holds it from now on; the other ranks return an empty string."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mtpctl.cluster.bundles import Found, Options
+from mtpctl.cluster.bundles import ActorLocation, Options
 from mtpctl.cluster.process import name_for_one
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
@@ -29,7 +29,7 @@ class Ranks(Protocol):
         """
         ...
 
-    async def where(self) -> list[Found]:
+    async def where(self) -> list[ActorLocation]:
         """Where each rank is."""
         ...
 
@@ -97,7 +97,7 @@ class Replica:
     def distrust(self) -> None:
         self._distrusted = True
 
-    async def where(self) -> list[Found]:
+    async def where(self) -> list[ActorLocation]:
         """Where each rank is."""
         return await self.ranks.where()
 
@@ -116,7 +116,7 @@ class RayRanks:
         refs = [getattr(handle, method).remote(*args) for handle in self.handles]
         return self._answers(refs)
 
-    async def where(self) -> list[Found]:
+    async def where(self) -> list[ActorLocation]:
         """Where each rank is."""
         return list(await asyncio.gather(*(self._answers([handle.here.remote()]) for handle in self.handles)))
 

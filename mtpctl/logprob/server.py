@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from mtpctl.cluster.replicas import Lifecycle, Replicas, Tell, start_all, tell_nobody
+from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
 from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.queue import Waiting
@@ -28,7 +28,7 @@ class LogprobServer:
     """Replicas behind one queue. Build with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(
-        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, tell: Tell = tell_nobody
+        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, tell: Log = no_log
     ) -> None:
         self.bounds: Bounds = replicas[0].bounds
         self.version = max(replica.version for replica in replicas)
@@ -42,7 +42,7 @@ class LogprobServer:
             end_s=END_S,
             # It may apply two versions, and an update that fails has as long again to restore the old weights.
             bring_up_s=3 * limits.sync_deadline_s,
-            tell=tell,
+            log=tell,
         )
         self.replicas = Replicas(replicas, lifecycle)
         self._published = published
@@ -52,7 +52,7 @@ class LogprobServer:
 
     @classmethod
     async def start(
-        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, tell: Tell = tell_nobody
+        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, tell: Log = no_log
     ) -> LogprobServer:
         """Start `count` replicas with `start(index)`, all at once.
 
@@ -155,9 +155,9 @@ class LogprobServer:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.pause_serving(), deadline_s)
                 late = ReplicaDead(f"its pass did not end within {deadline_s:g} s, when weights were to change")
-                for seat, replica in self.replicas.live():
-                    if seat.busy:
-                        self.replicas.lost(seat, replica, late)
+                for slot, replica in self.replicas.live():
+                    if slot.busy:
+                        self.replicas.lost(slot, replica, late)
                 yield
             finally:
                 self.resume_serving()
@@ -198,22 +198,22 @@ class LogprobServer:
         """One entry a replica: whether it serves, its versions, and the reason where it does not."""
         return [
             {
-                "replica": seat.index,
-                "alive": seat.replica is not None,
-                "versions": seat.replica.versions if seat.replica is not None else [],
-                "state": seat.state,
-                "reason": seat.reason if seat.replica is None else "",
+                "replica": slot.index,
+                "alive": slot.replica is not None,
+                "versions": slot.replica.versions if slot.replica is not None else [],
+                "state": slot.state,
+                "reason": slot.reason if slot.replica is None else "",
             }
-            for seat in self.replicas.seats
+            for slot in self.replicas.slots
         ]
 
     async def watch(self, every_s: float = 5.0) -> None:
         """Ping replicas that are idle, so that a dead one is replaced before it is needed. Runs until cancelled."""
         while True:
             await asyncio.sleep(every_s)
-            for seat, replica in self.replicas.live():
-                if seat.busy == 0 and not self.replicas.updating.locked():
-                    await self._dispatcher.check_alive(seat, replica)
+            for slot, replica in self.replicas.live():
+                if slot.busy == 0 and not self.replicas.updating.locked():
+                    await self._dispatcher.check_alive(slot, replica)
 
     async def close(self) -> None:
         """End every replica, and fail the requests that still wait."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mtpctl.cluster.bundles import Found, here
+from mtpctl.cluster.bundles import ActorLocation, current_location
 from mtpctl.cluster.process import name_for_one, settle_heap, write_to_run
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpecStats, SpeculationState
@@ -133,15 +133,12 @@ class RolloutActor:
     async def health(self) -> Health:
         return await self._engine.health()
 
-    async def checksums(self) -> dict[str, str]:
-        return await self._engine.checksums()
-
     async def pid(self) -> int:
         return os.getpid()
 
-    async def here(self) -> Found:
+    async def here(self) -> ActorLocation:
         """Where the actor is."""
-        return here()
+        return current_location()
 
     async def shutdown(self) -> None:
         """End the engine; the owner ends the actor."""
@@ -186,9 +183,8 @@ class RolloutHandle(Protocol):
     spec_stats: _Remote[[], SpecStats]
     speculate: _Remote[[int | None], SpeculationState]
     health: _Remote[[], Health]
-    checksums: _Remote[[], dict[str, str]]
     pid: _Remote[[], int]
-    here: _Remote[[], Found]
+    here: _Remote[[], ActorLocation]
     shutdown: _Remote[[], None]
 
 
@@ -298,13 +294,10 @@ class RayReplica:
     async def health(self) -> Health:
         return await self._call(self._handle.health.remote())
 
-    async def checksums(self) -> dict[str, str]:
-        return await self._call(self._handle.checksums.remote())
-
     async def pid(self) -> int:
         return await self._call(self._handle.pid.remote())
 
-    async def here(self) -> Found:
+    async def here(self) -> ActorLocation:
         return await self._call(self._handle.here.remote())
 
     async def shutdown(self) -> None:

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from mtpctl.cluster.deadlines import finished_before
-from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, Tell, start_all, tell_nobody
+from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, Slot, no_log, start_all
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.membership import Membership
@@ -54,7 +54,7 @@ class ReplicaPool:
         max_restarts: int,
         sync_deadline_s: float,
         turns: TurnRunner | None = None,
-        tell: Tell = tell_nobody,
+        tell: Log = no_log,
     ) -> None:
         self._replicas = Replicas(
             replicas,
@@ -68,7 +68,7 @@ class ReplicaPool:
                 end_s=GRACE_S,
                 # An update that fails has as long again to restore the old weights.
                 bring_up_s=2 * sync_deadline_s,
-                tell=tell,
+                log=tell,
             ),
         )
         self._published = published
@@ -98,7 +98,7 @@ class ReplicaPool:
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
         turns: TurnRunner | None = None,
-        tell: Tell = tell_nobody,
+        tell: Log = no_log,
     ) -> ReplicaPool:
         """Start `count` replicas with `start(index)`, all at once.
 
@@ -198,18 +198,18 @@ class ReplicaPool:
         """The sample of a response that is generated as often, and with as many turns, as it takes."""
         while True:
             await self._running.wait()
-            seat = await self._take(request.sample.group_id)
-            replica = seat.replica
+            slot = await self._take(request.sample.group_id)
+            replica = slot.replica
             assert replica is not None
             left = max(request.deadline_s - request.sample.spent_s, 0.0)
             attempt = replace(request, sample=request.sample.copy(), deadline_s=left, unwanted=None, problem=None)
             try:
                 sample = await self._answer(replica, attempt, request.deadline_s)
             except (EngineDead, TargetDirty, TimeoutError) as error:
-                self._replicas.lost(seat, replica, error)
+                self._replicas.lost(slot, replica, error)
                 continue
             finally:
-                await self._give(seat, request.sample.group_id)
+                await self._give(slot, request.sample.group_id)
             if sample.finish_reason != ABORTED and not await self._next_turn(sample, play):
                 return sample
             request = replace(request, sample=sample)
@@ -248,34 +248,34 @@ class ReplicaPool:
         finally:
             self._with_environment -= 1
 
-    async def _take(self, group: str) -> Seat[Replica]:
+    async def _take(self, group: str) -> Slot[Replica]:
         """Wait for a replica with room, and take a place on it."""
         async with self._room:
-            await self._room.wait_for(lambda: self._free() or self._replicas.hopeless())
-            if reasons := self._replicas.hopeless():
+            await self._room.wait_for(lambda: self._free() or self._replicas.all_quarantined())
+            if reasons := self._replicas.all_quarantined():
                 raise RuntimeFailure(f"every rollout replica failed: {reasons}")
             free = self._free()
-            least = min(free, key=lambda seat: seat.busy)
-            near = [seat for seat in free if self._groups[seat.index, group] and seat.busy <= least.busy + AFFINITY_SLACK]
-            chosen = min(near, key=lambda seat: seat.busy, default=least)
+            least = min(free, key=lambda slot: slot.busy)
+            near = [slot for slot in free if self._groups[slot.index, group] and slot.busy <= least.busy + AFFINITY_SLACK]
+            chosen = min(near, key=lambda slot: slot.busy, default=least)
             chosen.busy += 1
             self._groups[chosen.index, group] += 1
             return chosen
 
-    async def _give(self, seat: Seat[Replica], group: str) -> None:
+    async def _give(self, slot: Slot[Replica], group: str) -> None:
         # Before the first await, at which a caller that is being cancelled may be cancelled again.
-        seat.busy -= 1
-        self._groups[seat.index, group] -= 1
-        if not self._groups[seat.index, group]:
-            del self._groups[seat.index, group]
+        slot.busy -= 1
+        self._groups[slot.index, group] -= 1
+        if not self._groups[slot.index, group]:
+            del self._groups[slot.index, group]
         await self._changed()
 
     def _capacity(self) -> int:
         """Responses that may be in flight at once; at least one, so that a pool without replicas gets to raise its error."""
         return max(self._max_in_flight * self.membership.serving, 1)
 
-    def _free(self) -> list[Seat[Replica]]:
-        return [seat for seat, _ in self._replicas.live() if seat.wanted and seat.busy < self._max_in_flight]
+    def _free(self) -> list[Slot[Replica]]:
+        return [slot for slot, _ in self._replicas.live() if slot.wanted and slot.busy < self._max_in_flight]
 
     async def _changed(self) -> None:
         async with self._room:
@@ -384,15 +384,15 @@ class ReplicaPool:
     async def health(self) -> list[Health]:
         """One entry for each replica, dead ones included."""
         found = []
-        for seat in self._replicas.seats:
-            if seat.state == "vacant":
+        for slot in self._replicas.slots:
+            if slot.state == "vacant":
                 continue
-            if seat.replica is None:
-                state = "in quarantine" if seat.quarantined else "restarting"
-                found.append(Health(alive=False, in_flight=seat.busy, reason=f"{state} after {seat.reason}"))
+            if slot.replica is None:
+                state = "in quarantine" if slot.quarantined else "restarting"
+                found.append(Health(alive=False, in_flight=slot.busy, reason=f"{state} after {slot.reason}"))
                 continue
             try:
-                found.append(await seat.replica.health())
+                found.append(await slot.replica.health())
             except EngineDead as error:
                 found.append(Health(alive=False, reason=str(error)))
         return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import count
 from math import ceil
 
-from mtpctl.cluster.bundles import Options, Seats
+from mtpctl.cluster.bundles import Bundles, Options
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.replicas import Tell, tell_nobody
+from mtpctl.cluster.replicas import Log, no_log
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import changed
 from mtpctl.plan.memory import engine_memory
@@ -33,18 +33,18 @@ async def start_pool(
     model: str,
     context: int,
     placement: Placement,
-    seats: Seats | None = None,
+    bundles: Bundles | None = None,
     published: Published | None = None,
     seed: int | None = None,
     tokenizer: str | None = None,
     turns: TurnRunner | None = None,
     routes: tuple[int, ...] = (),
-    tell: Tell = tell_nobody,
+    tell: Log = no_log,
 ) -> ReplicaPool:
     """Start the minimum number of engines that the recipe names on the model in the folder `model`, each with its own random seed.
 
     Args:
-        seats: the reserved bundles; if None, Ray chooses.
+        bundles: the reserved bundles; if None, Ray chooses.
         published: the version that a restarted replica loads.
         seed: replaces the recipe's seed. A restarted replica never reuses its predecessor's.
         tokenizer: folder or hub id; required for stop strings, environments and agents.
@@ -58,8 +58,8 @@ async def start_pool(
     """
     rollout = recipe.rollout
     first = recipe.seed if seed is None else seed
-    seat = placement.of("rollout")[0]
-    anywhere: Options = {"num_cpus": seat.cpus * rollout.tp, "num_gpus": seat.gpus * rollout.tp}
+    rank = placement.of("rollout")[0]
+    anywhere: Options = {"num_cpus": rank.cpus * rollout.tp, "num_gpus": rank.gpus * rollout.tp}
     starts = count()
     cache = rollout.kv_cache_bytes
     if cache is None and placement.device == "cpu":
@@ -93,11 +93,11 @@ async def start_pool(
         return await within(begin(f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
 
     async def begin(actor: str, name: str) -> Replica:
-        options = anywhere if seats is None else (await seats.take(actor))[0].options()
+        options = anywhere if bundles is None else (await bundles.take(actor))[0].options()
         replica = await start_replica(settings(), name=name, options=options)
         try:
-            if seats is not None:
-                seats.check(actor, await replica.here())
+            if bundles is not None:
+                bundles.check(actor, await replica.here())
         except BaseException:
             await replica.shutdown()
             raise

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.checkpoint.listing import Entry
-from mtpctl.cluster.bundles import Found, here
+from mtpctl.cluster.bundles import ActorLocation, current_location
 from mtpctl.cluster.process import importing, settle_heap, write_to_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
@@ -67,9 +67,9 @@ class TrainerRank(WeightSource):
         self.saving: Save
         self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
 
-    def here(self) -> Found:
+    def here(self) -> ActorLocation:
         """Where the rank is. It answers once it has ended the calls before."""
-        return here()
+        return current_location()
 
     def address(self) -> str:
         """The address at which the ranks meet: that of a store which this rank hosts from now on."""

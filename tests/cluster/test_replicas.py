@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mtpctl.cluster.replicas as module
-from mtpctl.cluster.replicas import Lifecycle, Replicas, Seat, start_all
+from mtpctl.cluster.replicas import Lifecycle, Replicas, Slot, start_all
 
 
 class Gone(Exception):
@@ -38,7 +38,7 @@ class Fleet:
         self.bringing_up_takes = self.ending_takes = partial(asyncio.sleep, 0)
         self.kept = True
         self.changes = 0
-        self.told: list[str] = []
+        self.lines: list[str] = []
         self.end_s = self.bring_up_s = 1.0
 
     async def start(self, index: int) -> Fake:
@@ -71,7 +71,7 @@ class Fleet:
             max_restarts,
             end_s=self.end_s,
             bring_up_s=self.bring_up_s,
-            tell=self.told.append,
+            log=self.lines.append,
         )
         return Replicas(await start_all(self.start, self.end, count), lifecycle)
 
@@ -95,14 +95,14 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_dead_replica_is_ended_and_replaced_once_however_many_noticed() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2)
-    seat, dead = replicas.live()[1]
+    slot, dead = replicas.live()[1]
     for _ in range(5):
-        replicas.lost(seat, dead, Gone("killed"))
-    assert seat.state == "restarting" and [r.index for _, r in replicas.live()] == [0]
+        replicas.lost(slot, dead, Gone("killed"))
+    assert slot.state == "restarting" and [r.index for _, r in replicas.live()] == [0]
     await until(lambda: len(replicas.live()) == 2)
     assert dead.ended and len(fleet.started) == 3 and fleet.started[-1].index == 1
-    assert (replicas.restarts, fleet.changes, seat.reason) == (1, 1, "Gone: killed")
-    assert fleet.told == ["replica 1 failed: Gone: killed", "replica 1 is back"]
+    assert (replicas.restarts, fleet.changes, slot.reason) == (1, 1, "Gone: killed")
+    assert fleet.lines == ["replica 1 failed: Gone: killed", "replica 1 is back"]
 
 
 @in_loop
@@ -166,11 +166,13 @@ async def test_what_never_comes_is_not_waited_for_without_end() -> None:
     module.VERSION_WAIT_S = 0.05
     try:
         replicas.lost(*replicas.live()[0], Gone())
-        replicas.seats[0].failed_at.clear()
-        await until(lambda: bool(replicas.hopeless()))
+        replicas.slots[0].failed_at.clear()
+        await until(lambda: bool(replicas.all_quarantined()))
     finally:
         module.VERSION_WAIT_S = before
-    assert "what the others serve could not be had within 0.05 s" in replicas.hopeless() and fleet.started[1].ended
+    assert (
+        "the weight version of the other replicas was not available within 0.05 s" in replicas.all_quarantined() and fleet.started[1].ended
+    )
 
 
 @in_loop
@@ -193,27 +195,27 @@ async def test_a_seat_that_keeps_failing_is_given_up_with_its_reason() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2, max_restarts=2)
     fleet.failing = 9
-    for seat, replica in replicas.live():
-        assert not replicas.hopeless()
-        replicas.lost(seat, replica, Gone())
-        await until(lambda seat=seat: seat.quarantined)  # type: ignore[misc]
-    assert replicas.hopeless() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
-    assert [len(seat.failed_at) for seat in replicas.seats] == [3, 3] and fleet.failing == 5
+    for slot, replica in replicas.live():
+        assert not replicas.all_quarantined()
+        replicas.lost(slot, replica, Gone())
+        await until(lambda slot=slot: slot.quarantined)  # type: ignore[misc]
+    assert replicas.all_quarantined() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
+    assert [len(slot.failed_at) for slot in replicas.slots] == [3, 3] and fleet.failing == 5
 
 
 @in_loop
 async def test_failures_of_long_ago_are_forgotten() -> None:
     replicas = await Fleet().replicas(1, max_restarts=1)
-    (seat,) = replicas.seats
+    (slot,) = replicas.slots
     for _ in range(4):
         replicas.lost(*replicas.live()[0], Gone())
         await until(lambda: bool(replicas.live()))
-        seat.failed_at = [then - module.FORGET_S for then in seat.failed_at]
+        slot.failed_at = [then - module.FORGET_S for then in slot.failed_at]
     assert replicas.restarts == 4
     for _ in range(2):
         replicas.lost(*replicas.live()[0], Gone())
-        await until(lambda: bool(replicas.live()) or seat.quarantined)
-    assert seat.quarantined and replicas.restarts == 5
+        await until(lambda: bool(replicas.live()) or slot.quarantined)
+    assert slot.quarantined and replicas.restarts == 5
 
 
 @in_loop
@@ -224,7 +226,7 @@ async def test_all_are_asked_at_once_and_one_that_refuses_is_heard_after_the_oth
     fleet.started[0].answer, fleet.started[1].answer = ValueError("other shapes"), Gone()
     with pytest.raises(ValueError, match="other shapes"):
         await replicas.each(Fake.ask)
-    assert [seat.state for seat in replicas.seats] == ["serving", "restarting", "serving"]
+    assert [slot.state for slot in replicas.slots] == ["serving", "restarting", "serving"]
 
 
 @in_loop
@@ -258,8 +260,8 @@ async def test_updates_do_not_wait_for_one_that_hangs_while_it_is_brought_up() -
     replicas = await fleet.replicas(1, max_restarts=1)
     fleet.bringing_up_takes = asyncio.Event().wait
     replicas.lost(*replicas.live()[0], Gone())
-    await until(lambda: bool(replicas.hopeless()))
-    assert replicas.hopeless() == "0: RuntimeFailure: it did not take in what the others serve within 0.05 s"
+    await until(lambda: bool(replicas.all_quarantined()))
+    assert replicas.all_quarantined() == "0: RuntimeFailure: it did not load the weight version of the other replicas within 0.05 s"
     async with asyncio.timeout(1), replicas.fixed_members():
         assert all(replica.ended for replica in fleet.started)
 
@@ -296,7 +298,7 @@ async def test_where_one_does_not_start_the_others_are_ended() -> None:
     assert len(fleet.started) == 2 and all(replica.ended for replica in fleet.started)
 
 
-async def hand_nothing_over(seat: Seat[Fake], replica: Fake) -> None:
+async def hand_nothing_over(slot: Slot[Fake], replica: Fake) -> None:
     """What a replica that leaves still has to do, where it has nothing."""
 
 
@@ -306,14 +308,14 @@ async def test_who_is_asked_to_leave_gets_no_work_while_it_hands_over_and_has_no
     replicas = await fleet.replicas(2)
     over = asyncio.Event()
 
-    async def hand_over(seat: Seat[Fake], replica: Fake) -> None:
-        assert seat.replica is None and not replica.ended
+    async def hand_over(slot: Slot[Fake], replica: Fake) -> None:
+        assert slot.replica is None and not replica.ended
         await over.wait()
 
     leaving = asyncio.ensure_future(replicas.leave(0, hand_over))
     await asyncio.sleep(0.005)
-    seat = replicas.seats[0]
-    assert (seat.state, seat.failed_at, [replica.index for _, replica in replicas.live()]) == ("vacant", [], [1])
+    slot = replicas.slots[0]
+    assert (slot.state, slot.failed_at, [replica.index for _, replica in replicas.live()]) == ("vacant", [], [1])
     over.set()
     await leaving
     assert fleet.started[0].ended and replicas.restarts == 0 and len(fleet.started) == 2 and fleet.changes == 1
@@ -331,9 +333,9 @@ async def test_a_seat_is_vacated_while_its_replica_is_being_started_and_after_it
         await replicas.leave(3, hand_nothing_over)
     assert fleet.started[3].ended and not replicas.updating.locked()
     replicas.lost(*replicas.live()[1], Gone("killed"))
-    await until(lambda: replicas.seats[1].quarantined)
+    await until(lambda: replicas.slots[1].quarantined)
     await replicas.leave(1, hand_nothing_over)
-    assert [seat.state for seat in replicas.seats] == ["serving", "vacant", "serving", "vacant"]
+    assert [slot.state for slot in replicas.slots] == ["serving", "vacant", "serving", "vacant"]
 
 
 @in_loop
@@ -341,15 +343,15 @@ async def test_who_joins_is_brought_up_first_and_the_failures_of_its_seat_are_fo
     fleet = Fleet()
     replicas = await fleet.replicas(1, max_restarts=0)
     replicas.lost(*replicas.live()[0], Gone("killed"))
-    await until(lambda: bool(replicas.hopeless()))
+    await until(lambda: bool(replicas.all_quarantined()))
     await replicas.leave(0, hand_nothing_over)
-    assert replicas.hopeless() == "", "nobody is wanted, so nobody is missed"
+    assert replicas.all_quarantined() == "", "nobody is wanted, so nobody is missed"
     fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
     replicas.join(0)
     replicas.join(1)
     await until(lambda: len(replicas.live()) == 2)
     assert [replica.version for _, replica in replicas.live()] == [7, 7] and replicas.restarts == 0
-    assert fleet.told == ["replica 0 failed: Gone: killed", "replica 0 is in quarantine: it failed 1 time(s) within an hour"]
+    assert fleet.lines == ["replica 0 failed: Gone: killed", "replica 0 is in quarantine: it failed 1 time(s) within an hour"]
 
 
 @in_loop
@@ -358,16 +360,16 @@ async def test_who_joins_and_does_not_start_is_given_up_like_any_other() -> None
     replicas = await fleet.replicas(1, max_restarts=1)
     fleet.failing = 9
     replicas.join(1)
-    await until(lambda: replicas.seats[1].quarantined)
-    assert replicas.seats[1].reason == "RuntimeError: no memory" and fleet.failing == 7 and not replicas.hopeless()
+    await until(lambda: replicas.slots[1].quarantined)
+    assert replicas.slots[1].reason == "RuntimeError: no memory" and fleet.failing == 7 and not replicas.all_quarantined()
 
 
 @in_loop
 async def test_after_close_nothing_is_started() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2)
-    seat, replica = replicas.live()[0]
-    replicas.lost(seat, replica, Gone())
+    slot, replica = replicas.live()[0]
+    replicas.lost(slot, replica, Gone())
     await replicas.close()
     await asyncio.sleep(0.01)
     replicas.lost(*replicas.live()[0], Gone())

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.cluster.bundles import Claim, Seat, Seats
+from mtpctl.cluster.bundles import ActorBundle, Bundles, Claim
 from mtpctl.controller.elastic import YIELD_S, ElasticRollout
 from mtpctl.controller.state import RunState
 from mtpctl.controller.waits import Waits
@@ -31,28 +31,28 @@ class Hosts:
 
     room: dict[str, int]
     drained: set[str] = field(default_factory=set)
-    seats: dict[str, Seat] = field(default_factory=dict)
+    by_actor: dict[str, ActorBundle] = field(default_factory=dict)
     awaited: dict[str, float] = field(default_factory=dict)
 
     def taken(self, host: str) -> int:
-        return sum(seat.node == host for seat in self.seats.values())
+        return sum(bundle.node == host for bundle in self.by_actor.values())
 
-    async def add(self, claim: Claim) -> Seat | None:
+    async def add(self, claim: Claim) -> ActorBundle | None:
         await asyncio.sleep(0)
         for host, room in self.room.items():
             if host not in self.drained and self.taken(host) < room:
-                self.seats[claim.actor] = seat = Seat(claim, host, None)
-                return seat
+                self.by_actor[claim.actor] = bundle = ActorBundle(claim, host, None)
+                return bundle
         return None
 
     def lost(self, actors: list[str]) -> list[str]:
-        return [actor for actor in actors if actor not in self.seats]
+        return [actor for actor in actors if actor not in self.by_actor]
 
-    def give_up(self, actor: str) -> None:
-        self.seats.pop(actor, None)
+    def release(self, actor: str) -> None:
+        self.by_actor.pop(actor, None)
 
     def host(self, actor: str) -> str:
-        return self.seats[actor].node
+        return self.by_actor[actor].node
 
 
 @dataclass
@@ -74,15 +74,15 @@ class World:
                 await asyncio.sleep(0.005)
 
     async def settled(self, *taken: int) -> None:
-        """Until exactly these seats are taken by replicas that serve, and for some looks more."""
+        """Until exactly these slots are taken by replicas that serve, and for some looks more."""
         for _ in range(3):
             await self.until(lambda: sorted(self.pool.membership.taken) == [*taken] and self.pool.membership.serving == len(taken))
             await asyncio.sleep(0.02)
 
     async def settled_on(self, hosts: str) -> None:
-        """Until replicas serve on exactly these hosts, whatever their seats, and for some looks more."""
+        """Until replicas serve on exactly these hosts, whatever their slots, and for some looks more."""
         for _ in range(3):
-            await self.until(lambda: "".join(sorted(seat.node for seat in self.hosts.seats.values())) == hosts)
+            await self.until(lambda: "".join(sorted(bundle.node for bundle in self.hosts.by_actor.values())) == hosts)
             await self.until(lambda: self.pool.membership.serving == len(self.pool.membership.taken) == len(hosts))
             await asyncio.sleep(0.02)
 
@@ -105,7 +105,7 @@ async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int =
             Waits(lambda lines: None, run.logs),
         )
         rollout = VllmConfig(replicas=ReplicaRange(min=least, max=most))
-        elastic = ElasticRollout(rollout, run, cast(Seats, hosts), state, waits, said.append)
+        elastic = ElasticRollout(rollout, run, cast(Bundles, hosts), state, waits, said.append)
         async with elastic.watching(), elastic.following(pool.membership, Claim("rollout-0", 1.0)):
             yield World(hosts, run, fleet, pool, elastic, state, waits, said)
         await pool.close()
@@ -159,7 +159,7 @@ async def test_who_dies_with_its_host_comes_back_on_another_one_however_often(tm
     async with world(tmp_path, {"a": 1, "b": 1}, most=2, max_restarts=0) as it:
         await it.settled_on("ab")
         for before, after in ("bc", "cd", "de"):
-            (actor,) = [actor for actor, seat in it.hosts.seats.items() if seat.node == before]
+            (actor,) = [actor for actor, bundle in it.hosts.by_actor.items() if bundle.node == before]
             it.hosts.room[after] = it.hosts.room.pop(before)
             it.fleet.made[int(actor.removeprefix("rollout-"))][-1].die()
             await it.pool.speculate()  # notices it
@@ -173,7 +173,7 @@ async def test_what_is_asked_for_is_had_and_answered(tmp_path: Path) -> None:
         answer = await asyncio.to_thread(ask, it.run, 2)
         assert (answer.told, answer.refused) == ("2 replica(s) are asked for, and 4 serve", False)
         await it.settled(0, 1)
-        assert set(it.hosts.seats) == {"rollout-0", "rollout-1"}, "the places of the others are free"
+        assert set(it.hosts.by_actor) == {"rollout-0", "rollout-1"}, "the places of the others are free"
         await asyncio.to_thread(ask, it.run, 3)
         await it.settled(0, 1, 2)
         refused = await asyncio.to_thread(ask, it.run, 5)
@@ -280,9 +280,9 @@ async def test_who_is_in_the_plan_gets_the_place_of_a_replica_beyond_the_least(t
         await it.settled(0, 1, 2)
         assert not any("leaves" in line for line in it.said), "another host may join"
         it.hosts.awaited["logprob-0"] -= YIELD_S
-        await it.until(lambda: "rollout-2" not in it.hosts.seats)
+        await it.until(lambda: "rollout-2" not in it.hosts.by_actor)
         assert "replica 2 leaves: logprob-0 has no place on any other host" in it.said
-        it.hosts.seats["logprob-0"] = Seat(Claim("logprob-0", 1.0), "c", None)
+        it.hosts.by_actor["logprob-0"] = ActorBundle(Claim("logprob-0", 1.0), "c", None)
         del it.hosts.awaited["logprob-0"]
         await it.settled(0, 1)
         it.hosts.room["d"] = 1

@@ -58,10 +58,10 @@ def test_a_run_goes_on_without_the_host_of_a_trainer_rank(hosts: Any, tmp_path: 
 
     try:
         wait_for(lambda: any(row.get("phase") == "rl" and row.get("step") == 3 for row in rows()), 240)
-        (places,) = [line for line in events("start") if line.startswith("places: ")]
-        names = [part.split(": ")[1] for part in places.removeprefix("places: ").split("; ")]
+        (line,) = [line for line in events("start") if line.startswith("placement: ")]
+        names = [part.split(": ")[1] for part in line.removeprefix("placement: ").split("; ")]
         assert names == ["trainer-0", "trainer-1", "rollout-0"]
-        node = places.split("; ")[1].split(": ")[0].rpartition("/")[2]
+        node = line.split("; ")[1].split(": ")[0].rpartition("/")[2]
         lost = next(each for each in hosts.worker_nodes if each.node_id.startswith(node))
         before = time.monotonic()
         lost.kill_raylet()

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.checkpoint.listing import point_to
-from mtpctl.cluster.bundles import Seats
+from mtpctl.cluster.bundles import Bundles
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
@@ -49,9 +49,9 @@ def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
     return write_checkpoint(run, f"{stage}-{step:06d}", ended=ended)
 
 
-async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Seats]:
+async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Bundles]:
     """No cluster is asked for places."""
-    return Placement("cpu", (), 1), Seats()
+    return Placement("cpu", (), 1), Bundles()
 
 
 def drive(
@@ -61,7 +61,7 @@ def drive(
     asked: list[str] = []
 
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
             pass
 
         async def build(self, folder: Path) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     told: list[Path] = []
 
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
             told.append(recipe.run_path)
 
         async def build(self, folder: Path) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
             pass
 
         async def build(self, folder: Path) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(
     done, failed = 0, asyncio.Event()
 
     class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, seats: Any) -> None:
+        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
             pass
 
         async def build(self, folder: Path) -> dict[str, Any]:

@@ -144,8 +144,8 @@ def test_a_trainer_whose_host_is_gone_gets_the_place_of_a_replica_beyond_the_lea
         elastic = ("rollout.replicas={min: 1, max: 3}", f"cluster.address={cluster.address}")
         with scaled(tmp_path / "run", *elastic, "train.parallel.dp=2", "train.checkpoint_every=2") as run:
             run.trains_on(2)
-            places = next(row["message"] for row in run.rows() if row.get("message", "").startswith("places: "))
-            (host,) = [place.partition(":")[0] for place in places.removeprefix("places: ").split("; ") if "trainer-1" in place]
+            line = next(row["message"] for row in run.rows() if row.get("message", "").startswith("placement: "))
+            (host,) = [place.partition(":")[0] for place in line.removeprefix("placement: ").split("; ") if "trainer-1" in place]
             (gone,) = [node for node in others if node.node_id.startswith(host.partition("/")[2])]
             gone.kill_raylet()
             run.wait_for(lambda: run.told("replica 1 leaves: trainer-1 has no place on any other host") == 1, 120)

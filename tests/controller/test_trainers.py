@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from mtpctl.cluster.bundles import Bundle, Claim, Found, Seat, Seats
+from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, BundleSpec, Claim
 from mtpctl.cluster.hosts import Host
 from mtpctl.controller import trainers
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost
@@ -28,8 +28,8 @@ class Rank:
         self.step, self.here = SimpleNamespace(remote=step), SimpleNamespace(remote=here)
 
 
-async def fine() -> Found:
-    return Found("a", ())
+async def fine() -> ActorLocation:
+    return ActorLocation("a", ())
 
 
 async def dead() -> object:
@@ -82,21 +82,21 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: dict[str, float]) -> None:
         self.free = free
-        self.seats = Seats({f"trainer-{i}": Seat(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
+        self.bundles = Bundles({f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
         monkeypatch.setattr("mtpctl.cluster.bundles.living", lambda: set(self.free))
         monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", self._hosts)
-        monkeypatch.setattr(Seats, "reserve", lambda seats, bundles, *, planned: self._reserve(seats, bundles))
+        monkeypatch.setattr(Bundles, "reserve", lambda bundles, specs, *, planned: self._reserve(bundles, specs))
         monkeypatch.setattr(trainers, "ROOM_S", 0.1)
         monkeypatch.setattr(trainers, "LOOK_S", 0.02)
 
     def _hosts(self) -> list[Any]:
         return [SimpleNamespace(node=name, free=Host(cpus), whole=Host(cpus), name=name) for name, cpus in self.free.items()]
 
-    async def _reserve(self, seats: Seats, bundles: list[Bundle]) -> None:
-        for bundle in bundles:
-            for claim in bundle.claims:
-                self.free[bundle.node] -= claim.cpus
-                seats.seats[claim.actor] = Seat(claim, bundle.node, None)
+    async def _reserve(self, bundles: Bundles, specs: list[BundleSpec]) -> None:
+        for spec in specs:
+            for claim in spec.claims:
+                self.free[spec.node] -= claim.cpus
+                bundles.by_actor[claim.actor] = ActorBundle(claim, spec.node, None)
 
     def start_anew(self, monkeypatch: pytest.MonkeyPatch, *, least: int | None = None, then: Callable[[], object] = lambda: None) -> Any:
         """The hosts of the ranks that are started, and what was told."""
@@ -104,10 +104,10 @@ class Cluster:
         recipe = Recipe.model_validate({"model": {"path": "x"}, "train": {"parallel": parallel, "min_dp": least}})
         started: list[list[str]] = []
         monkeypatch.setattr(TrainerGroup, "_start", lambda self, options: started.append([option["on"] for option in options]))
-        monkeypatch.setattr(Seat, "options", lambda seat: {"on": seat.node})
+        monkeypatch.setattr(ActorBundle, "options", lambda bundle: {"on": bundle.node})
         monkeypatch.setattr(TrainerGroup, "end", lambda self: None)
         placement = cast(Placement, SimpleNamespace(of=lambda _: [SimpleNamespace(cpus=1.0, gpus=0.0)]))
-        made, told = TrainerGroup(recipe, placement, self.seats), list[str]()
+        made, told = TrainerGroup(recipe, placement, self.bundles), list[str]()
 
         async def main() -> None:
             stopping = asyncio.Event()

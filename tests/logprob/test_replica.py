@@ -166,8 +166,8 @@ def test_tensor_parallel_ranks_answer_as_one_does(run: Loop, ray_cluster: None, 
         for asked in requests(6):
             a, b = await asyncio.gather(single.score(asked), wide.score(asked))
             assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
-        assert wide.replicas.seats[0].replica is not None
-        os.kill((await pids(wide.replicas.seats[0].replica))[3], signal.SIGKILL)
+        assert wide.replicas.slots[0].replica is not None
+        os.kill((await pids(wide.replicas.slots[0].replica))[3], signal.SIGKILL)
         asked = requests(1)[0]
         a, b = await asyncio.gather(single.score(asked), wide.score(asked))
         assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.replicas.restarts == 1
@@ -200,8 +200,8 @@ def test_ranks_merge_an_adapter_each_into_its_part(
             assert a.version == b.version == version and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
             assert a.logprobs != pytest.approx(last, abs=1e-3)
             last = a.logprobs
-        assert split.replicas.seats[0].replica is not None
-        os.kill((await pids(split.replicas.seats[0].replica))[1], signal.SIGKILL)
+        assert split.replicas.slots[0].replica is not None
+        os.kill((await pids(split.replicas.slots[0].replica))[1], signal.SIGKILL)
         b = await split.score(asked)
         assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.restarts == 1
         await single.close()

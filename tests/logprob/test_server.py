@@ -61,7 +61,7 @@ async def test_what_waits_for_weights_that_are_not_what_was_sent_is_refused_and_
     for answer in waiting:
         with pytest.raises(TargetDirty, match="not what was sent"):
             await asyncio.wait_for(answer, 1)
-    assert server.replicas.seats[0].busy == 0
+    assert server.replicas.slots[0].busy == 0
 
 
 @settled
@@ -190,8 +190,8 @@ async def test_a_replica_that_dies_leaves_its_requests_to_the_others_and_comes_b
     start.ranks[0].kill()
     answers = await asyncio.gather(*tasks)
     assert {answer.version for answer in answers} == {1}
-    await until(lambda: all(seat.replica is not None for seat in server.replicas.seats))
-    assert [seat.replica.version for seat in server.replicas.seats if seat.replica] == [1, 1]
+    await until(lambda: all(slot.replica is not None for slot in server.replicas.slots))
+    assert [slot.replica.version for slot in server.replicas.slots if slot.replica] == [1, 1]
     assert server.replicas.restarts == 1 and server.counters.retried > 0
     await server.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout.actor import RayReplica, start_replica
+from mtpctl.rollout.actor import RayReplica, RolloutActor, start_replica
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
@@ -37,9 +37,17 @@ async def stream(count: int, tokens: int) -> AsyncIterator[GenerationRequest]:
         yield GenerationRequest(Sample(f"p{index}", "g", [5, 6, index]), tokens)
 
 
+class ChecksumActor(RolloutActor):
+    """An actor that also returns the checksums of its live weights."""
+
+    async def checksums(self) -> dict[str, str]:
+        return await self._engine.checksums()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("cluster")
-def test_a_killed_actor_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_killed_actor_is_replaced_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.rollout.actor.RolloutActor", ChecksumActor)
     folder = write_checkpoint(tmp_path / "model", CONFIG, random_tensors(CONFIG, 0))
     store = VersionStore(tmp_path / "store")
     publisher = Publisher(store, bucket_bytes=1 << 30)
@@ -63,7 +71,8 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
         await killer
         while not all(health.alive for health in await pool.health()):
             await asyncio.sleep(0.2)
-        health, sums = await pool.health(), await started[2].checksums()
+        restarted: Any = started[2]._handle
+        health, sums = await pool.health(), await restarted.checksums.remote()
         await pool.close()
         return samples, health, sums
 

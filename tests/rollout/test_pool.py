@@ -159,7 +159,7 @@ async def test_a_place_is_free_again_however_often_a_request_is_given_up() -> No
                 task.cancel()
             await asyncio.sleep(0.01)
     await asyncio.wait(tasks)
-    assert [health.in_flight for health in await pool.health()] == [0] and pool._replicas.seats[0].busy == 0
+    assert [health.in_flight for health in await pool.health()] == [0] and pool._replicas.slots[0].busy == 0
 
 
 @in_loop
@@ -176,7 +176,7 @@ async def test_what_is_unwanted_comes_back_at_once_as_it_was_and_leaves_its_plac
     samples = await asyncio.wait_for(task, 5)
     assert [sample.finish_reason for sample in samples] == [ABORTED] * 3 + ["length"]
     assert [len(sample.response_ids) for sample in samples] == [0, 0, 0, 20]
-    assert pool._replicas.seats[0].busy == 0 and fleet.live[0].in_flight == 0
+    assert pool._replicas.slots[0].busy == 0 and fleet.live[0].in_flight == 0
 
 
 @in_loop
