@@ -48,9 +48,9 @@ def timed(name: str, step: Callable[[], object], tokens: int, flops: float, rate
 def ours(config: dict[str, Any], tokens: int, rate: float, trace: Path | None) -> float:
     """Time this package's step. Returns its operations."""
     from mtpctl.bench.train_step import samples, shape_folder
-    from mtpctl.recipe.kernels import KernelsConfig
     from mtpctl.recipe.model import MtpConfig
     from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.recipe.schema import KernelsConfig
     from mtpctl.trainer.batch import update_flops
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine

@@ -28,7 +28,7 @@ import typer
 from mtpctl.bench.arms import Arm, Experiment, Outcome
 from mtpctl.bench.asynchrony import Evaluation, evaluated, evaluations_of
 from mtpctl.bench.machine import machine, machines, told
-from mtpctl.telemetry.curves import Point, best_so_far, height
+from mtpctl.telemetry.summary import Point, best_so_far, height
 
 WITHIN = 0.02
 """How far below the teacher's accuracy counts as having reached it."""

@@ -22,7 +22,7 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import dump_resolved, flatten, load_recipe
-from mtpctl.recipe.model_source import path_in_full
+from mtpctl.recipe.model import path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory

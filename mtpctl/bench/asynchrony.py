@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from mtpctl.bench.arms import Arm, Experiment, Outcome
-from mtpctl.telemetry.curves import LATE, Point, area, held_at, late_mean, measure
 from mtpctl.telemetry.history import History
+from mtpctl.telemetry.summary import LATE, Point, area, held_at, late_mean, measure
 
 _ALONE = "logprob.standalone=false"
 SYNCHRONOUS = "synchronous"

@@ -17,7 +17,7 @@ from mtpctl.bench.asynchrony import (
     speedup,
 )
 from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
-from mtpctl.telemetry.curves import LATE, mean_curve
+from mtpctl.telemetry.summary import LATE, mean_curve
 
 _WITHOUT_SERVER = {
     "recompute": "the trainer's own recompute",

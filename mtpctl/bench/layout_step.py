@@ -23,9 +23,9 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.memory import GIB
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig, parallel_fits
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine

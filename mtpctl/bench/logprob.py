@@ -30,9 +30,9 @@ from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.memory import GIB
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.sync.store import VersionStore, default_root
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import listen

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from mtpctl.bench.arms import Arm, Outcome, share_of
 from mtpctl.bench.machine import Environment
 from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
-from mtpctl.telemetry.curves import mean_curve
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import format_value
+from mtpctl.telemetry.summary import mean_curve
 
 ARMS = (
     Arm("none", "no speculation", ("rollout.speculation.num_tokens=0",)),

@@ -28,9 +28,9 @@ from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.packing import Packing
 from mtpctl.plan.memory import GIB
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import Sequence, update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine

@@ -17,10 +17,10 @@ from mtpctl.bench.machine import Environment
 from mtpctl.bench.train_step import samples, synchronize
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.plan.memory import GIB
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.optimizer import OptimizerConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.rl import OptimizerConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig, OffloadConfig
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine

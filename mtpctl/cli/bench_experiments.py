@@ -160,7 +160,7 @@ def compare(
 
 def _mtp_layers(recipe: RecipeTree) -> int:
     from mtpctl.families.reading import shape_of
-    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.model import hf_config
 
     config = hf_config(recipe.model, fetch=False)
     return shape_of(config).mtp_layers if config is not None else 1
@@ -196,7 +196,7 @@ def _seed(experiment: Experiment) -> int:
 
 def _write(out: Path, title: str, subtitle: str, found: dict[str, object], figures: str) -> None:
     from mtpctl.bench import document
-    from mtpctl.telemetry.page import page, write_page
+    from mtpctl.telemetry.charts import page, write_page
 
     (out / "result.json").write_text(document.text(found) + "\n")
     write_page(out / "result.html", page(title, subtitle, figures, out.name))

@@ -42,8 +42,7 @@ def logprob(
     from mtpctl.bench import document
     from mtpctl.bench.machine import machine
     from mtpctl.recipe.cluster import ClusterConfig
-    from mtpctl.recipe.model import ModelConfig
-    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.model import ModelConfig, hf_config
 
     cuda = torch.cuda.is_available()
     precision = precision or ("bf16" if cuda else "fp32")

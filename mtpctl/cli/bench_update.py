@@ -33,8 +33,7 @@ def measured_config(model: str) -> dict[str, object]:
     """
     from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
-    from mtpctl.recipe.model import ModelConfig
-    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.model import ModelConfig, hf_config
 
     cpu = cpu_device.install()
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)

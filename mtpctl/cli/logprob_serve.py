@@ -114,7 +114,7 @@ def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | No
     """The recipe with the layout of the command line. Raises UserError where it does not fit the model."""
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
-    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.model import hf_config
     from mtpctl.recipe.parallel import parallel_fits
 
     asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}

@@ -88,7 +88,7 @@ def _plan(recipe: Recipe) -> Plan:
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
     from mtpctl.plan.buckets import base_weight_bytes, section_buckets
-    from mtpctl.recipe.model_source import hf_config
+    from mtpctl.recipe.model import hf_config
 
     config = hf_config(recipe.model)
     if config is None:

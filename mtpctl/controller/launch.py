@@ -40,7 +40,7 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.placed import answer_deadline, start_server
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.plan.placement import Placement, place
-from mtpctl.recipe.cautions import cautions_of
+from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
@@ -48,10 +48,10 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
 from mtpctl.routes import RouteShape
 from mtpctl.signals import exit_code, raise_on_stop
+from mtpctl.telemetry.live import ReplicaCounts
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Resumed, Telemetry
-from mtpctl.telemetry.sinks import check_packages
-from mtpctl.telemetry.status_page import ReplicaCounts
+from mtpctl.telemetry.trackers import check_packages
 from mtpctl.web.server import address_of, serving
 
 

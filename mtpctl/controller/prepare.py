@@ -13,7 +13,7 @@ from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, read_list
 from mtpctl.controller.decoding import Decoder
 from mtpctl.controller.rehearsal import try_code
 from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens
-from mtpctl.data.look import leak_warning
+from mtpctl.data.inspection import leak_warning
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
@@ -28,7 +28,7 @@ from mtpctl.recipe import yaml12
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.fields import Keys
 from mtpctl.recipe.loading import dump_resolved, flatten
-from mtpctl.recipe.model_source import hf_config, path_in_full
+from mtpctl.recipe.model import hf_config, path_in_full
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of

@@ -22,8 +22,7 @@ from mtpctl.controller.keeping import Keeper
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.staleness import Admission
 from mtpctl.controller.state import RunState
-from mtpctl.data.cursor import PromptCursor
-from mtpctl.data.problems import Problem
+from mtpctl.data.problems import Problem, PromptCursor
 from mtpctl.environments.environment import Failures
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe

@@ -8,9 +8,8 @@ import time
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
-from mtpctl.data.conversations import SftSample
-from mtpctl.data.cursor import PromptCursor
-from mtpctl.data.prompts import encode_sft
+from mtpctl.data.problems import PromptCursor
+from mtpctl.data.prompts import SftSample, encode_sft
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.session import Telemetry

@@ -17,7 +17,7 @@ from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.trainers import TrainerGroup
-from mtpctl.data.cursor import CursorState
+from mtpctl.data.problems import CursorState
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory

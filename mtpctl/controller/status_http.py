@@ -14,9 +14,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.live import LiveStatus
+from mtpctl.telemetry.live import LiveStatus, ReplicaCounts, render
 from mtpctl.telemetry.names import describe
-from mtpctl.telemetry.status_page import ReplicaCounts, render
 from mtpctl.web.guard import Guard, HttpBounds, error_body
 from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
 from mtpctl.web.server import listen

@@ -24,8 +24,7 @@ from mtpctl.data.tokenizers import (
     make_byte_tokenizer,
 )
 from mtpctl.errors import UserError
-from mtpctl.recipe.model import ModelConfig
-from mtpctl.recipe.model_source import cached_file, hf_config
+from mtpctl.recipe.model import ModelConfig, cached_file, hf_config
 from mtpctl.recipe.rollout import RolloutBase
 
 TOKENIZER, TEMPLATE, END_IDS, STOP_IDS = "tokenizer", "chat template", "rollout.end_ids", "rollout.stop_ids"

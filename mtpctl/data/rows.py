@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import fnmatch
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
-from mtpctl.errors import UserError
+import yaml
+
+from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import ROW_FILES
 
 if TYPE_CHECKING:
@@ -154,3 +159,213 @@ def as_json(value: object) -> object:
         case bytes():
             return base64.b64encode(value).decode("ascii")
     return str(value)
+
+
+# Rows of a dataset of the Hugging Face hub, by its id, subset and split.
+#
+# The library `datasets` reads them where it is installed, and with it every dataset that it can. Without it the files themselves are
+# fetched: the .parquet, .jsonl or .json files that the dataset's card assigns to subset and split, or whose names tell it. Either way what
+# was fetched once is read from the cache, also where there is no network.
+
+Layout = dict[str, dict[str, list[str]]]
+"""The files of a dataset by subset and split."""
+
+_CONVERTED = "refs/convert/parquet"
+"""The branch in which the hub keeps a copy in Parquet of datasets of other kinds, as `subset/split/0000.parquet`."""
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "dev"), "validation"
+)
+_NO_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+
+
+class _HubUnreachable(Exception):
+    """The hub does not answer: there is no network, or it is down."""
+
+
+class _NotCached(Exception):
+    """The hub does not answer, and the dataset is not in the cache."""
+
+
+def dataset_rows(name: str, subset: str | None, split: str, *, field: str, section: str, fetch: bool = True) -> Iterator[Row]:
+    """The rows of one split, whose ids are `owner/name/subset/split:number`. With `fetch=False` the cache alone is looked at.
+
+    `field` is the recipe key that names the dataset, `section` the prefix of its keys `subset` and `split`. Raises UserError, naming those
+    that there are, where there is no such dataset, subset or split; EnvironmentMissing where neither the hub nor the cache has it.
+    """
+    if find_spec("datasets") is not None:
+        yield from _library_rows(name, subset, split, field, section, fetch)
+        return
+    try:
+        layout, folder = _found(name, field, fetch)
+    except _NotCached as error:
+        raise EnvironmentMissing(
+            f"{field}: the hub did not give {name}, and it is not in the cache; "
+            f"fetch it where there is a network (hf download --repo-type dataset {name}), or name a file"
+        ) from error
+    chosen = _chosen(name, subset, split, layout, field, section)
+    number = 0
+    for file in layout[chosen][split]:
+        for row in file_rows(_local(name, file, folder, field), field):
+            number += 1
+            yield Row(f"{name}/{chosen}/{split}:{number}", f"{name}/{chosen}/{split}:{number}", row.columns)
+
+
+def _library_rows(name: str, subset: str | None, split: str, field: str, section: str, fetch: bool) -> Iterator[Row]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(
+            name, subset, split=split, download_config=None if fetch else datasets.DownloadConfig(local_files_only=True)
+        )
+    except Exception as error:  # of many libraries, whichever reads the dataset
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, ValueError):
+            raise UserError(f"{section}split: {name} with subset {subset} and split {split} cannot be had: {reason}") from error
+        raise EnvironmentMissing(f"{field}: {name} could not be loaded ({type(error).__name__}: {reason}); name a file instead") from error
+    chosen = loaded.info.config_name or subset or "default"
+    for number, columns in enumerate(loaded, start=1):
+        where = f"{name}/{chosen}/{split}:{number}"
+        yield Row(where, where, cast("dict[str, object]", as_json(columns)))
+
+
+def _found(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
+    """The layout of a dataset, and where its files are: a folder of the cache, or a revision on the hub. Raises _NotCached."""
+    if not fetch:
+        return _cached(name)
+    try:
+        files, revision = _listed(name, "main", field)
+        card = _local(name, "README.md", revision, field).read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
+        layout = layout_of(files, card)
+        if not layout:
+            files, revision = _listed(name, _CONVERTED, field)
+            layout = converted_layout(files)
+        return layout, revision
+    except _HubUnreachable:
+        return _cached(name)
+
+
+def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
+    """The files of a dataset on the hub, and the commit that they are of. Raises _HubUnreachable where the hub does not say."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        info = HfApi().dataset_info(name, revision=None if revision == "main" else revision)
+    except GatedRepoError as error:
+        raise UserError(f"{field}: {name} is gated; accept its terms on the hub, and log in with `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(f"{field}: {name} is neither a file or folder here nor a dataset of the hub; look at its spelling") from error
+    except Exception as error:  # of whichever library carries the requests: huggingface_hub changes it from release to release
+        raise _HubUnreachable from error
+    return [each.rfilename for each in info.siblings or []], info.sha or revision
+
+
+def _cached(name: str) -> tuple[Layout, Path]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    for revision in ("main", _CONVERTED):
+        try:
+            folder = Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError:
+            continue
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
+        if layout := layout_of(files, card) if revision == "main" else converted_layout(files):
+            return layout, folder
+    raise _NotCached
+
+
+def _local(name: str, file: str, place: Path | str, field: str) -> Path:
+    """The file on this machine; fetched where `place` is a revision."""
+    if isinstance(place, Path):
+        return place / file
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=place))
+    except (HfHubHTTPError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EnvironmentMissing(f"{field}: the hub did not give {file} of {name} ({reason}); try again, or name a file") from error
+
+
+def _chosen(name: str, subset: str | None, split: str, layout: Layout, field: str, section: str) -> str:
+    """The subset to read, which has the split."""
+    if not layout:
+        raise UserError(
+            f"{field}: {name} has no .parquet, .jsonl or .json files; install the library `datasets`, which reads others, or convert it"
+        )
+    if subset is None:
+        subset = next(iter(layout)) if len(layout) == 1 else "default"
+        if subset not in layout:
+            raise UserError(f"{section}subset: {name} has the subsets {', '.join(layout)}; set {section}subset: {next(iter(layout))}")
+    if subset not in layout:
+        raise UserError(f"{section}subset: {name} has no subset {subset!r}; its subsets are {', '.join(layout)}")
+    if split not in layout[subset]:
+        raise UserError(f"{section}split: {name} has no split {split!r}; its splits are {', '.join(layout[subset])}")
+    return subset
+
+
+def layout_of(files: list[str], card: str) -> Layout:
+    """Subsets, splits and their files: as the card's `configs` assign them, or as the names of files and folders tell."""
+    files = sorted(file for file in files if Path(file).suffix in ROW_FILES and Path(file).name not in _NO_ROWS)
+    layout: Layout = {}
+    for config in _configs(card):
+        splits: dict[str, list[str]] = {}
+        for split, pattern in _patterns(config):
+            matched = [file for file in files if fnmatch.fnmatchcase(file, pattern)]
+            for file in matched:
+                splits.setdefault(split or _split_of(file), []).append(file)
+        if splits:
+            layout[str(config.get("config_name", "default"))] = splits
+    if layout:
+        return layout
+    for file in files:
+        above = Path(file).parts[:-1]
+        named = above[0] if above and above[0] != "data" and above[0].lower() not in _SPLITS else "default"
+        layout.setdefault(named, {}).setdefault(_split_of(file), []).append(file)
+    return layout
+
+
+def converted_layout(files: list[str]) -> Layout:
+    """The layout of the hub's own copy in Parquet."""
+    layout: Layout = {}
+    for file in sorted(files):
+        parts = Path(file).parts
+        if len(parts) == 3 and file.endswith(".parquet"):
+            layout.setdefault(parts[0], {}).setdefault(parts[1].removeprefix("partial-"), []).append(file)
+    return layout
+
+
+def _configs(card: str) -> list[Mapping[str, object]]:
+    """The `configs` of a dataset's card; none where the card has no such list."""
+    front = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
+    try:
+        head = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:  # a card is written by hand; the names of the files tell then
+        return []
+    configs = head.get("configs") if isinstance(head, dict) else None
+    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
+
+
+def _patterns(config: Mapping[str, object]) -> Iterator[tuple[str | None, str]]:
+    """Split and glob of the files of one config; without a split, each file's name tells it."""
+    folder = str(config.get("data_dir", "")).strip("/")
+    before = f"{folder}/" if folder else ""
+    given = config.get("data_files", "*")
+    for each in given if isinstance(given, list) else [given]:
+        paths = each.get("path") if isinstance(each, dict) else each
+        split = str(each["split"]) if isinstance(each, dict) and "split" in each else None
+        for path in paths if isinstance(paths, list) else [paths]:
+            yield split, before + str(path)
+
+
+def _split_of(file: str) -> str:
+    """The split that a file's name tells, or the folder it lies in; train where neither does."""
+    parts = Path(file).with_suffix("").parts
+    for part in reversed(parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLITS:
+                return _SPLITS[word]
+    return "train"

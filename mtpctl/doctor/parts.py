@@ -26,7 +26,7 @@ from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, Thres
 from mtpctl.families.configs import toy_config
 from mtpctl.families.registry import FAMILIES
 from mtpctl.recipe.cluster import ClusterConfig
-from mtpctl.recipe.kernels import KernelsConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.sync import TRANSPORTS
 from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
 from mtpctl.telemetry.run_directory import write_whole

@@ -11,7 +11,7 @@ from mtpctl.cluster.local import cluster
 from mtpctl.controller.copies import check_copies
 from mtpctl.controller.rehearsal import rehearse
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
-from mtpctl.data.look import leaks_in, look
+from mtpctl.data.inspection import leaks_in, look
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
@@ -21,12 +21,12 @@ from mtpctl.plan.buckets import base_weight_bytes, section_buckets
 from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, most_engines, place
-from mtpctl.recipe.cautions import cautions_of
-from mtpctl.recipe.model_source import hf_config
+from mtpctl.recipe.checks import cautions_of
+from mtpctl.recipe.model import hf_config
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sinks import check_packages
+from mtpctl.telemetry.trackers import check_packages
 from mtpctl.telemetry.versions import card_gib
 
 MOST_REMEDIES = 8

@@ -16,9 +16,9 @@ from mtpctl.cluster.process import settle_heap
 from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
 from mtpctl.data.end_tokens import EndTokens
-from mtpctl.data.files import read_problems
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.prompts import chatted, encode_prompt
+from mtpctl.data.sets import read_problems
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.environments.agents import playing
 from mtpctl.environments.environment import environment_of

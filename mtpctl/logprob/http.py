@@ -16,8 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from mtpctl.data.token_bytes import text_offsets
-from mtpctl.data.tokenizers import Tokenizer
+from mtpctl.data.tokenizers import Tokenizer, text_offsets
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.metrics import prometheus
 from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, Scored, ScoreRequest, VersionGone

@@ -13,9 +13,9 @@ from mtpctl.cluster.bundles import ActorLocation, current_location
 from mtpctl.cluster.process import importing, settle_heap, write_to_run
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
 from mtpctl.sync.protocol import JsonObject, Manifest, PlanMismatch, Section, SyncError, WeightsDiffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,9 +14,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mtpctl.errors import MtpctlError, UserError, first_of
+from mtpctl.families.reading import shape_of
+from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.defaults import filled
 from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
+from mtpctl.recipe.model import has_mtp_head, hf_config
 from mtpctl.recipe.presets import PRESETS
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 from mtpctl.recipe.secrets import masked, secrets_in
@@ -369,3 +371,56 @@ def _nearest(got: object, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
     close = difflib.get_close_matches(str(got), choices, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+# Defaults that depend on the model and the machine. They are filled in when a recipe is loaded, unless the recipe sets the value.
+
+CPU_INFO = Path("/proc/cpuinfo")
+AMX = {"amx_tile", "amx_bf16"}
+"""CPU flags with which matrix products are faster in bf16 than in fp32. Without them they are 5 to 10 times slower."""
+
+
+def filled(recipe: Recipe, given: Callable[[str], bool]) -> tuple[Recipe, list[str]]:
+    """The recipe with these defaults, and a line for each that differs from the schema's.
+
+    given: whether the recipe sets a dotted key. Unreadable models are reported by the recipe's checks.
+    """
+    try:
+        config = hf_config(recipe.model, fetch=False)
+        shape = None if config is None else shape_of(config)
+    except UserError:
+        return recipe, []
+    notes: list[str] = []
+    recipe = _without_head(recipe, shape, given, notes)
+    return _in_precision(recipe, shape, given, notes), notes
+
+
+def _without_head(recipe: Recipe, shape: ModelShape | None, given: Callable[[str], bool], notes: list[str]) -> Recipe:
+    """If there is no MTP head, turn speculation and MTP training off."""
+    drafts = "rollout.speculation.num_tokens"
+    headless = shape is not None and not has_mtp_head(recipe.model, shape)
+    if headless and not given("mtp.mode"):
+        recipe = recipe.model_copy(update={"mtp": recipe.mtp.model_copy(update={"mode": "off"})})
+    if (headless or recipe.mtp.mode == "off") and recipe.rollout.speculation.num_tokens and not given(drafts):
+        speculation = recipe.rollout.speculation.model_copy(update={"num_tokens": 0})
+        recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"speculation": speculation})})
+        notes.append(f"{drafts}: 0, because {'the model has no MTP head' if headless else 'mtp.mode is off'}: speculation is off")
+    return recipe
+
+
+def _in_precision(recipe: Recipe, shape: ModelShape | None, given: Callable[[str], bool], notes: list[str]) -> Recipe:
+    """bf16 on a card, on a CPU with AMX, and for linear attention, which vLLM computes on a CPU in bf16 alone; else fp32."""
+    linear = shape is not None and "linear_attention" in shape.layer_kinds
+    if given("train.precision") or recipe.device == "cuda" or linear or has_amx():
+        return recipe
+    notes.append("train.precision: fp32, because this CPU has no AMX, without which bf16 is slower")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "fp32"})})
+
+
+def has_amx() -> bool:
+    """Whether this machine's CPU multiplies matrices of bf16 by AMX."""
+    try:
+        flags = next((line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return set(flags.split()) >= AMX

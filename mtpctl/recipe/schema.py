@@ -13,19 +13,67 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.asynchrony import AsyncConfig
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
-from mtpctl.recipe.kernels import KernelsConfig
-from mtpctl.recipe.logprob import LogprobConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
-from mtpctl.recipe.section import Complaints, NonNegativeInt, Section
+from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import Replay, TrainConfig
+
+# The section `kernels`: which implementation computes log-probs and losses.
+
+
+class KernelsConfig(Section):
+    linear_logprob: Literal["auto", "reference", "chunked", "triton"] = Field(
+        "auto", description="What computes log-probs and losses from hidden states; reference takes a second pass for the loss."
+    )
+    workspace_bytes: PositiveInt = Field(1 << 30, description="Bytes that log-prob kernels may use beside their inputs and outputs.")
+
+
+# The section `logprob`: servers that compute old log-probs beside generation.
+
+
+class LogprobConfig(Section):
+    standalone: bool = Field(False, description="Compute old log-probs in servers, while generation goes on, and not in the trainer.")
+    replicas: PositiveInt = Field(1, description="Log-prob servers.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica within an hour before it is quarantined.")
+    tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of a forward pass, at most.")
+    queue_tokens: PositiveInt = Field(1 << 20, description="Tokens that may wait in the queue; beyond them callers have to wait.")
+    keep_previous: bool = Field(False, description="Keep the weights of the version before, too; takes their memory a second time.")
+    gpus: NonNegativeFloat = Field(1.0, description="GPUs of each rank; a fraction shares the card.")
+
+
+# The section `async`: how far generation may run ahead of training.
+
+
+class AsyncConfig(Section):
+    staleness_threshold: NonNegativeFloat = Field(
+        0.5, description="Samples that may be generated ahead, as a share of those that the updates until the next sync need; 0: none."
+    )
+    max_staleness: NonNegativeInt = Field(
+        8,
+        description="Greatest age of a token that is trained on, in versions behind the published one. Prompts of groups with older tokens "
+        "are generated again, and the trainer waits for them.",
+    )
+    sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
+    partial_rollout: bool = Field(
+        True, description="Responses in flight at a sync continue under the new weights; false: the sync waits until they end."
+    )
+    deterministic: bool = Field(
+        False, description="Same seed, same losses: nothing is generated ahead, batches are in prompt order, each request has its seed."
+    )
+
+    @property
+    def staleness(self) -> float:
+        """The threshold in effect: 0 in a deterministic run, at most `max_staleness`, beyond which samples would be too old to train on."""
+        return 0.0 if self.deterministic else min(self.staleness_threshold, self.max_staleness)
+
 
 NAMES = r"^[A-Za-z0-9._-]+$"
 """The names that a run can have."""

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.optimizer import SftOptimizerConfig
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.rl import RlConfig
+from mtpctl.recipe.rl import RlConfig, SftOptimizerConfig
 from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, fitting
 
 

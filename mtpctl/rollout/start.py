@@ -12,8 +12,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import changed
 from mtpctl.plan.memory import engine_memory
 from mtpctl.plan.placement import Placement
-from mtpctl.recipe.model import ModelConfig
-from mtpctl.recipe.model_source import hf_config
+from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica

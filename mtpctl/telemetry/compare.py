@@ -12,10 +12,9 @@ import yaml
 
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import flatten
-from mtpctl.telemetry.charts import COLOURS, Chart, Phase, Series, render_chart
+from mtpctl.telemetry.charts import COLOURS, Chart, Phase, Series, page, render_chart, write_page
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import describe, format_value
-from mtpctl.telemetry.page import page, write_page
 from mtpctl.telemetry.report import history_of, read_document
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.summary import before_and_after

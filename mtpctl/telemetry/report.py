@@ -15,15 +15,13 @@ from typing import Any, Literal
 import yaml
 
 from mtpctl.errors import UserError
-from mtpctl.telemetry.charts import Chart, Phase, Points, Series, render_chart, sparkline_svg
-from mtpctl.telemetry.curves import best_so_far, late_mean, late_points, worst_fall
+from mtpctl.telemetry.charts import Chart, Phase, Points, Series, page, render_chart, sparkline_svg, write_page
 from mtpctl.telemetry.history import History, load_history
 from mtpctl.telemetry.names import describe, format_duration, format_value
-from mtpctl.telemetry.page import page, write_page
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import read_samples
 from mtpctl.telemetry.sample_page import samples_section
-from mtpctl.telemetry.summary import before_and_after, evaluations, in_between
+from mtpctl.telemetry.summary import before_and_after, best_so_far, evaluations, in_between, late_mean, late_points, worst_fall
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Literal, NotRequired, TypedDict, TypeGuard, get_args
 
 from mtpctl.errors import UserError
 from mtpctl.samples import Sample
-from mtpctl.telemetry.patient_file import PATIENCE_S
+from mtpctl.telemetry.metrics_file import PATIENCE_S
 
 Kind = Literal["update", "eval", "dropped"]
 """`update`: trained on; `eval`: of a held-out problem; `dropped`: of a group that is not trained on, for the reason in `note`."""

@@ -15,17 +15,14 @@ from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.clock import steady_clock
 from mtpctl.telemetry.history import History, Row, load_history
-from mtpctl.telemetry.live import LiveStatus
-from mtpctl.telemetry.metrics_file import DAMAGED, MetricsFile
+from mtpctl.telemetry.live import LiveStatus, steady_clock
+from mtpctl.telemetry.metrics_file import DAMAGED, MetricsFile, open_patiently
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
-from mtpctl.telemetry.patient_file import open_patiently
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables
-from mtpctl.telemetry.sinks import Sink, TensorBoardSink, check_packages
 from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
-from mtpctl.telemetry.trackers import MlflowSink, Updates, WandbSink
+from mtpctl.telemetry.trackers import MlflowSink, Sink, TensorBoardSink, Updates, WandbSink, check_packages
 
 LOG_BYTES = 16 << 20
 

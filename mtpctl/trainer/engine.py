@@ -28,7 +28,7 @@ from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
 from mtpctl.model.parallel import summed
 from mtpctl.model.weights import draw_weights
-from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilisation
 from mtpctl.trainer.config import EngineConfig, ScoreOptions, TokenScores

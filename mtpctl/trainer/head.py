@@ -29,8 +29,8 @@ from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
 from mtpctl.kernels.problem import DraftLoss
 from mtpctl.kernels.rows import distinct_rows
 from mtpctl.model.packing import Packing
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import DraftRows
 from mtpctl.trainer.objective import Sums
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpctl.compat import cpu_device
 from mtpctl.plan.memory import OPTIMIZER_SLICE
-from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.trainer.offload import HostMemory, release
 
 

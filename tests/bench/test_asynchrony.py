@@ -31,8 +31,8 @@ from mtpctl.bench.asynchrony import (
 from mtpctl.bench.asynchrony_tables import figures, table
 from mtpctl.bench.document import text
 from mtpctl.plan.placement import Actor, Placement
-from mtpctl.telemetry.curves import held_at
 from mtpctl.telemetry.history import History, Row
+from mtpctl.telemetry.summary import held_at
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 SWINGING = "45 51 47 60 46 62 44 66 33 72 43 49 61 45 68 31 59 67 43 76 43"

@@ -173,7 +173,7 @@ def test_plans_of_an_adapters_sync_tell_what_its_first_one_brings_beside(mtpctl:
 def test_what_cannot_run_is_refused_by_a_dry_run_below_its_table(
     mtpctl: Any, sets: list[str], code: int, table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1"}\n')
     sets = ["cluster.num_cpus=8", *(text.replace("FOLDER", str(tmp_path)) for text in sets)]
     told = mtpctl("train", "tiny_mtp", "--dry-run", *(part for text in sets for part in ("--set", text)))
@@ -182,7 +182,7 @@ def test_what_cannot_run_is_refused_by_a_dry_run_below_its_table(
 
 
 def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     wrong = ["rollout.engine_args={max_num_seq: 1}", "telemetry.wandb=project", "cluster.num_cpus=8"]
     arguments = ["train", "tiny_mtp", "--dry-run", *(part for text in wrong for part in ("--set", text))]
     told = mtpctl(*arguments)
@@ -216,7 +216,7 @@ def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.M
     def unreachable(hub_id: str, field: str) -> dict[str, Any]:
         raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had")
 
-    monkeypatch.setattr("mtpctl.recipe.model_source._fetch", unreachable)
+    monkeypatch.setattr("mtpctl.recipe.model._fetch", unreachable)
     told = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
     assert (told.code, told.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
 

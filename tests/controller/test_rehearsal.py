@@ -9,7 +9,7 @@ import pytest
 from mtpctl.cli.app import main
 from mtpctl.controller.prepare import prepare
 from mtpctl.controller.rehearsal import rehearse
-from mtpctl.data import hub
+from mtpctl.data import rows
 from mtpctl.errors import UserError
 from mtpctl.jobs import rollout
 from mtpctl.recipe.loading import load_recipe
@@ -130,11 +130,11 @@ def test_a_dataset_that_is_not_in_the_cache_is_no_reason_to_ask_the_hub(tmp_path
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
-    monkeypatch.setattr("mtpctl.data.hub._cached", absent)
+    monkeypatch.setattr("mtpctl.data.rows._cached", absent)
     sets = ["data.task=", "data.path=openai/gsm8k", f"rollout.environment={MODULE}:Echo"]
     (warning,) = rehearse(recipe(*sets))
     assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, and is tried on rows when the run starts"
 
 
 def absent(name: str) -> None:
-    raise hub._NotCached
+    raise rows._NotCached

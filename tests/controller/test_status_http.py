@@ -18,9 +18,9 @@ from rich.console import Console
 from mtpctl.controller.status_http import status_app, status_socket
 from mtpctl.errors import UserError
 from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.telemetry.live import ReplicaCounts
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Resumed, Telemetry
-from mtpctl.telemetry.status_page import ReplicaCounts
 from mtpctl.web.server import address_of, serving
 
 NEW = Resumed()

@@ -17,7 +17,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.convert_models import converted, model, tensors

@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from mtpctl.data.columns import Reading
-from mtpctl.data.files import Rows, read_problems
 from mtpctl.data.problems import NO_ANSWER, Problem
+from mtpctl.data.sets import Rows, read_problems
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mtpctl.data.conversations import encode_conversation
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_prompt, encode_sft, fit_problems
+from mtpctl.data.prompts import encode_conversation, encode_prompt, encode_sft, fit_problems
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig

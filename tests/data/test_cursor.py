@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtpctl.data.cursor import PromptCursor
-from mtpctl.data.problems import Problem
+from mtpctl.data.problems import Problem, PromptCursor
 from mtpctl.errors import UserError
 
 PROBLEMS = [Problem(f"p{i}", f"{i}=", str(i)) for i in range(7)]

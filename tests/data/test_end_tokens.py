@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from mtpctl.data.conversations import encode_conversation
 from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens, recipe_end_tokens
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_sft
+from mtpctl.data.prompts import encode_conversation, encode_sft
 from mtpctl.data.tokenizers import HfTokenizer, load_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig

@@ -9,9 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mtpctl.data.files import read_problems
 from mtpctl.data.problems import NO_ANSWER, Problem
-from mtpctl.data.sets import load_problem_sets
+from mtpctl.data.sets import load_problem_sets, read_problems
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig, GeneratedTask
 

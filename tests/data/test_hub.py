@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from mtpctl.data.columns import Reading
-from mtpctl.data.files import Rows
-from mtpctl.data.hub import Layout, converted_layout, layout_of
-from mtpctl.data.look import look
+from mtpctl.data.inspection import look
+from mtpctl.data.rows import Layout, converted_layout, layout_of
+from mtpctl.data.sets import Rows
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, is_dataset_id
 from mtpctl.recipe.evaluation import EvaluationConfig
@@ -61,7 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The hub's cache, empty, on a machine that is offline."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("mtpctl.data.hub.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.data.rows.find_spec", lambda name: None)
     return tmp_path / "hub"
 
 
@@ -207,7 +207,7 @@ def test_the_library_datasets_is_preferred_where_it_is_installed(monkeypatch: py
     library = ModuleType("datasets")
     library.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", library)
-    monkeypatch.setattr("mtpctl.data.hub.find_spec", lambda name: object())
+    monkeypatch.setattr("mtpctl.data.rows.find_spec", lambda name: object())
     assert [problem.prompt_id for problem in read(None)] == ["openai/gsm8k/main/train:1"]
     with pytest.raises(UserError, match=r"^data\.split: openai/gsm8k with subset None and split dev cannot be had: Unknown split"):
         list(read(None, "dev"))

@@ -9,8 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
-from mtpctl.data.token_bytes import text_offsets
-from mtpctl.data.tokenizers import HfTokenizer, load_byte_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import HfTokenizer, load_byte_tokenizer, make_byte_tokenizer, text_offsets
 
 TEXT = "naïve café ☃ 🂡 the the\n\tx"
 

@@ -15,7 +15,7 @@ import torch
 
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.config import ScoreOptions
 from mtpctl.trainer.engine import MegatronEngine

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import CorrectionConfig, RlConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
 from tests.fakes import own_losses
 

@@ -163,7 +163,7 @@ def test_check_reads_the_data_and_tells_its_mistakes(mtpctl: Any, tmp_path: Path
 
 
 def test_a_large_file_is_looked_at_for_as_long_as_there_is_time(tmp_path: Path) -> None:
-    from mtpctl.data.look import look
+    from mtpctl.data.inspection import look
     from mtpctl.recipe.data import DataConfig
     from mtpctl.recipe.evaluation import EvaluationConfig
 

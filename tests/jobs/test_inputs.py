@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.data.look import leaks_in, look
+from mtpctl.data.inspection import leaks_in, look
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of

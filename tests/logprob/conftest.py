@@ -15,9 +15,9 @@ from mtpctl.logprob.protocol import ReplicaDead
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig
 
 T = TypeVar("T")
 

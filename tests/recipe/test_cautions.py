@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.recipe.cautions import cautions_of
-from mtpctl.recipe.checks import validate
+from mtpctl.recipe.checks import cautions_of, validate
 from mtpctl.recipe.loading import available, load_recipe
 from mtpctl.recipe.presets import PRESETS
 

@@ -15,8 +15,7 @@ from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of, validate
 from mtpctl.recipe.data import path_fits
 from mtpctl.recipe.loading import RECIPES, available, load_recipe
-from mtpctl.recipe.model import ModelConfig
-from mtpctl.recipe.model_source import hf_config
+from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.train import moe_fits
 from tests.fakes.fits import check_fits
 from tests.fakes.toys import SERVED, TOYS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import ClusterResources, UserError
-from mtpctl.recipe import defaults
+from mtpctl.recipe import loading
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import Loaded, dump_resolved, load_recipe
 from tests.fakes.tiny import MIMO
@@ -35,7 +35,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which a CPU without AMX states its flags."""
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512_bf16\n")
-    monkeypatch.setattr(defaults, "CPU_INFO", file)
+    monkeypatch.setattr(loading, "CPU_INFO", file)
     return file
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.aliases import KEYS
-from mtpctl.recipe.fields import find
+from mtpctl.recipe.fields import KEYS, find
 from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
 from mtpctl.recipe.rollout import ReplicaRange
 from mtpctl.recipe.schema import Recipe

@@ -24,8 +24,7 @@ from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.live import LiveStatus
-from mtpctl.web.guard import Guard, HttpBounds
-from mtpctl.web.hosts import HOSTS
+from mtpctl.web.guard import HOSTS, Guard, HttpBounds
 from mtpctl.web.server import address_of, listen, serving
 from tests.fakes.logprob import FakeRank
 from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.telemetry.axes import linear_axis, log_axis, space_apart, tick_label
+from mtpctl.telemetry.charts import linear_axis, log_axis, space_apart, tick_label
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtpctl.telemetry.curves import Fall, area, best_so_far, height, held_at, late_mean, mean_curve, measure, worst_fall
+from mtpctl.telemetry.summary import Fall, area, best_so_far, height, held_at, late_mean, mean_curve, measure, worst_fall
 
 EVERY = 4
 SWINGING = "45 51 47 60 46 62 44 66 33 72 43 49 61 45 68 31 59 67 43 76 43"

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.telemetry.metrics_file import MetricsFile, read_rows
-from mtpctl.telemetry.patient_file import PATIENCE_S
+from mtpctl.telemetry.metrics_file import PATIENCE_S, MetricsFile, read_rows
 from tests.fakes.full_disk import full_disk
 
 
@@ -108,7 +107,7 @@ def test_rows_wait_for_room_on_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_a_disk_that_stays_full_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
     now = [0.0]
-    monkeypatch.setattr("mtpctl.telemetry.patient_file.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("mtpctl.telemetry.metrics_file.time", SimpleNamespace(monotonic=lambda: now[0]))
     with full_disk():
         file.append(row(1))
         now[0] = PATIENCE_S - 1

@@ -19,7 +19,7 @@ from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import read_samples, sample_row
 from mtpctl.telemetry.session import Resumed, Telemetry, open_log
-from mtpctl.telemetry.sinks import TensorBoardSink
+from mtpctl.telemetry.trackers import TensorBoardSink
 from tests.fakes.full_disk import full_disk
 
 
@@ -114,7 +114,7 @@ broken_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThread
 @broken_thread
 def test_a_disk_that_stays_full_ends_a_run_by_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by what closing its files would raise."""
-    monkeypatch.setattr("mtpctl.telemetry.patient_file.PATIENCE_S", 0.0)
+    monkeypatch.setattr("mtpctl.telemetry.metrics_file.PATIENCE_S", 0.0)
     telemetry, _ = start(tmp_path / "run", TelemetryConfig())
     told = r"cannot write .*metrics.jsonl: File too large; free space and start"
     with full_for_tensorboard(), pytest.raises(RuntimeFailure, match=told), telemetry:
@@ -193,7 +193,7 @@ def test_many_threads_write_whole_rows(tmp_path: Path) -> None:
 
 
 def test_wandb_is_asked_for_only_when_wanted_and_missing_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: "):
         start(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"))
 

@@ -41,7 +41,7 @@ def session(path: Path, config: TelemetryConfig, rows: list[tuple[int, dict[str,
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.telemetry.sinks.find_spec", lambda name: object())
+    monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: object())
 
 
 def test_updates_are_counted_over_the_phases() -> None:

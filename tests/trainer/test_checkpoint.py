@@ -21,7 +21,7 @@ from mtpctl.checkpoint.finding import newest, publish_checkpoint, saved_in, sett
 from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_listing
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.optimizer import group_of

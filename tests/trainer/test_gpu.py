@@ -23,9 +23,9 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.layers import PackedAttention
 from mtpctl.model.packing import Packing
 from mtpctl.plan.memory import activation_width, transient_width
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from tests.convert.test_families import CASES, hf_model

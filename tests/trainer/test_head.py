@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mtpctl.bench.train_step import TwoPasses
 from mtpctl.kernels import products
-from mtpctl.recipe.kernels import KernelsConfig
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import CorrectionConfig, RlConfig, TeacherConfig
+from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine

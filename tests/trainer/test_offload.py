@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from mtpctl.recipe.optimizer import OptimizerConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer import optimizer
 from mtpctl.trainer.objective import NextToken

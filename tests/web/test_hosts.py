@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mtpctl.web.hosts import HOSTS, is_allowed_host, is_same_origin
+from mtpctl.web.guard import HOSTS, is_allowed_host, is_same_origin
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:80", "10.0.0.7:8338", "[::1]", "localhost:1", "LocalHost.", "node7:80"])
