@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
