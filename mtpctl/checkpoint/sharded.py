@@ -13,7 +13,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NotRequired, Protocol, TypedDict
 
@@ -51,14 +51,12 @@ class AdapterRecord(TypedDict):
 class EngineRecord(TypedDict):
     """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's.
 
-    number: that of the listing. group_steps: optimizer steps of each parameter group, fewer if the group was frozen for some of them.
-    Checkpoints of earlier releases lack both.
+    number: that of the listing, which checkpoints of earlier releases lack.
     """
 
     format: int
     number: NotRequired[int]
     steps: int
-    group_steps: NotRequired[dict[str, int]]
     optimizer: bool
     adapter: AdapterRecord | None
     state: dict[str, object]
@@ -100,8 +98,8 @@ class Slot(Protocol):
 class Contents:
     """What a checkpoint is written from and restored into.
 
-    slots: the optimizer's state after `steps` steps, None without an optimizer; group_steps: see `EngineRecord`. names: of the parameters
-    that the checkpoint holds, None for all. adapter: set where these parameters are adapters.
+    slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters that the checkpoint holds, None
+    for all. adapter: set if these parameters are adapters.
     """
 
     model: MegatronModule
@@ -109,7 +107,6 @@ class Contents:
     steps: int
     names: set[str] | None
     adapter: AdapterRecord | None
-    group_steps: Mapping[str, int] = field(default_factory=dict)
 
     def tree(self, *, reading: bool) -> ShardedTree:
         """The sharded tensors. With `reading` those of a sharded optimizer's state are empty, to be loaded into."""
@@ -141,7 +138,6 @@ class Save:
         self._record: EngineRecord = {
             "format": _FORMAT,
             "steps": contents.steps,
-            "group_steps": dict(contents.group_steps),
             "optimizer": contents.slots is not None,
             "adapter": contents.adapter,
             "state": state,

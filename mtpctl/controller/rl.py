@@ -34,7 +34,6 @@ from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.evaluate import cut_responses, evaluate
 from mtpctl.controller.keeping import Keeper
 from mtpctl.controller.metrics import of_trajectories
-from mtpctl.controller.payback import Measured, PayBack
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
 from mtpctl.controller.sft import check_applied
@@ -95,7 +94,6 @@ class RlStage:
         self.revive = revive
         self._going_back = False  # the updates since the newest checkpoint are to be made again
         self.stability = StabilityWatch(recipe)
-        self._restore_payback()
         self._evaluating: asyncio.Task[None] | None = None
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
@@ -103,10 +101,6 @@ class RlStage:
         self._reported_choices = {""}  # of draft tokens, in the words of the engines
         self._deadline_cuts_reported = False
         self._cold_cache_reported = False
-
-    def _restore_payback(self) -> None:
-        auto = self.recipe.mtp.trains and self.recipe.train.rl.train_mtp == "auto"
-        self.payback = PayBack.restored(self.state.payback, shared=(self.recipe.train.gpus or 1) < 1) if auto else None
 
     async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
@@ -167,7 +161,6 @@ class RlStage:
                 await self.revive(lost)
                 self._going_back = True
                 self._skipped_in_a_row = 0
-                self._restore_payback()
 
     async def _updates(self) -> None:
         """Batch, update, publish, checkpoint, evaluation, until all updates are done or a stop is asked for."""
@@ -185,7 +178,6 @@ class RlStage:
                 # The row is logged also where the sync fails or is cancelled: a checkpoint may hold this update by now.
                 self.clock.set("trainer", False)
                 metrics |= self._step_metrics(metrics, seconds, groups)
-                metrics |= self._pay_back(metrics, seconds)
                 self.telemetry.log(self.state.step, metrics, "rl")
                 self.keeper.updated(self.state.step, groups)
             await self.state.checkpoint_if_due(self.trainer)
@@ -245,7 +237,7 @@ class RlStage:
         samples = [part for trajectory in trajectories for part in trajectory.parts]
         began = time.perf_counter()
         self.state.updating = True
-        metrics = await self.trainer.rl_step(samples, self.state.version, self.payback is None or self.payback.training)
+        metrics = await self.trainer.rl_step(samples, self.state.version)
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = check_applied(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
@@ -282,26 +274,6 @@ class RlStage:
                 "async/version": float(self.state.version),
             }
         )
-
-    def _pay_back(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """Decide whether the next update trains the MTP layers, where that is left to what is measured. Returns whether this one did."""
-        if self.payback is None:
-            return {}
-        trained, step = self.payback.training, metrics["timing_s/step"]
-        why = self.payback.take(
-            Measured(
-                update_s=seconds,
-                tokens=metrics["perf/tokens_per_s"] * seconds,
-                step_s=step,
-                trainer_idle_s=metrics["async/trainer_idle"] * step,
-                rollout_idle_s=metrics["async/rollout_idle"] * step,
-                accept_length=metrics.get("rollout/spec_accept_length"),
-            )
-        )
-        self.state.payback = self.payback.state()
-        if why is not None:
-            self.telemetry.event("mtp", why)
-        return {"mtp/trained": float(trained)}
 
     # ------------------------------------------------------------------------------------------------------- publish
 

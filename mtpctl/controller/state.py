@@ -45,7 +45,6 @@ class SavedState(TypedDict):
     step: int
     version: int
     synced_at: int
-    payback: dict[str, object] | None
     cursor: CursorState | None
     losses: list[float]
     ended: list[str]
@@ -129,7 +128,7 @@ def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[st
 def saved_state(checkpoint: Path | None) -> SavedState:
     """The state in a checkpoint, or that of a new run without one. Raises UserError if it cannot be read."""
     if checkpoint is None:
-        return SavedState(stage="", step=0, version=0, synced_at=-1, payback=None, cursor=None, losses=[], ended=[])
+        return SavedState(stage="", step=0, version=0, synced_at=-1, cursor=None, losses=[], ended=[])
     try:
         state: SavedState = json.loads((checkpoint / RUN).read_text())
         if not isinstance(state, dict):
@@ -147,8 +146,6 @@ class RunState:
     weight version that was published last, `cursor` the place in the training problems, `losses` the latest losses of a supervised stage.
     `synced_at` is the step whose weights `version` was published with, -1 where no step of this stage was published.
 
-    `payback` is what `train.rl.train_mtp: auto` has measured and decided, None before its first update.
-
     `tried` is the version that was sent last, whether or not every target took it: it never stands for other weights.
 
     `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
@@ -164,7 +161,6 @@ class RunState:
     step: int = 0
     version: int = 0
     synced_at: int = -1
-    payback: dict[str, object] | None = None
     cursor: CursorState | None = None
     losses: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -193,7 +189,6 @@ class RunState:
         """Begin a stage, at its first step unless the run was resumed within it."""
         if self.stage != stage:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
-            self.payback = None
         self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
     def end(self, stage: str) -> None:
@@ -203,7 +198,8 @@ class RunState:
     def load(self, saved: SavedState) -> None:
         """Load the state of the checkpoint that the run resumes from."""
         for name, value in saved.items():
-            setattr(self, name, list(value) if isinstance(value, list) else value)
+            if name in SavedState.__annotations__:  # earlier releases saved other fields as well
+                setattr(self, name, list(value) if isinstance(value, list) else value)
 
     def go_back(self, checkpoint: Path | None, *, anew: bool) -> bool:
         """Set the step, and what belongs to it, to that of the newest whole checkpoint, since the trainer was lost.
@@ -222,7 +218,6 @@ class RunState:
         found = resumed_from(checkpoint, self.train)
         within_it = found["stage"] == self.stage and self.stage not in found["ended"]
         self.step, self.losses = (found["step"], found["losses"]) if within_it else (0, [])
-        self.payback = found["payback"] if within_it else None
         if anew:
             self.cursor = found["cursor"] if within_it else None
         self.ended, self.synced_at, self.updating = found["ended"], -1, False

@@ -126,7 +126,7 @@ class TrainerGroup:
             if died or (isinstance(found, BaseException) and not told):
                 raise TrainerLost(f"{found} ({one_line(error)})") from error
 
-    async def rl_step(self, samples: Sequence[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+    async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
         """One policy update: `TrainerRank.rl_step` on every rank, with its share of the samples, which are ordered by group.
 
         Each share is written into Ray's object store once, and read by all ranks that compute on it.
@@ -134,7 +134,7 @@ class TrainerGroup:
         table, shares = await asyncio.to_thread(self._put, samples)
         parallel = self.recipe.train.parallel
         metrics: dict[str, float] = await self._all(
-            "rl_step", lambda rank: (table, shares[parallel.dp_rank(rank)], version, train_mtp), self.recipe.cluster.step_deadline_s
+            "rl_step", lambda rank: (table, shares[parallel.dp_rank(rank)], version), self.recipe.cluster.step_deadline_s
         )
         return metrics
 

@@ -233,7 +233,7 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
         moved, experts = _adapter(recipe, shape, stage)
         weights += moved * width
     buffered = recipe.mtp.trains
-    trains_mtp = buffered and (training == "sft" or train.rl.train_mtp is not False)
+    trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
     gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
     if trains_mtp or (buffered and train.distributed_optimizer):
         # A distributed optimizer has state for all that has a gradient buffer, MTP layers that are not trained included.

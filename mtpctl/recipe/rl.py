@@ -6,7 +6,7 @@ import difflib
 import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.presets import PRESETS, laid_over
@@ -122,6 +122,13 @@ class TeacherConfig(Section):
         return self.path is not None and self.path != POLICY
 
 
+def _not_auto(value: object) -> object:
+    """Reject `auto`, which earlier releases accepted."""
+    if value == "auto":
+        raise ValueError("must be true or false: auto is no longer supported; set true, or false to freeze the MTP layers in RL")
+    return value
+
+
 class RlConfig(Section):
     preset: Literal["grpo", "dapo", "dr_grpo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "sapo"] | None = Field(
         None, description="A published algorithm, whose values become the defaults of this section; keys that are given override them."
@@ -130,10 +137,8 @@ class RlConfig(Section):
     prompts_per_step: PositiveInt = Field(32, description="Prompts of an update, each with one group of responses.")
     group_size: PositiveInt = Field(8, description="Responses to each prompt (n).")
     minibatches: PositiveInt = Field(1, description="Optimizer steps of an update. Its groups are split over them; a group is not split.")
-    train_mtp: bool | Literal["auto"] = Field(
-        True,
-        description="Train the MTP layers in RL, too; false: RL leaves them as they are; auto: only in updates where what it costs is less "
-        "than what its drafts gain.",
+    train_mtp: Annotated[bool, BeforeValidator(_not_auto)] = Field(
+        True, description="Train the MTP layers in RL, too; false: RL leaves them as they are."
     )
     loss: Loss = Field(
         "ppo",

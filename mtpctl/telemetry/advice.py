@@ -67,7 +67,6 @@ ADVICE: dict[str, Advice] = {
         "within a point or two of `rollout/spec_accept_rate_N` as drafted",
         "above what is served: the drafter is not synced, samples are stale, or `top_p` and `top_k` cut the target",
     ),
-    "mtp/trained": Advice("", "the event `mtp` says why it changed"),
     "mtp/accept_N": Advice("rises, and lower with each depth", "near 0: train the head in the supervised stage"),
     "rollout/spec_accept_rate": Advice(
         "does not fall at a sync", "falls: `sync.sections` without `draft`; near 0: the head is untrained ([MTP training](mtp-training.md))"

@@ -70,7 +70,6 @@ METRICS: dict[str, Metric] = {
     "actor/clip_fraction_dual": Metric("dual-clipped", "share", "Tokens under the dual clip."),
     "actor/gate": Metric("soft gate", "share", "Mean gradient that SAPO's gate lets through; 1 on policy."),
     "actor/lr": Metric("learning rate", "number", "Learning rate of the trunk."),
-    "mtp/trained": Metric("drafter trained", "share", "Updates that trained the MTP layers, where train.rl.train_mtp is auto."),
     "mtp/grad_norm": Metric("MTP layers", "number", "Gradient norm of the MTP layers, before clipping."),
     "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens that the target accepted while generating."),
     "rollout/spec_accept_length": Metric("tokens a step", "tokens", "Tokens that one decoding step yields, the sampled one included."),

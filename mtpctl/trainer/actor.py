@@ -131,7 +131,7 @@ class TrainerRank(WeightSource):
             import torch
 
             torch.set_num_threads(threads_in(self.recipe, stage, len(os.sched_getaffinity(0))))
-        self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp is not False)
+        self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp)
         if stage == "rl" and train.rl.kl_coef:
             if resumed:
                 self._restore_reference(Path(reference))
@@ -180,19 +180,18 @@ class TrainerRank(WeightSource):
             if record:
                 sample.routes = scores.routes
 
-    def rl_step(self, table: BatchTable, share: Share, version: int, train_mtp: bool = True) -> dict[str, float]:
+    def rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
         """One policy update of `train.rl.minibatches` optimizer steps, on the samples of `table`, of which this rank has its `share`.
 
-        version: the version of the weights before the update. train_mtp: whether MTP layers that train in this stage do so now. Returns
-        metrics. Raises RuntimeFailure where no response has a token.
+        version: the version of the weights before the update. Returns metrics. Raises RuntimeFailure if no response has a token.
         """
         with self._profiled("rl"):
-            return self._rl_step(table, share, version, train_mtp)
+            return self._rl_step(table, share, version)
 
     def _profiled(self, stage: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.profile is None else self.profile.update(stage)
 
-    def _rl_step(self, table: BatchTable, share: Share, version: int, train_mtp: bool) -> dict[str, float]:
+    def _rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
         from torch.profiler import record_function
 
         from mtpctl.trainer.objective import PolicyObjective, advantages, stand_in, training_sequence
@@ -243,7 +242,6 @@ class TrainerRank(WeightSource):
                     PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens, trajectories=minibatch.trajectories),
                     temperature=recipe.rollout.temperature,
                     total_steps=rl.steps * rl.minibatches,
-                    train_mtp=train_mtp,
                     passes=minibatch.passes,
                 )
             )

@@ -160,7 +160,6 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         total_steps: int = 1,
-        train_mtp: bool = True,
         passes: Passes | None = None,
     ) -> dict[str, float]:
         """One optimizer step on these sequences. Returns metrics, means over what they count.
@@ -168,30 +167,28 @@ class MegatronEngine:
         `passes`: micro-batches, where the sequences are this dp rank's own; without, every rank gives all of them. Every dp rank gives as
         many, and sequences that are in none of them are not trained on.
 
-        Without `train_mtp` MTP layers that train rest: they are not computed, and keep their weights and their optimizer state.
         `skipped` is 1 where loss or gradients were not finite: then nothing was applied, and metrics that are not finite are left out.
         """
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
-        trains_mtp = self.trains_mtp and train_mtp
         self.optimizer.inner.zero_grad()
         with self.resident():
             with record_function("mtpctl/forward and backward"):
-                metrics = self.forward_backward(sequences, objective, temperature=temperature, train_mtp=train_mtp, passes=passes)
+                metrics = self.forward_backward(sequences, objective, temperature=temperature, passes=passes)
             with record_function("mtpctl/optimizer"):
-                result = self.optimizer.step(total_steps, mtp_rests=not train_mtp)
+                result = self.optimizer.step(total_steps)
                 metrics |= self.balance.finish(applied=result.applied)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
             self.gradients.release()
-        metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if trains_mtp else {})
+        metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         # Copies of offloaded state still run. Their time belongs to this update and not to the weight sync, during which engines wait.
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
-        if (share := self._utilisation(_in(sequences, passes), seconds, self.depths if trains_mtp else 0)) is not None:
+        if (share := self._utilisation(_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
             metrics["perf/mfu"] = share if passes is None else summed([share])[0]
         return metrics
 
@@ -215,11 +212,10 @@ class MegatronEngine:
         objective: Objective,
         *,
         temperature: float = 1.0,
-        train_mtp: bool = True,
         passes: Passes | None = None,
     ) -> dict[str, float]:
         """Compute the gradients of policy and MTP losses into the gradient buffers. Returns metrics."""
-        depths = self.depths if self.trains_mtp and train_mtp else 0
+        depths = self.depths if self.trains_mtp else 0
         totals = Totals.of(_in(sequences, passes), depths)
         if passes is not None:
             totals = totals.over_ranks()
@@ -332,18 +328,16 @@ class MegatronEngine:
         with self.resident():
             record = sharded.restore(path, self._contents())
         if self.optimizer is not None:
-            self.optimizer.set_steps(record["steps"], record.get("group_steps", {}))
+            self.optimizer.set_steps(record["steps"])
         return record["state"]
 
     def _contents(self) -> sharded.Contents:
         lora = self.config.lora
-        slots, steps, group_steps = (
-            (self.optimizer.slots(), self.optimizer.steps, self.optimizer.group_steps) if self.optimizer else (None, 0, {})
-        )
+        slots, steps = (self.optimizer.slots(), self.optimizer.steps) if self.optimizer else (None, 0)
         adapter: sharded.AdapterRecord | None = None
         if lora is not None:
             adapter = {"base": self.base, "rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-        return sharded.Contents(self.module, slots, steps, self.trained_names, adapter, group_steps)
+        return sharded.Contents(self.module, slots, steps, self.trained_names, adapter)
 
     def close(self) -> None:
         """Leave the process groups."""

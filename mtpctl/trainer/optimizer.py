@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,11 +51,9 @@ class Optimizer:
     ) -> None:
         self.config, self.mtp_clip, self.model = config, mtp_clip, model
         self.steps = 0
-        # What Adam corrects its bias by: a group's count stands still while the group is frozen.
-        self.group_steps = {TRUNK: 0, MTP: 0}
         for name, parameter in model.named_parameters():
             if ".mtp." in name:
-                parameter.grad_norm_group = MTP  # type: ignore[attr-defined]
+                parameter.grad_norm_group = "mtp"  # type: ignore[attr-defined]
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -119,11 +117,8 @@ class Optimizer:
         progress = min(1.0, (self.steps - c.warmup_steps) / max(1, total_steps - c.warmup_steps))
         return c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def step(self, total_steps: int, *, mtp_rests: bool = False) -> StepResult:
-        """Clip and apply the gradients of the last backward pass. Where a norm is not finite, nothing is applied.
-
-        With `mtp_rests` the MTP head's parameters and moments stay as they are.
-        """
+    def step(self, total_steps: int) -> StepResult:
+        """Clip and apply the gradients of the last backward pass. If a norm is not finite, nothing is applied."""
         share = self.rate(total_steps)
         for group in self.inner.param_groups:
             group["lr"] = group.get("max_lr", self.config.lr) * share
@@ -139,19 +134,18 @@ class Optimizer:
                     # A pipeline stage without MTP layers has none of theirs, nor has a rank whose shard holds others.
                     if grads := [p.grad for p in held if p.grad is not None]:
                         torch._foreach_mul_(grads, clip / norms[name])
-            self._apply(mtp_rests)
+            self._apply()
             self.steps += 1
-            self.group_steps[TRUNK] += 1
-            self.group_steps[MTP] += not mtp_rests
         return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
 
-    def set_steps(self, steps: int, group_steps: Mapping[str, int]) -> None:
-        """Continue after so many steps, and after so many of each group; groups that are not named have taken all of them."""
+    def set_steps(self, steps: int) -> None:
+        """Continue after this number of steps."""
         self.steps = steps
-        self.group_steps = {group: group_steps.get(group, steps) for group in self.group_steps}
-        set_steps(self.inner, self.group_steps)
+        for part in self._parts():
+            for state in part.optimizer.state.values():
+                state["step"].fill_(steps)
 
-    def _apply(self, mtp_rests: bool) -> None:
+    def _apply(self) -> None:
         """Adam on a slice of the parameters at a time: its temporaries, and moments that live in host memory, are a slice's."""
         parts = self._parts()
         groups = [part.optimizer.param_groups for part in parts]
@@ -159,8 +153,7 @@ class Optimizer:
             for part, whole in zip(parts, groups, strict=True):
                 adam = part.optimizer
                 for group in whole:
-                    stepped = [p for p in group["params"] if not (mtp_rests and group_of(p) == MTP)]
-                    for some in _slices(stepped):
+                    for some in _slices(group["params"]):
                         moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
                         if self.host is not None:
                             self.host.load(moments)
@@ -200,7 +193,6 @@ def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 # moments (and, for bf16, the fp32 master) are named after their parameter, and hyperparameters come from the recipe.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-TRUNK, MTP = "trunk", "mtp"
 
 
 @dataclass
@@ -260,19 +252,6 @@ def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> Non
                     state[kind] = torch.zeros_like(parameter)
                     if offloaded:
                         release([state[kind]])
-
-
-def group_of(parameter: Tensor) -> str:
-    """The group of a parameter, or of its master or shard: `mtp` or `trunk`."""
-    return getattr(parameter, "grad_norm_group", None) or TRUNK
-
-
-def set_steps(optimizer: ChainedOptimizer, steps: Mapping[str, int]) -> None:
-    """Set the number of steps that the moments of each group's parameters come from."""
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            for parameter, state in part.optimizer.state.items():
-                state["step"].fill_(steps[group_of(parameter)])
 
 
 def _kinds(parameter: Tensor) -> tuple[str, ...]:

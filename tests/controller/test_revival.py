@@ -69,7 +69,7 @@ class Mortal(Trainer):
             return found
         return None
 
-    async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+    async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
         found: dict[str, float] = await self.call("rl_step", samples)
         return found
 

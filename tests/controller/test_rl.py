@@ -63,7 +63,7 @@ class FakeTrainer:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+    async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
         self.world.updating = True
         self.world.batches.append(samples)
         await asyncio.sleep(0.01)
@@ -424,10 +424,10 @@ def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_
                     raise RuntimeFailure("every rollout replica failed")
 
     class Slow(FakeTrainer):
-        async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+        async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
             if len(world.batches) == 1:
                 under_way.set()
-            return await super().rl_step(samples, version, train_mtp)
+            return await super().rl_step(samples, version)
 
     async def scenario() -> RunState:
         stage = stage_of(recipe, world, tmp_path, generator=Failing(world, lambda s: str(s.index)))
@@ -490,7 +490,7 @@ def test_a_stop_loses_no_group(tmp_path: Path) -> None:
     async def scenario() -> RlStage:
         stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
 
-        async def update(samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+        async def update(samples: list[Sample], version: int) -> dict[str, float]:
             world.batches.append(samples)
             while stage.buffer.ready < 4:
                 await asyncio.sleep(0.001)
@@ -677,10 +677,10 @@ def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_all
         first = stage_of(recipe, stopped, tmp_path, lambda s: str(s.index))
 
         class Stopping(FakeTrainer):
-            async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+            async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
                 if first.state.step == 3:
                     first.state.stopping.set()
-                return await super().rl_step(samples, version, train_mtp)
+                return await super().rl_step(samples, version)
 
         first.trainer = cast(TrainerGroup, Stopping(stopped))
         first.state.begin("rl")

@@ -39,12 +39,12 @@ class Stopping(FakeTrainer):
         super().__init__(world)
         self.stage, self.stop, self.full = stage, stop, full
 
-    async def rl_step(self, samples: list[Sample], version: int, train_mtp: bool) -> dict[str, float]:
+    async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
         if len(self.world.batches) + 1 == self.stop:
             while self.full and (self.stage.rollout.admission.open or self.stage.buffer.ready < self.stage.buffer.pending):
                 await asyncio.sleep(0.001)
             self.stage.state.stopping.set()
-        return await super().rl_step(samples, version, train_mtp)
+        return await super().rl_step(samples, version)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "empty"])

@@ -44,7 +44,7 @@ def write_checkpoint(run: Path, name: str, *, number: int | None = None, buffer:
     """
     stage, step, *end = name.split("-") if "-" in name else (state["ended"][-1], 0)
     ended = state.get("ended", ["sft"] * (stage == "rl") + [stage] * bool(end))
-    saved = {"stage": stage, "step": int(step), "version": 0, "synced_at": -1, "payback": None, "cursor": None, "losses": []}
+    saved = {"stage": stage, "step": int(step), "version": 0, "synced_at": -1, "cursor": None, "losses": []}
     path = run / "checkpoints" / name
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(saved | {"ended": ended} | state))

@@ -22,9 +22,7 @@ from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_li
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import OptimizerConfig
-from mtpctl.recipe.train import OffloadConfig
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.optimizer import group_of
 from tests.fakes.checkpoint_folders import flip
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import engine, mimo, sequences
@@ -50,56 +48,6 @@ def test_resumed_run_repeats_the_next_five_steps_to_the_bit(tmp_path):
         made.set_optimizer(ADAM)
         assert made.restore(tmp_path / "checkpoint") == {"stage": "sft", "step": 3}
         assert steps(made, 5) == expected
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("fields", [{}, {"distributed_optimizer": True}, {"offload": OffloadConfig(optimizer=True)}])
-def test_resume_is_to_the_bit_after_the_mtp_layers_were_frozen_for_some_steps(tmp_path, fields, precision):
-    """Adam's bias correction is that of the steps that each group of parameters has taken: 5 of the trunk, 2 of the MTP layers."""
-    folder, fields = mimo(tmp_path / "model"), fields | {"precision": precision}
-    trains = [True, True, False, False, False]
-
-    def adam_steps(made):
-        found = {}
-        for part in made.optimizer._parts():
-            for parameter, state in part.optimizer.state.items():
-                found.setdefault(group_of(parameter), set()).add(int(state["step"]))
-        return found
-
-    def weights(made):
-        made.update(sequences(), NextToken(), total_steps=20)
-        return {name: value.clone() for name, value in made.export()}
-
-    with engine(folder, **fields) as made:
-        made.set_optimizer(ADAM)
-        for trained in trains:
-            made.update(sequences(), NextToken(), total_steps=20, train_mtp=trained)
-        assert adam_steps(made) == {"trunk": {5}, "mtp": {2}}
-        made.save(tmp_path / "checkpoint")
-        expected = weights(made)
-    with engine(folder, **fields) as made:
-        made.set_optimizer(ADAM)
-        made.restore(tmp_path / "checkpoint")
-        assert adam_steps(made) == {"trunk": {5}, "mtp": {2}}
-        assert (made.optimizer.steps, made.optimizer.group_steps) == (5, {"trunk": 5, "mtp": 2})
-        found = weights(made)
-    assert all(value.equal(expected[name]) for name, value in found.items())
-
-
-def test_a_checkpoint_without_steps_of_groups_has_those_of_all(tmp_path):
-    """As earlier releases wrote them."""
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(ADAM)
-        steps(made, 2)
-        made.save(tmp_path / "checkpoint")
-        file = tmp_path / "checkpoint" / "engine.json"
-        record = json.loads(file.read_text())
-        assert record.pop("group_steps") == {"trunk": 6, "mtp": 6}
-        file.write_text(json.dumps(record))
-        expected = steps(made, 2)
-        made.set_optimizer(ADAM)
-        made.restore(tmp_path / "checkpoint")
-        assert steps(made, 2) == expected
 
 
 def test_saved_before_the_first_step(tmp_path):

@@ -186,26 +186,6 @@ def test_mtp_that_one_stage_trains_and_the_next_one_does_not(tmp_path, sharded):
         assert all(torch.equal(value, before[name]) is ("mtp" in name) for name, value in made.export())
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_mtp_that_rests_for_an_update_goes_on_where_it_was(tmp_path, sharded):
-    """As `train_mtp: auto` has it: weights and moments of the MTP layers stay, those of the trunk move."""
-    with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as made:
-        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1}))
-        made.update(sequences(), NextToken())
-        before = {name: value.clone() for name, value in made.export()}
-        moments = [{kind: value.clone() for kind, value in slot.tensors.items()} for slot in made.optimizer.slots()]
-        metrics = made.update(sequences(), NextToken(), train_mtp=False)
-        assert not [name for name in metrics if name.startswith("mtp/")]
-        assert all(torch.equal(value, before[name]) is ("mtp" in name) for name, value in made.export())
-        kept = [
-            getattr(slot.parameter, "grad_norm_group", None) == "mtp"
-            for slot, was in zip(made.optimizer.slots(), moments, strict=True)
-            if torch.equal(slot.tensors["exp_avg"], was["exp_avg"])
-        ]
-        assert kept and all(kept)
-        assert "mtp/loss_1" in made.update(sequences(), NextToken())
-
-
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
 def test_the_trunk_is_no_pupil_of_its_drafter(tmp_path, loss):
     """An isolated head that learns the trunk's distribution gives it no gradient, and comes nearer to it; its loss is the metric's own."""
