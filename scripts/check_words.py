@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Count words of the style guide's list that readers stumble over (CONTRIBUTING.md). `--check` fails if a banned one occurs.
 
-    python scripts/check_words.py [--check] [PATH ...]
+python scripts/check_words.py [--check] [PATH ...]
 """
 
 from __future__ import annotations
