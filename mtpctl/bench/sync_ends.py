@@ -141,9 +141,9 @@ class SingleEngine:
         return [f"engine {rank}" for rank in range(ranks)]
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
-        from mtpctl.sync.update import or_cancel
+        from mtpctl.sync.update import cancel_on_error
 
-        report: SyncReport = await or_cancel(manifest, self.engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
+        report: SyncReport = await cancel_on_error(manifest, self.engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s))
         return [report]
 
 

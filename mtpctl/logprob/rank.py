@@ -249,7 +249,7 @@ class ScoreRank:
         if self._stream is not None:
             self._close(self._stream)
         self._stream, self._begun = None, False
-        self._readers.settle()
+        self._readers.end_section()
         self._finished.add(self._section)
         if self._finished == set(self._manifest.sections):
             whole = "target" in self._finished

@@ -94,7 +94,7 @@ class Replica:
         found: dict[str, str] = await self.ranks.call("checksums")
         return found
 
-    def distrust(self) -> None:
+    def mark_dirty(self) -> None:
         self._distrusted = True
 
     async def where(self) -> list[ActorLocation]:

@@ -19,7 +19,7 @@ from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.replica import END_S, Replica
 from mtpctl.sync.protocol import Manifest, Published, TargetDirty
-from mtpctl.sync.update import SyncReport, or_cancel, update_target
+from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
 
@@ -169,7 +169,7 @@ class LogprobServer:
         """
         try:
             reports = await self.replicas.apply_update(
-                lambda replica: or_cancel(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
+                lambda replica: cancel_on_error(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
                 where=lambda replica: replica.version < manifest.version,
             )
             self.version = manifest.version

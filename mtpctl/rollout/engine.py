@@ -281,8 +281,8 @@ class Engine(ABC):
     async def checksums(self) -> dict[str, str]:
         return await self._target.checksums()
 
-    def distrust(self) -> None:
-        self._target.distrust()
+    def mark_dirty(self) -> None:
+        self._target.mark_dirty()
 
     # ------------------------------------------------------------------------------------------------- deadlines
 

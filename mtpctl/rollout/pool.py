@@ -27,7 +27,7 @@ from mtpctl.rollout.membership import Membership
 from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpecStats, SpeculationState, TurnRunner
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
-from mtpctl.sync.update import SyncReport, or_cancel
+from mtpctl.sync.update import SyncReport, cancel_on_error
 
 AFFINITY_SLACK = 8
 WITH_ENVIRONMENT = 8
@@ -341,7 +341,7 @@ class ReplicaPool:
 
         self._updating = True
         try:
-            reports = await self._replicas.apply_update(lambda replica: or_cancel(manifest, update(replica)))
+            reports = await self._replicas.apply_update(lambda replica: cancel_on_error(manifest, update(replica)))
         finally:
             self._updating, self._updated_at = False, asyncio.get_running_loop().time()
         self._version = manifest.version

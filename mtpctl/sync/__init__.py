@@ -1,4 +1,4 @@
-"""How weights travel from the trainer to engines and log-prob replicas. `update.py` has the whole way, with a picture.
+"""Weight updates from the trainer to engines and log-prob replicas; `update.py` describes an update and draws its states.
 
-No engine is named here: each receives its weights behind an `EngineClient` in its own package.
+No engine is named here. Each engine's package implements an `EngineClient`.
 """

@@ -1,7 +1,7 @@
-"""A LoRA adapter on its way into an engine: collected over the buckets, loaded whole.
+"""Transfer of a LoRA adapter into an engine.
 
-An engine loads an adapter at once or not at all. So its tensors are copied out of the transport's buffers until the last one is there,
-and then written to a folder in memory as PEFT writes them, which the engine loads.
+An engine loads an adapter as a whole. Its tensors are therefore collected from the buckets, and then written in PEFT's format to a folder
+in shared memory, which the engine loads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket
 from mtpctl.sync.checksums import Part, summed
-from mtpctl.sync.parameters import Misfit, Ranks, Renamer, find_place, resolve
+from mtpctl.sync.parameters import Renamer, ShapeMismatch, TpRank, find_shard, resolve
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 from mtpctl.sync.receiver import BucketReceiver, pieces
 
@@ -30,7 +30,7 @@ _MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<whic
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Wire names of A `[rank, columns]` and B `[rows, rank]` of one layer, and the shape of the weight that they change."""
+    """Wire names of A `[rank, columns]` and B `[rows, rank]` of one layer, and the shape of the adapted weight."""
 
     a: str
     b: str
@@ -38,7 +38,7 @@ class Layer:
 
 
 def rank_of(plan: SectionPlan) -> int:
-    """The rank that an adapter's config names, 0 where it names none."""
+    """The rank in an adapter's config, 0 if there is none."""
     rank = plan.config.get("r")
     return rank if isinstance(rank, int) else 0
 
@@ -46,37 +46,37 @@ def rank_of(plan: SectionPlan) -> int:
 def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     """The layers of an adapter by the Hugging Face names of their weights.
 
-    Raises PlanMismatch with every reason why the plan is not a LoRA adapter of the rank that its config names.
+    Raises PlanMismatch with all reasons why the plan is not a LoRA adapter of its config's rank.
     """
     rank = rank_of(plan)
     pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    wrong: list[str] = []
+    errors: list[str] = []
     for name, entry in plan.tensors().items():
-        if found := _MATRIX.match(name):
-            pairs.setdefault(found["layer"], {})[found["which"]] = (name, entry.shape)
+        if matched := _MATRIX.match(name):
+            pairs.setdefault(matched["layer"], {})[matched["which"]] = (name, entry.shape)
         else:
-            wrong.append(name)
+            errors.append(name)
     layers = {}
     for layer, pair in pairs.items():
         if len(pair) < 2:
-            wrong.append(f"{layer} has lora_{'A' if 'A' in pair else 'B'} alone")
+            errors.append(f"{layer} has lora_{'A' if 'A' in pair else 'B'} alone")
             continue
         (a, down), (b, up) = pair["A"], pair["B"]
         if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rank and down[0] != rank):
-            wrong.append(f"{layer} has A {down} and B {up}, which are not of rank {rank}")
+            errors.append(f"{layer} has A {down} and B {up}, which are not of rank {rank}")
             continue
         layers[f"{layer}.weight"] = Layer(a, b, (up[0], down[1]))
     if not rank:
-        wrong.append("its config names no rank r")
-    if wrong:
-        raise PlanMismatch(f"this is no LoRA adapter: {'; '.join(wrong[:8])}")
+        errors.append("its config names no rank r")
+    if errors:
+        raise PlanMismatch(f"this is no LoRA adapter: {'; '.join(errors[:8])}")
     return layers
 
 
-def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, ranks: Ranks, room: int | None) -> None:
-    """Compare an adapter with a live model that keeps `room` for adapters, a rank (None: it takes none).
+def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, tp: TpRank, room: int | None) -> None:
+    """Check an adapter against a live model with adapters of up to rank `room` (None: it takes no adapters).
 
-    Raises PlanMismatch with every layer that the model does not have, takes no adapter for, or has in another shape.
+    Raises PlanMismatch with every layer that the model lacks, takes no adapter for, or has in another shape.
     """
     if room is None:
         raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
@@ -84,24 +84,24 @@ def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, r
     if rank > room:
         raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {room}")
     live = dict(model.named_parameters(remove_duplicate=False))
-    wrong = []
+    errors = []
     for name, layer in layers_of(plan).items():
         slot = resolve(name, live, rename)
         if slot is None:
-            wrong.append(f"{name} resolves to nothing")
+            errors.append(f"{name} resolves to nothing")
         elif ".base_layer." not in slot.parameter:
-            wrong.append(f"{name} lies in {slot.parameter}, which takes no adapter")
+            errors.append(f"{name} lies in {slot.parameter}, which takes no adapter")
         else:
             try:
-                find_place(model, live[slot.parameter], slot, layer.shape, ranks)
-            except Misfit as error:
-                wrong.append(f"the adapter of {name} {error}")
-    if wrong:
-        raise PlanMismatch("the adapter does not fit the live model: " + "; ".join(wrong[:8]))
+                find_shard(model, live[slot.parameter], slot, layer.shape, tp)
+            except ShapeMismatch as error:
+                errors.append(f"the adapter of {name} {error}")
+    if errors:
+        raise PlanMismatch("the adapter does not fit the live model: " + "; ".join(errors[:8]))
 
 
 class AdapterReceiver(BucketReceiver):
-    """Receives section `adapter`, and keeps its tensors on `device`. Raises PlanMismatch where the plan is no adapter."""
+    """Receives section `adapter`, and stores its tensors on `device`. Raises PlanMismatch if the plan is not an adapter."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str = "cpu") -> None:
         self.layers = layers_of(plan)
@@ -118,7 +118,7 @@ class AdapterReceiver(BucketReceiver):
         return {name: [summed(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
 
     def write(self, folder: Path) -> None:
-        """Write the adapter as PEFT does, whole or not at all."""
+        """Write the adapter in PEFT's format, atomically."""
         root = folder.parent
         root.mkdir(parents=True, exist_ok=True)
         leftovers.mark(root)
@@ -131,7 +131,7 @@ class AdapterReceiver(BucketReceiver):
 
 
 def adapter_root(store: str, name: str) -> Path:
-    """Where an engine of this name keeps its adapters: beside the versions in `store`; without a store in shared memory if there is any."""
+    """The folder for the adapters of an engine: in `store`, or without a store in shared memory or the temporary folder."""
     if store:
         return Path(store) / "adapters" / name
     return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}adapter-{name}"

@@ -1,9 +1,8 @@
-"""One checksum for both ends of a weight transfer, on CPU and GPU alike, and for tensors that lie in parts on several ranks.
+"""A checksum for both ends of a weight transfer, equal on CPU and GPU, and for tensors that are sharded over ranks.
 
-A tensor's elements are read as integers `w_0 … w_{n-1}` of their own width, and two sums are kept modulo 2^64:
-`n + sum w_i` and `n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped
-elements the second; no byte leaves the device. Both are sums over elements, so ranks that hold parts of a tensor each add up
-their own, and the parts add up to the whole.
+The elements are read as integers `w_0 … w_{n-1}` of their own width. The checksum is two sums modulo 2^64: `n + sum w_i` and
+`n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped elements the second, and no
+data leaves the device. Both are sums over elements, so the sums of the shards add up to those of the tensor.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 
 _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
-"""Elements at a time; on a card two tensors of int64 of that size, 64 MiB together, are all the memory it takes."""
+"""Elements per chunk. On a card two int64 tensors of this size, 64 MiB together, are all the memory that is used."""
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Columns `[start, stop)` of every row of a tensor seen as a matrix of `columns` columns and `numel` elements, summed."""
+    """The sums over columns `[start, stop)` of a tensor seen as a matrix of `columns` columns and `numel` elements."""
 
     numel: int
     columns: int
@@ -50,56 +49,52 @@ def summed(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
     words, (rows, width) = block.view(_WIDTHS[block.element_size()]), block.shape
     chunk = _CHUNK.get(block.device.type, _CHUNK["cpu"])
     wide, high = min(width, chunk), max(1, chunk // max(width, 1))
-    places = _ramp(wide, block.device)
+    ramp = torch.arange(1, wide + 1, device=block.device) if block.device.type != "cpu" else _cpu_ramp()[:wide]
     plains, weights, shifts = [], [], []
     for left in range(0, width, max(wide, 1)):
         for top in range(0, rows, high):
             part = words[top : top + high, left : left + wide]
             if part.device.type == "cpu":
-                # A card widens elements on the way; here each sum would widen them once more.
+                # On a CPU each of the sums would convert the elements again.
                 part = part.to(torch.int64)
-            # An element's place: how far from the part's first column, plus where that lies, which is one number for a row.
-            placed = (part * places[: part.shape[1]]).sum()
+            # An element's index is its column within the part, plus the index of the part's first column, which is constant in a row.
+            weighted_sum = (part * ramp[: part.shape[1]]).sum()
             if part.shape[0] > 1:
-                placed = placed + (part.sum(1) * torch.arange(part.shape[0], device=block.device)).sum() * columns
+                weighted_sum = weighted_sum + (part.sum(1) * torch.arange(part.shape[0], device=block.device)).sum() * columns
             plains.append(part.sum())
-            weights.append(placed)
+            weights.append(weighted_sum)
             shifts.append(start + left + top * columns)
-    found = torch.stack([*plains, *weights]).tolist() if shifts else []
-    plain, weighted = found[: len(shifts)], found[len(shifts) :]
+    sums = torch.stack([*plains, *weights]).tolist() if shifts else []
+    plain, weighted = sums[: len(shifts)], sums[len(shifts) :]
     total = sum(weighted) + sum(value * shift for value, shift in zip(plain, shifts, strict=True))
     return Part(numel, columns, start, start + width, sum(plain) & _MASK, total & _MASK)
 
 
-def _ramp(width: int, device: torch.device) -> torch.Tensor:
-    """1, 2, … `width`. A CPU's is made once: that takes as long as all else about a small tensor."""
-    return torch.arange(1, width + 1, device=device) if device.type != "cpu" else _cpu_ramp()[:width]
-
-
 @lru_cache(maxsize=1)
 def _cpu_ramp() -> torch.Tensor:
+    """1, 2, … up to the chunk size; cached, since creating it takes as long as the rest of a small tensor's checksum."""
     return torch.arange(1, _CHUNK["cpu"] + 1)
 
 
 def combined(parts: Iterable[Part]) -> str:
-    """The checksum of the tensor that these parts make up. A part may come more than once, where ranks hold the same.
+    """The checksum of the tensor that consists of these parts. Replicated parts may be listed several times.
 
-    What does not add up to a tensor gives a text that says why, and that no checksum equals.
+    If the parts are inconsistent or incomplete, the result is a text with the reason, which differs from every checksum.
     """
-    found: dict[tuple[int, int], Part] = {}
+    by_columns: dict[tuple[int, int], Part] = {}
     for part in parts:
-        if found.setdefault((part.start, part.stop), part) != part:
+        if by_columns.setdefault((part.start, part.stop), part) != part:
             return "ranks that hold the same part differ in it"
-    if not found:
+    if not by_columns:
         return "no rank holds it"
-    first = next(iter(found.values()))
+    first = next(iter(by_columns.values()))
     end = 0
-    for start, stop in sorted(found):
+    for start, stop in sorted(by_columns):
         if start != end:
             return f"columns {end} to {start} of {first.columns} are held by no rank"
         end = stop
     if end != first.columns:
         return f"columns {end} to {first.columns} are held by no rank"
-    plain = (first.numel + sum(part.plain for part in found.values())) & _MASK
-    weighted = (first.numel + sum(part.weighted for part in found.values())) & _MASK
+    plain = (first.numel + sum(part.plain for part in by_columns.values())) & _MASK
+    weighted = (first.numel + sum(part.weighted for part in by_columns.values())) & _MASK
     return f"{plain:016x}{weighted:016x}"

@@ -1,4 +1,4 @@
-"""Memory in use on a process's card, and how fast this machine copies memory: what measurements of a sync compare with."""
+"""Measurements that a weight sync is compared with: memory in use on a card, and the copy rate of host memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def card_memory(*, reset: bool = False) -> dict[str, int]:
-    """Bytes on this process's card; zeros without one.
+    """Bytes on this process's card; zeros without a card.
 
-    `allocated` by tensors now, `peak` at most since the last `reset`; `reserved` by torch's allocator, which keeps what tensors
-    leave, and `peak_reserved` likewise; `used` by all processes of the card, with what CUDA and NCCL hold.
+    `allocated` by tensors, with its `peak` since the last `reset`; `reserved` by torch's allocator, with its `peak_reserved`; `used` by
+    all processes on the card, including CUDA and NCCL.
     """
     if not torch.cuda.is_available():
         return dict.fromkeys(("allocated", "peak", "reserved", "peak_reserved", "used"), 0)
@@ -28,11 +28,11 @@ def card_memory(*, reset: bool = False) -> dict[str, int]:
 
 
 def copy_rate(nbytes: int) -> float:
-    """GB/s at which this machine's memory is copied, the best of five."""
-    source, goal = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    """Rate at which host memory is copied, in GB/s: the best of five."""
+    source, destination = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
-        goal.copy_(source)
+        destination.copy_(source)
         best = min(best, time.perf_counter() - began)
     return nbytes / best / 1e9

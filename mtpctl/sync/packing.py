@@ -1,7 +1,7 @@
-"""The sender's plan of buckets, and the copy of an export's tensors into them.
+"""Plans the buckets of a sender, and packs exported tensors into them.
 
-The plan is made once, from names, shapes and dtypes. `pack` then streams every later export into the buffers of a transport, so no
-export is held whole.
+The plan is made once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is held
+in memory as a whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Checksums = dict[Section, dict[str, str]]
 class PackingOptions(TypedDict, total=False):
     """Options of every sender.
 
-    bucket_bytes: the most that a bucket holds. sections: everything that it ever sends. section_of: the section of a tensor's name.
-    dtype: what floating-point tensors are cast to (None: sent as they are). config: what goes along with a section.
+    bucket_bytes: maximum size of a bucket. sections: all sections that are ever sent. section_of: the section of a tensor's name. dtype:
+    target of floating-point casts (None: no cast). config: sent with a section, see `SectionPlan`.
     """
 
     bucket_bytes: Required[int]
@@ -39,17 +39,17 @@ class PackingOptions(TypedDict, total=False):
 
 
 def default_section(name: str) -> Section:
-    """The section of a Hugging Face name, by how MTP layers are called where their names say so."""
+    """The section of a Hugging Face name, for families whose MTP layers have recognizable names."""
     return "draft" if name.startswith("mtp.") or ".mtp_layers." in name or ".mtp." in name else "target"
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Name, shape and dtype of a tensor as the plan wants them."""
+    """The spec of a tensor."""
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class Packer:
-    """Plans buckets and packs exports into them. `moving`: the sections of the next version, all of them until it is set."""
+    """Plans buckets and packs exports into them. `moving`: the sections of the next version, by default all."""
 
     def __init__(self, **options: Unpack[PackingOptions]) -> None:
         self.bucket_bytes = options["bucket_bytes"]
@@ -60,19 +60,19 @@ class Packer:
         self.plans: dict[Section, tuple[Bucket, ...]] = {}
 
     def plan(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None) -> None:
-        """Fix the buckets of all later versions. `aliases` maps names of tied weights to the name that carries them."""
+        """Plan the buckets of all versions. `aliases` maps names of tied weights to the name under which they are sent."""
         by_section: dict[Section, list[TensorSpec]] = {section: [] for section in self.sections}
         for spec in specs:
             if (section := self.section_of(spec.name)) in by_section:
                 by_section[section].append(spec)
-        for section, found in by_section.items():
-            names = {spec.name for spec in found}
+        for section, members in by_section.items():
+            names = {spec.name for spec in members}
             tied = {alias: owner for alias, owner in (aliases or {}).items() if owner in names}
-            if found:
-                self.plans[section] = tuple(plan_buckets(found, self.bucket_bytes, tied))
+            if members:
+                self.plans[section] = tuple(plan_buckets(members, self.bucket_bytes, tied))
 
     def plan_from(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> Checksums:
-        """Run through an export, keeping none of it, and plan unless there is a plan. With `checksums`, take and return them."""
+        """Iterate over an export, and plan from it unless there is a plan. With `checksums`, compute and return them."""
         specs: list[TensorSpec] = []
         sums: Checksums = {section: {} for section in self.moving}
         for name, tensor in self.cast(export):
@@ -84,14 +84,14 @@ class Packer:
         return sums
 
     def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections that move next, as they are sent."""
+        """The tensors of the sections in `moving`, cast as they are sent."""
         for name, tensor in export:
             if self.section_of(name) in self.moving:
                 cast = self.dtype is not None and tensor.is_floating_point()
                 yield name, tensor.to(self.dtype) if cast else tensor
 
     def section_plans(self, sums: Checksums) -> dict[Section, SectionPlan]:
-        """What moves next, with these checksums."""
+        """The plans of the sections in `moving`, with these checksums."""
         return {
             section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
             for section, buckets in self.plans.items()
@@ -102,8 +102,8 @@ class Packer:
     def pack(self, version: int, tensors: Export, writer: BucketWriter, *, checksums: bool = False) -> Checksums:
         """Fill the writer's buffers in the plan's order while the export streams.
 
-        Tensors of two sections may take turns, unless the writer sends section after section. Raises PlanMismatch where the export
-        differs from the plan, and SyncError where its sections come in another order than the writer can send.
+        Tensors of two sections may be interleaved, unless the writer sends section after section. Raises PlanMismatch if the export
+        differs from the plan, and SyncError if the writer cannot send its sections in this order.
         """
         filling = {section: _SectionPacker(section, buckets) for section, buckets in self.plans.items() if section in self.moving}
         sums: Checksums = {section: {} for section in filling}
@@ -116,7 +116,7 @@ class Packer:
                 if not packer.begun:
                     due = next(other for other, packer in filling.items() if not packer.complete)
                     if writer.section_after_section and section != due:
-                        raise SyncError(f"the export came to section {section} before section {due} was complete")
+                        raise SyncError(f"the export began section {section} before section {due} was complete")
                     writer.begin(version, section)
                 packer.add(spec_of(name, tensor), tensor, writer)
             if checksums:
@@ -127,7 +127,7 @@ class Packer:
 
 
 class _SectionPacker:
-    """Copies the tensors of one section to their places in its buckets."""
+    """Copies the tensors of one section into its buckets."""
 
     def __init__(self, section: str, buckets: Sequence[Bucket]) -> None:
         self.section = section
@@ -145,7 +145,7 @@ class _SectionPacker:
         return self.next == len(self.entries)
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor, writer: BucketWriter) -> None:
-        """Copy one tensor, which may go through several buckets. Each bucket is sent once its last entry is in."""
+        """Copy one tensor, which may span several buckets. A bucket is sent once its last entry is copied."""
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         while True:
             bucket, entry = self._due(spec)
@@ -166,14 +166,12 @@ class _SectionPacker:
             raise PlanMismatch(f"{spec.name}: not in the plan of section {self.section}, which is complete")
         bucket, entry = self.entries[self.next]
         if (entry.name, entry.shape, entry.dtype) != (spec.name, spec.shape, spec.dtype):
-            raise PlanMismatch(
-                f"{spec.name} {spec.shape} {spec.dtype}: the plan of section {self.section} "
-                f"has {entry.name} {entry.shape} {entry.dtype} here"
-            )
+            planned = f"{entry.name} {entry.shape} {entry.dtype}"
+            raise PlanMismatch(f"{spec.name} {spec.shape} {spec.dtype}: the plan of section {self.section} has {planned} here")
         return bucket, entry
 
     def check_complete(self) -> None:
-        """Raise PlanMismatch that names the tensors which did not come."""
+        """Raise PlanMismatch that names the missing tensors."""
         if not self.complete:
             missing = sorted({entry.name for _, entry in self.entries[self.next :]})
             raise PlanMismatch(f"the export ended without {', '.join(missing)}")

@@ -1,22 +1,27 @@
-"""From the Hugging Face names on the wire to the parameters of an engine's live model.
+"""Match tensors on the wire to the parameters of an engine's live model, and to the shards that this rank holds.
 
-A live model packs tensors that travel apart (`q_proj`, `k_proj` and `v_proj` in `qkv_proj`, the experts of a layer in two tensors),
-wraps a layer that has an adapter (`.base_layer`), and renames by rules of its own. `resolve` finds the `Slot` of a name among the
-live names, once for each plan. A tensor has its wire name until it is copied, so no name can be mapped twice.
+Tensors have Hugging Face names and full shapes on the wire. A live model packs some of them (`q_proj`, `k_proj` and `v_proj` in
+`qkv_proj`, the experts of a layer in two tensors), wraps layers that have an adapter (`.base_layer`), and renames layers by its own rules.
+`resolve` maps a name to the live parameter, `find_shard` finds the part of it that a rank of a tensor-parallel engine holds, and
+`match_shards` does both for a whole section and checks it. Parts of a tensor that is split over buckets are written straight to their
+shard, and names are mapped once, when the plan is checked.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol, cast
 
 import torch
 from torch import nn
 
+from mtpctl.plan.buckets import Entry
 from mtpctl.sync.checksums import Part, summed
+from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 
 Renamer = Callable[[str], str | None]
 
@@ -33,10 +38,10 @@ PACKED: dict[str, tuple[str, tuple[int, ...]]] = {
     "q_a_proj": ("fused_qkv_a_proj", (0,)),
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj", (1,)),
 }
-"""Layer name on the wire: the layer that packs it, and which of the packed parts it is."""
+"""Layer name on the wire: the live layer that packs it, and the indices of its packed parts."""
 
 EXPERTS: dict[str, tuple[str, tuple[int, ...]]] = {"gate_proj": ("w13", (0,)), "up_proj": ("w13", (1,)), "down_proj": ("w2", (0,))}
-"""Layer of one expert on the wire: the tensor that holds it for all experts, and which part of an expert's it is."""
+"""Layer of one expert on the wire: the live tensor of all experts, and the indices of its parts within one expert."""
 
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias)$")
 _EXPERT_HOMES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
@@ -45,7 +50,7 @@ _WRAPPED = "base_layer"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a wire tensor belongs: a live parameter, which of its packed parts (None: all of it), and which expert's."""
+    """The destination of a wire tensor: a live parameter, its packed parts (None: all of it), and its expert."""
 
     parameter: str
     parts: tuple[int, ...] | None = None
@@ -53,44 +58,36 @@ class Slot:
 
 
 def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> Slot | None:
-    """The place of wire name `name` among `live` parameter names, or None where there is none.
+    """The slot of wire name `name` among the `live` parameter names, or None if there is none.
 
-    `rename` is the live model's own rule; it is tried first, since the same wire name may mean another layer without it.
+    `rename` is the live model's own rule. It is tried first, since the same wire name may denote another layer without it.
     """
     for candidate in _candidates(name, rename):
-        for spelled in _wrappings(candidate.parameter):
-            if spelled in live:
-                return Slot(spelled, candidate.parts, candidate.expert)
+        for parameter in _wrappings(candidate.parameter):
+            if parameter in live:
+                return Slot(parameter, candidate.parts, candidate.expert)
     return None
 
 
 def _candidates(name: str, rename: Renamer | None) -> Iterator[Slot]:
     renamed = rename(name) if rename else None
-    # A drafter is a model of its own, whose layers lie under `model.` where the folder says `mtp.`.
-    own = f"model.{name.removeprefix('mtp.')}" if name.startswith("mtp.") else name
-    for spelled in dict.fromkeys([renamed or name, name, own]):
-        yield Slot(spelled)
-        yield from _packings(spelled)
-        yield from _experts(spelled)
-
-
-def _packings(name: str) -> Iterator[Slot]:
-    parts = name.split(".")
-    for at, part in enumerate(parts):
-        if part in PACKED:
-            owner, place = PACKED[part]
-            yield Slot(".".join([*parts[:at], owner, *parts[at + 1 :]]), place)
-
-
-def _experts(name: str) -> Iterator[Slot]:
-    if found := _EXPERT.match(name):
-        tensor, part = EXPERTS[found["proj"]]
-        for home in _EXPERT_HOMES:
-            yield Slot(f"{found['layer']}{home}.{tensor}_{found['leaf']}", part, int(found["expert"]))
+    # A drafter is a separate model, whose layers are named `model.` where the folder has `mtp.`.
+    drafter = f"model.{name.removeprefix('mtp.')}" if name.startswith("mtp.") else name
+    for alternative in dict.fromkeys([renamed or name, name, drafter]):
+        yield Slot(alternative)
+        path = alternative.split(".")
+        for index, layer in enumerate(path):
+            if layer in PACKED:
+                owner, parts = PACKED[layer]
+                yield Slot(".".join([*path[:index], owner, *path[index + 1 :]]), parts)
+        if matched := _EXPERT.match(alternative):
+            tensor, parts = EXPERTS[matched["proj"]]
+            for home in _EXPERT_HOMES:
+                yield Slot(f"{matched['layer']}{home}.{tensor}_{matched['leaf']}", parts, int(matched["expert"]))
 
 
 def _wrappings(name: str) -> Iterator[str]:
-    """The name, and the name with `.base_layer` before its last part taken out or put in."""
+    """The name, and the name with `.base_layer` removed from or inserted before its last part."""
     yield name
     layer, _, leaf = name.rpartition(".")
     if layer.endswith(f".{_WRAPPED}"):
@@ -101,7 +98,7 @@ def _wrappings(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`length` steps along the cut dimension: from `wire` on in the whole tensor, from `live` on in the parameter."""
+    """`length` consecutive indices of the split dimension, from `wire` in the full tensor and from `live` in the parameter."""
 
     wire: int
     live: int
@@ -109,10 +106,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A wire tensor of `shape` and `dtype` (None: the live one), cut along `dim`, in the live tensor `live`.
+class Shard:
+    """The part of a wire tensor that this rank holds in `live`: runs along dimension `dim`; no runs if another rank holds it.
 
-    No runs: another rank holds it.
+    `shape` and `dtype` are those of the wire tensor (None: the live dtype).
     """
 
     live: torch.Tensor
@@ -123,7 +120,7 @@ class Place:
 
     @property
     def outer(self) -> int:
-        """Rows of the matrix that the cut dimension and those behind it make the columns of."""
+        """Rows of the tensor seen as a matrix whose columns are the split dimension and those after it."""
         return prod(self.shape[: self.dim])
 
     @property
@@ -132,13 +129,13 @@ class Place:
         return prod(self.shape[self.dim :])
 
     def blocks(self) -> list[tuple[int, torch.Tensor]]:
-        """Each run as its first column and the live memory `[outer, columns of the run]`."""
+        """Each run as its first column and its live memory `[outer, columns of the run]`."""
         inner = prod(self.shape[self.dim + 1 :])
         matrix = self.live.view(self.outer, -1)
         return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
 
     def write(self, piece: torch.Tensor, start: int, stop: int) -> None:
-        """Copy elements `[start, stop)` of the flattened wire tensor to where they belong, those that this rank holds."""
+        """Copy elements `[start, stop)` of the flattened wire tensor, as far as this rank holds them, to the live parameter."""
         width = self.columns
         first, last = -(-start // width), stop // width
         edges = [(start, stop)] if first > last else [(start, first * width), (last * width, stop)]
@@ -153,24 +150,24 @@ class Place:
                     block[row, low - row * width - column : high - row * width - column].copy_(piece[low - start : high - start])
 
     def sums(self) -> list[Part]:
-        """What this rank adds to the tensor's checksum."""
+        """This rank's contribution to the tensor's checksum."""
         numel = prod(self.shape)
         return [summed(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]
 
 
-class Misfit(ValueError):
-    """A wire tensor has no place of its shape."""
+class ShapeMismatch(ValueError):
+    """A wire tensor does not fit its live parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """This rank's number among those that share each layer."""
+class TpRank:
+    """This rank's index among the tensor-parallel ranks of a layer."""
 
     rank: int = 0
     size: int = 1
 
 
-ALONE = Ranks()
+_UNSPLIT = TpRank()
 
 
 class _VocabularyShard(Protocol):
@@ -179,7 +176,7 @@ class _VocabularyShard(Protocol):
 
 
 class _VocabularyLayer(Protocol):
-    """The attributes of an engine's embedding or head that say which rows a rank holds."""
+    """The attributes of an engine's embedding or head that define the rows of a rank."""
 
     org_vocab_size: int
     shard_indices: _VocabularyShard
@@ -191,76 +188,81 @@ class _MoeConfig(Protocol):
 
 
 class ExpertsLayer(Protocol):
-    """The attributes of an engine's layer of experts that say which experts a rank holds, and which part of them."""
+    """The attributes of an engine's MoE layer that define the experts of a rank, and its part of each."""
 
     moe_config: _MoeConfig
     global_num_experts: int
 
 
-def find_place(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], ranks: Ranks) -> Place:
-    """The place of a wire tensor of `shape` in the live parameter `live` that `slot` names. Raises Misfit."""
+def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], tp: TpRank) -> Shard:
+    """The shard of a wire tensor of `shape` in `live`, the parameter that `slot` names. Raises ShapeMismatch."""
     owner = model.get_submodule(slot.parameter.rpartition(".")[0])
     if slot.expert is not None:
-        return _expert_place(cast(ExpertsLayer, owner), live, slot, shape)
+        return _expert_shard(cast(ExpertsLayer, owner), live, slot, shape)
     shape, data = (shape, live) if shape else ((1,), live.reshape(1))
     if hasattr(owner, "shard_indices"):
-        return _vocabulary_place(cast(_VocabularyLayer, owner), data, shape)
-    sizes = part_sizes(owner, slot.parameter)
-    if slot.parts is not None or (len(sizes) > 1 and _ranks_of(owner).size > 1):
-        return _packed_place(owner, data, slot, shape, sizes)
+        return _vocabulary_shard(cast(_VocabularyLayer, owner), data, shape)
+    sizes = part_sizes(owner)
+    if slot.parts is not None or (len(sizes) > 1 and _tp_of(owner).size > 1):
+        return _packed_shard(owner, data, slot, shape, sizes)
     if sections := _convolution_sections(model, slot.parameter):
-        return _sections_place(owner, data, slot.parameter, shape, sections)
-    return _cut_place(data, slot.parameter, shape, _ranks_of(owner, ranks))
+        return _sections_shard(owner, data, slot.parameter, shape, sections)
+    return _plain_shard(data, slot.parameter, shape, _tp_of(owner, tp))
 
 
-def _ranks_of(owner: nn.Module, default: Ranks = ALONE) -> Ranks:
-    """The ranks that share the layer, as its attributes say, else the default."""
-    return Ranks(getattr(owner, "tp_rank", default.rank), getattr(owner, "tp_size", default.size))
+def _tp_of(owner: nn.Module, default: TpRank = _UNSPLIT) -> TpRank:
+    """The tensor-parallel rank from the layer's attributes, else the default."""
+    return TpRank(getattr(owner, "tp_rank", default.rank), getattr(owner, "tp_size", default.size))
 
 
-def part_sizes(owner: nn.Module, parameter: str) -> list[int]:
-    """Rows of each packed part over all ranks; one part where nothing is packed."""
+def part_sizes(owner: nn.Module) -> list[int]:
+    """Rows of each packed part over all ranks; a single part if nothing is packed."""
     return list(getattr(owner, "output_sizes", ())) or [0]
 
 
-def _cut_place(live: torch.Tensor, parameter: str, shape: tuple[int, ...], ranks: Ranks) -> Place:
-    """A tensor that is whole here, or cut along the one dimension in which the live one is shorter by the number of ranks."""
-    held = tuple(live.shape)
-    if held == shape:
-        return Place(live, shape, 0, (Run(0, 0, shape[0]),))
-    cut = [dim for dim, size in enumerate(shape) if len(held) == len(shape) and held[dim] != size]
-    if len(cut) != 1 or held[cut[0]] * ranks.size != shape[cut[0]]:
-        raise Misfit(f"has shape {shape}, its place in {parameter} {held}")
-    dim, length = cut[0], held[cut[0]]
-    return Place(live, shape, dim, (Run(ranks.rank * length, 0, length),))
+def _mismatch(shape: tuple[int, ...], parameter: str, expected: tuple[int, ...]) -> ShapeMismatch:
+    return ShapeMismatch(f"has shape {shape}, but {parameter} takes {expected}")
 
 
-def _vocabulary_place(owner: _VocabularyLayer, live: torch.Tensor, shape: tuple[int, ...]) -> Place:
-    """Rows of the vocabulary that this rank holds. Rows beyond it are padding and receive nothing."""
-    if (shape[0], *shape[1:]) != (owner.org_vocab_size, *live.shape[1:]):
-        raise Misfit(f"has shape {shape}, its place in an embedding {(owner.org_vocab_size, *live.shape[1:])}")
-    held = owner.shard_indices
-    start, stop = held.org_vocab_start_index, held.org_vocab_end_index
-    return Place(live, shape, 0, (Run(start, 0, stop - start),) if stop > start else ())
+def _plain_shard(live: torch.Tensor, parameter: str, shape: tuple[int, ...], tp: TpRank) -> Shard:
+    """A tensor that is replicated, or split along the one dimension in which the live tensor is `tp.size` times shorter."""
+    local = tuple(live.shape)
+    if local == shape:
+        return Shard(live, shape, 0, (Run(0, 0, shape[0]),))
+    split = [dim for dim, size in enumerate(shape) if len(local) == len(shape) and local[dim] != size]
+    if len(split) != 1 or local[split[0]] * tp.size != shape[split[0]]:
+        raise _mismatch(shape, parameter, local)
+    dim, length = split[0], local[split[0]]
+    return Shard(live, shape, dim, (Run(tp.rank * length, 0, length),))
 
 
-def _packed_place(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], sizes: list[int]) -> Place:
-    ranks, runs, wire = _ranks_of(owner), [], 0
+def _vocabulary_shard(owner: _VocabularyLayer, live: torch.Tensor, shape: tuple[int, ...]) -> Shard:
+    """The vocabulary rows of this rank. Padding rows are not written."""
+    expected = (owner.org_vocab_size, *live.shape[1:])
+    if shape != expected:
+        raise _mismatch(shape, "an embedding", expected)
+    start, stop = owner.shard_indices.org_vocab_start_index, owner.shard_indices.org_vocab_end_index
+    return Shard(live, shape, 0, (Run(start, 0, stop - start),) if stop > start else ())
+
+
+def _packed_shard(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], sizes: list[int]) -> Shard:
+    tp, runs, wire = _tp_of(owner), [], 0
     for part in slot.parts if slot.parts is not None else range(len(sizes)):
         if part >= len(sizes):
-            raise Misfit(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
-        # Key and value heads fewer than ranks are held by several ranks each, and counted once for every one of them.
+            raise ShapeMismatch(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
+        # If there are fewer key and value heads than ranks, each is replicated, and `sizes` counts every replica.
         copies = getattr(owner, "num_kv_head_replicas", 1) if part and len(sizes) == 3 else 1
-        length = sizes[part] // ranks.size
-        runs.append(Run(wire + ranks.rank // copies * length, sum(sizes[:part]) // ranks.size, length))
+        length = sizes[part] // tp.size
+        runs.append(Run(wire + tp.rank // copies * length, sum(sizes[:part]) // tp.size, length))
         wire += sizes[part] // copies
-    if shape != (wire, *live.shape[1:]):
-        raise Misfit(f"has shape {shape}, its place in {slot.parameter} {(wire, *live.shape[1:])}")
-    return Place(live, shape, 0, tuple(runs))
+    expected = (wire, *live.shape[1:])
+    if shape != expected:
+        raise _mismatch(shape, slot.parameter, expected)
+    return Shard(live, shape, 0, tuple(runs))
 
 
 def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
-    """Channels of q, k and v under the short convolution of a gated delta net, which are cut each by itself."""
+    """Channels of q, k and v in the short convolution of a gated delta net, which are split separately."""
     layer, _, rest = parameter.rpartition(".conv1d.")
     if not layer or rest not in ("weight", "base_layer.weight"):
         return []
@@ -269,36 +271,126 @@ def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
     return [key, key, value] if key is not None and value is not None else []
 
 
-def _sections_place(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Place:
-    rank, size = _ranks_of(owner).rank, _ranks_of(owner).size
-    if shape != (sum(sections), *live.shape[1:]) or live.shape[0] * size != sum(sections):
-        raise Misfit(f"has shape {shape}, its place in {parameter} {(sum(sections), *live.shape[1:])}")
-    runs = tuple(
-        Run(sum(sections[:i]) + rank * (length // size), sum(sections[:i]) // size, length // size) for i, length in enumerate(sections)
-    )
-    return Place(live, shape, 0, runs)
+def _sections_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Shard:
+    tp, expected = _tp_of(owner), (sum(sections), *live.shape[1:])
+    if shape != expected or live.shape[0] * tp.size != sum(sections):
+        raise _mismatch(shape, parameter, expected)
+    starts = [sum(sections[:index]) for index in range(len(sections))]
+    runs = (Run(start + tp.rank * (n // tp.size), start // tp.size, n // tp.size) for start, n in zip(starts, sections, strict=True))
+    return Shard(live, shape, 0, tuple(runs))
 
 
-def _expert_place(owner: ExpertsLayer, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Place:
+def _expert_shard(owner: ExpertsLayer, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Shard:
     assert slot.expert is not None and slot.parts is not None
     local = local_expert(owner, slot.expert)
-    wide = slot.parameter.rpartition(".")[2].startswith("w13")
+    gated = slot.parameter.rpartition(".")[2].startswith("w13")
     size, rank = owner.moe_config.tp_size, owner.moe_config.tp_rank
     one = live[0]
-    length = one.shape[0] // 2 if wide else one.shape[-1]
-    whole = (length * size, *one.shape[1:]) if wide else (*one.shape[:-1], length * size)
-    if shape != whole:
-        raise Misfit(f"has shape {shape}, its place in {slot.parameter} {whole}")
+    length = one.shape[0] // 2 if gated else one.shape[-1]
+    expected = (length * size, *one.shape[1:]) if gated else (*one.shape[:-1], length * size)
+    if shape != expected:
+        raise _mismatch(shape, slot.parameter, expected)
     if local is None:
-        return Place(one, shape, 0, ())
-    run = Run(rank * length, slot.parts[0] * length if wide else 0, length)
-    return Place(live[local], shape, 0 if wide else len(shape) - 1, (run,))
+        return Shard(one, shape, 0, ())
+    run = Run(rank * length, slot.parts[0] * length if gated else 0, length)
+    return Shard(live[local], shape, 0 if gated else len(shape) - 1, (run,))
 
 
 def local_expert(owner: ExpertsLayer, expert: int) -> int | None:
-    """The row that an expert has on this rank, or None where another rank holds it."""
+    """The row of an expert on this rank, or None if another rank holds it."""
     mapping = getattr(owner, "expert_map", None)
     if mapping is None:
         return expert
-    found = int(mapping[expert])
-    return None if found < 0 else found
+    row = int(mapping[expert])
+    return None if row < 0 else row
+
+
+Portion = tuple[int | None, int | None]
+"""An expert (None: not an MoE parameter) and a packed part (None: all parts)."""
+
+PlainWeight = Callable[[nn.Module, str], torch.Tensor]
+"""Returns the memory of a layer's parameter in the layout of loading, by its name in the layer. Raises ShapeMismatch if there is none."""
+
+
+def parameter_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
+    """The parameter as the layer stores it. Raises ShapeMismatch for an empty one."""
+    weight: torch.Tensor = getattr(layer, leaf).data
+    if not weight.numel():
+        raise ShapeMismatch("belongs to a layer that stores its weight only in packed form")
+    return weight
+
+
+def match_shards(
+    model: nn.Module,
+    plan: SectionPlan,
+    *,
+    rename: Renamer | None = None,
+    elsewhere: nn.Module | None = None,
+    tp: TpRank | None = None,
+    dtype: torch.dtype | None = None,
+    plain_weight: PlainWeight = parameter_weight,
+    derived: Collection[str] = (),
+) -> dict[str, Shard]:
+    """Find the shard of every tensor of `plan` in `model`.
+
+    Args:
+        rename: the model's own rule from wire names to parameter names.
+        elsewhere: module whose parameters the plan may leave out (a drafter's embedding and head are its target's).
+        tp: this rank, for layers without attributes of it.
+        dtype: the model's dtype. A tensor of this dtype may go to a wider parameter (the decays of a gated delta net are float32 in a
+            bfloat16 model); otherwise both dtypes are equal.
+        plain_weight: accesses parameters that the engine stores in a kernel's layout.
+        derived: names, within a layer, of parameters that the engine computes from others.
+
+    Raises:
+        PlanMismatch: with all errors: unresolved names, shapes, dtypes, and parameters that the plan does not fill.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    optional = {id(parameter) for parameter in elsewhere.parameters()} if elsewhere is not None else set()
+    shards: dict[str, Shard] = {}
+    filled: dict[int, set[Portion]] = defaultdict(set)
+    errors: list[str] = []
+    for name, entry in plan.tensors().items():
+        slot = next(filter(None, (resolve(alias, live, rename) for alias in (name, *entry.aliases))), None)
+        if slot is None:
+            errors.append(f"{name} resolves to nothing")
+            continue
+        filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
+        try:
+            shards[name] = _checked_shard(model, slot, entry, tp or _UNSPLIT, dtype, plain_weight)
+        except ShapeMismatch as error:
+            errors.append(f"{name} {error}")
+    for name, parameter in live.items():
+        if id(parameter) in optional or name.rpartition(".")[2] in derived:
+            continue
+        portions = filled[id(parameter)]
+        if (None, None) not in portions and not _required_portions(model, name) <= portions:
+            errors.append(f"{name} is filled {'in part' if portions else 'by nothing'}")
+    if errors:
+        raise PlanMismatch("the weights do not fit the live model: " + "; ".join(errors))
+    return shards
+
+
+def _checked_shard(
+    model: nn.Module, slot: Slot, entry: Entry, tp: TpRank, model_dtype: torch.dtype | None, plain_weight: PlainWeight
+) -> Shard:
+    path, _, leaf = slot.parameter.rpartition(".")
+    live = plain_weight(model.get_submodule(path), leaf)
+    shard = find_shard(model, live, slot, entry.shape, tp)
+    wire = getattr(torch, entry.dtype)
+    if wire != live.dtype and not (wire == model_dtype and torch.promote_types(wire, live.dtype) == live.dtype):
+        raise ShapeMismatch(f"is sent as {entry.dtype}, but the engine stores {slot.parameter} as {str(live.dtype).removeprefix('torch.')}")
+    if not shard.live.is_contiguous():
+        raise ShapeMismatch(f"belongs to {slot.parameter}, whose memory is not contiguous")
+    return replace(shard, dtype=wire)
+
+
+def _required_portions(model: nn.Module, name: str) -> set[Portion]:
+    """The portions that fill a parameter, unless it is sent whole."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf.startswith(("w13_", "w2_")):
+        layer = cast(ExpertsLayer, owner)
+        experts = [expert for expert in range(layer.global_num_experts) if local_expert(layer, expert) is not None]
+        return {(expert, part) for expert in experts for part in ((0, 1) if leaf.startswith("w13_") else (0,))}
+    return {(None, part) for part in range(len(part_sizes(owner)))}

@@ -1,8 +1,8 @@
-"""What a receiver of weights has to offer, and the errors that an update may raise.
+"""The data and interfaces of weight updates: manifests, the errors of an update, and what a receiver of weights implements.
 
-A version has sections, `target` (the policy, or in its place `adapter`) and `draft` (its MTP layers), which are received one after the
-other. The plan of a section is known before its first byte, so a target checks everything that can be checked (names, shapes, dtypes,
-completeness, the version) in `begin_update`, where nothing has changed yet.
+A version has sections, which are received one after the other: `target` (the policy, or `adapter` instead of it) and `draft` (its MTP
+layers). The plan of a section is known before its first byte, so `begin_update` checks names, shapes, dtypes, completeness and the version
+before anything is written.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.buckets import Bucket, Entry
 
 Section = Literal["target", "draft", "adapter"]
-"""What moves: the policy, its MTP layers, or a LoRA adapter of the policy."""
+"""The policy, its MTP layers, or a LoRA adapter of the policy."""
 
 type JsonObject = dict[str, Any]
-"""As `json.loads` makes it."""
+
+PauseMode = Literal["keep", "abort", "wait"]
+ABORTED_BY_SENDER = "the weight update was aborted by its sender"
+"""Message of the error that ends an update on purpose, also after it was passed on by another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SectionPlan:
-    """Buckets of one section in the order in which they travel, and checksums by tensor name where they were taken.
+    """Buckets of one section in the order of transfer, and the checksum of each tensor, if computed.
 
-    `config` goes with the section `adapter`: what PEFT writes as `adapter_config.json`.
+    `config`, for the section `adapter`, is the content of PEFT's `adapter_config.json`.
     """
 
     buckets: tuple[Bucket, ...]
@@ -41,7 +44,7 @@ class SectionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes to transfer."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def tensors(self) -> dict[str, Entry]:
@@ -51,9 +54,9 @@ class SectionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version: its sections, and where a receiver finds the buckets (`transport` at `address`).
+    """One version: its sections, and the transport and address at which receivers get the buckets.
 
-    `store` is the folder in which the version is, or will be, kept for receivers that come later.
+    `store` is the folder of the version store that keeps the version for receivers that start later.
     """
 
     version: int
@@ -71,7 +74,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> Manifest:
-        """Inverse of `to_dict`, also after JSON has turned tuples into lists."""
+        """Inverse of `to_dict`, also after a round trip through JSON."""
         sections = {
             name: SectionPlan(buckets_from(section["buckets"]), dict(section["checksums"]), dict(section.get("config", {})))
             for name, section in data["sections"].items()
@@ -80,72 +83,67 @@ class Manifest:
 
 
 def buckets_from(data: list[JsonObject]) -> tuple[Bucket, ...]:
-    return tuple(_bucket(bucket) for bucket in data)
+    """Buckets from their JSON form."""
+
+    def entry_from(entry: JsonObject) -> Entry:
+        return Entry(**{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"])})
+
+    return tuple(Bucket(bucket["index"], tuple(map(entry_from, bucket["entries"]))) for bucket in data)
 
 
 @lru_cache(maxsize=8)
 def layout(buckets: tuple[Bucket, ...]) -> tuple[str, str]:
-    """The JSON form of a section's buckets, and a short name of it: receivers are sent the form once, and later the name alone."""
+    """The JSON form of a section's buckets and a short hash of it. Receivers get the JSON once, and later only the hash."""
     text = json.dumps([asdict(bucket) for bucket in buckets])
     return text, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bucket(data: JsonObject) -> Bucket:
-    entries = (Entry(**{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"])}) for entry in data["entries"])
-    return Bucket(data["index"], tuple(entries))
-
-
-PauseMode = Literal["keep", "abort", "wait"]
-ABORTED_BY_SENDER = "the weight update was aborted by its sender"
-"""Text of the error that ends an update on purpose, also where it comes back from another process."""
-
-
 class SyncError(RuntimeFailure):
-    """A weight update failed, and every target still has the weights it had before."""
+    """A weight update failed. Every target still has its previous weights."""
 
 
 class PlanMismatch(SyncError):
-    """The plan does not fit the live model; the message lists names, shapes or dtypes."""
+    """The plan does not fit the live model; the message lists the names, shapes or dtypes."""
 
 
 class VersionConflict(SyncError):
-    """The version does not grow, is gone, or another update is under way."""
+    """The version is not newer, is no longer available, or another update is in progress."""
 
 
 class TargetDirty(RuntimeFailure):
-    """A target holds parts of two versions, or cannot say what it holds: it must be restarted before it serves."""
+    """A target may hold parts of two versions. It must be restarted before it serves again."""
 
 
 class WeightsDiffer(RuntimeFailure):
-    """The weights after an update are not those that were sent. The target serves no more, and a restart would hide the reason."""
+    """The checksums after an update differ. The target stops serving; it is not restarted, because that would hide the cause."""
 
 
 class Published(Protocol):
-    """Where a replica that starts late finds the weights that the others serve: a `VersionStore`."""
+    """The versions from which a replica that starts late is updated: a `VersionStore`."""
 
     def versions(self) -> list[int]:
-        """Versions that are there, oldest first."""
+        """Available versions, oldest first."""
         ...
 
     def open(self, version: int) -> Manifest:
-        """The manifest of one of them."""
+        """The manifest of an available version."""
         ...
 
 
 class WeightTarget(Protocol):
-    """A generator or a log-prob replica, as the sender of weights sees it."""
+    """A receiver of weights: a generator or a log-prob replica."""
 
     @property
     def version(self) -> int:
-        """The version whose weights are live."""
+        """The version of the live weights."""
         ...
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        """Check one section of `plan` against the live model. Raises PlanMismatch or VersionConflict; nothing changed."""
+        """Check a section of `plan` against the live model. Raises PlanMismatch or VersionConflict; no weight has changed then."""
         ...
 
     async def receive(self, *buckets: Bucket) -> None:
-        """Receive buckets of the section begun last, which follow each other. All come once, in the plan's order."""
+        """Receive consecutive buckets of the current section. Each bucket is received once, in the plan's order."""
         ...
 
     async def finish_update(self) -> None:
@@ -153,13 +151,13 @@ class WeightTarget(Protocol):
         ...
 
     async def abort_update(self) -> None:
-        """Give up the section begun last, and return to the version before it. Raises TargetDirty where it cannot."""
+        """Cancel the current section and return to the previous version. Raises TargetDirty if that fails."""
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor received so far, by its wire name."""
+        """Checksum of every tensor received so far, by wire name."""
         ...
 
-    def distrust(self) -> None:
-        """The live weights are not known to be those that were sent: serve nothing from them any more."""
+    def mark_dirty(self) -> None:
+        """Stop serving from the live weights, because they may differ from those that were sent."""
         ...

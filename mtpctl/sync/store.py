@@ -1,9 +1,8 @@
-"""The last published versions on this host, for receivers now and for replicas that restart or join later.
+"""The last published versions on this host, for the current receivers and for replicas that restart or join later.
 
-A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and put in place by a
-rename: a folder without one was never published. Folders live in shared memory where there is some, so that receivers map
-the very pages the publisher wrote, or on disk otherwise. A reader that has mapped a bucket keeps it, even when the version
-is pruned meanwhile.
+A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and renamed into place; a folder without
+one was never published. Folders are in shared memory if there is room, so that receivers map the pages that the publisher wrote, else on
+disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _MANIFEST = "manifest.json"
 
 
 def name_of(folder: Path) -> str:
-    """A name for the versions of the run in `folder`, made of its whole path: two runs may have folders of one name on one machine."""
+    """A name for the versions of the run in `folder`, unique on this machine."""
     return f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
 
 
 def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
-    """Where versions of `needed_bytes` belong: shared memory where the kept ones and the one being written fit, else `fallback`.
+    """The folder for versions of `needed_bytes`: in shared memory if the retained ones and the next one fit, else `fallback`.
 
-    Their readers are on this machine, or can read `fallback`. What a killed process of the same name left in shared memory is removed.
-    Another container whose run directory has the same path may use this name in the same shared memory: the root has another name then.
+    Readers are on this machine, or can read `fallback`. The folder that a killed process of the same name left in shared memory is removed.
+    If another container with the same run path uses the name in the same shared memory, the folder gets another name.
     """
     roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
     free = [root for root in roots if leftovers.vacate(root)]
@@ -48,32 +47,30 @@ def _unusable(folder: Path, error: OSError) -> EnvironmentMissing:
 
 
 class VersionStore:
-    """Versions under one folder. One process writes, any number read."""
+    """Versions in one folder. One process writes, any number of processes read."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
 
     def folder(self, version: int) -> Path:
-        """Where the buckets of `version` are, or would be."""
+        """The folder of the buckets of `version`, which may not exist."""
         return self.root / f"v{version:08d}"
 
     def versions(self) -> list[int]:
-        """Published versions that are still here, oldest first."""
-        found = self.root.glob(f"v*/{_MANIFEST}")
-        return sorted(int(path.parent.name[1:]) for path in found)
+        """Published versions in the store, oldest first."""
+        return sorted(int(path.parent.name[1:]) for path in self.root.glob(f"v*/{_MANIFEST}"))
 
     def open(self, version: int) -> Manifest:
-        """A published version. Raises VersionConflict where it is not, or no longer, here."""
+        """The manifest of a published version. Raises VersionConflict if it is not, or no longer, in the store."""
         try:
             return Manifest.from_dict(json.loads((self.folder(version) / _MANIFEST).read_text()))
         except FileNotFoundError:
             raise VersionConflict(f"weight version {version} is not in {self.root}; there are {self.versions()}") from None
 
     def prepare(self, version: int) -> Path:
-        """An empty folder to write buckets of `version` to.
+        """Create an empty folder for the buckets of `version`. Files of an earlier, unpublished attempt are removed.
 
-        What an earlier attempt left there unpublished is removed. Raises VersionConflict unless `version` is newer than
-        every published one, and EnvironmentMissing where the folder cannot be made.
+        Raises VersionConflict unless `version` is newer than every published one, and EnvironmentMissing if the folder cannot be created.
         """
         if (published := self.versions()) and version <= published[-1]:
             raise VersionConflict(f"weight version {version} is not newer than the published {published[-1]}")
@@ -86,7 +83,7 @@ class VersionStore:
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the written version, and delete all but the newest ones. Raises EnvironmentMissing if the file system is full."""
+        """Publish the written version, and delete all but the newest `KEPT`. Raises EnvironmentMissing if the file system is full."""
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
         try:
@@ -100,17 +97,17 @@ class VersionStore:
                 self.discard(int(path.name[1:]))
 
     def discard(self, version: int) -> None:
-        """Remove a version. Its manifest goes first, so that it is never seen in part."""
+        """Delete a version, its manifest first, so that no reader sees a part of it."""
         folder = self.folder(version)
         (folder / _MANIFEST).unlink(missing_ok=True)
         if folder.exists():
             shutil.rmtree(folder)
 
     def claim(self) -> None:
-        """Empty the folder, and mark it as this process's, so that it is recognised as a leftover if the process is killed.
+        """Create an empty folder that is marked with this process as its owner, so that it can be removed if the process is killed.
 
-        On disk it is emptied whoever made it: it is in the run directory, which this process has for itself. Raises EnvironmentMissing
-        where the folder cannot be made, or is in shared memory and another process may use it.
+        An existing folder on disk is deleted whoever created it, since it is in the run directory, which this process has locked. Raises
+        EnvironmentMissing if the folder cannot be created, or is in shared memory and may be in use by another process.
         """
         if self.root.parent != SHARED_MEMORY:
             self.close()
@@ -122,6 +119,6 @@ class VersionStore:
             raise EnvironmentMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
 
     def close(self) -> None:
-        """Remove everything, the folder included. May be called again."""
+        """Delete the folder with all versions. Idempotent."""
         if self.root.exists():
             leftovers.delete(self.root)

@@ -1,31 +1,30 @@
-"""One weight update: the way of a version from the trainer to every generator and log-prob replica.
+"""One weight update: transfers a version from the trainer to every generator and log-prob replica.
 
     state      trainer's side                                   each target's side
     ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
                RlStage.publish
-               └ WeightSync: which sections, once more if
-                 a receiver failed
+               └ WeightSync: selects the sections,
+                 retries after a receiver failed
                  └ WeightUpdate ───────────────────────────────► ReplicaPool, LogprobServer: quiesce
                    │ Ray, all ranks                              │ Ray, all replicas
                    └ TrainerRank (a WeightSource)                └ Engine, Replica: pause
                      └ Sender (shm: Publisher)                     └ update_target: section after section
                        └ BucketWriter                                └ EngineTarget ► receiver in each worker;
                                                                        ScoreRank
-    plan       export once to lay out the buckets;
-               say them in a Manifest                   ──────►  begin_update: names, shapes, version; nothing changes
-    transfer   export, pack                             ══════►  receive: buckets into live parameters (a log-prob
-                                                                 replica's: into its spare set, where it keeps two)
-    commit     wait for every target                    ◄──────  finish_update: with its last section a target has the
-                                                                 version; verify; resume
-    persist    export into host memory, and from there           a replica that starts later takes the same steps,
-               to the VersionStore by threads                    from the store
+    plan       export once to plan the buckets;
+               describe them in a Manifest              ──────►  begin_update: check names, shapes, version
+    transfer   export, pack                             ══════►  receive: buckets into live parameters (log-prob
+                                                                 replicas with two weight sets: into the spare one)
+    commit     wait for every target                    ◄──────  finish_update: the last section makes the version
+                                                                 live; verify; resume
+    persist    export into host memory; threads write            a replica that starts later is updated from the
+               that copy to the VersionStore                     store in the same way
 
-`ipc` and `nccl` push: sender and receivers meet, so receivers are named in the plan, and planning comes after they have quiesced.
-With `shm` the plan writes the buckets into the version store, while generation goes on; receivers read them there, and nothing is left
-to persist.
+`ipc` and `nccl` push: the plan names the receivers, so it is made after they have quiesced. With `shm` the plan writes the buckets into the
+version store while generation continues, receivers read them there, and nothing is left to persist.
 
-A version is atomic in each target. An engine is paused from before its first section until after its last, so no token is sampled
-between target n+1 and drafter n; a target that fails returns to the version before, or serves no more.
+A version is atomic in each target. An engine is paused from before its first section until after its last, so no token is sampled between
+target n+1 and drafter n. A target that fails returns to the previous version, or stops serving.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one update moved and how long it took: `seconds` in all, `stall_seconds` from pause to resume where one paused."""
+    """The result of one update of one target. `seconds`: total; `stall_seconds`: from pause to resume; `verified`: tensors compared."""
 
     version: int
     nbytes: int
@@ -59,27 +58,27 @@ class SyncReport:
     verified: int = 0
 
 
-def check_checksums(manifest: Manifest, found: dict[str, str], holds: Collection[str] = ("target", "draft", "adapter")) -> int:
-    """Compare a target's checksums with the sender's, for the sections that it holds. Returns the number of tensors that agree.
+def check_checksums(manifest: Manifest, actual: dict[str, str], holds: Collection[str] = ("target", "draft", "adapter")) -> int:
+    """Compare a target's checksums with the sender's, for the sections that it holds. Returns the number of tensors.
 
-    Raises WeightsDiffer that names the tensors that differ or are missing, SyncError where the publisher took no checksums.
+    Raises WeightsDiffer with the tensors that differ or are missing, and SyncError if the publisher computed no checksums.
     """
-    wanted = _published_checksums(manifest, holds)
-    differing = [name for name, value in wanted.items() if found.get(name) != value]
+    published = _published_checksums(manifest, holds)
+    differing = [name for name, value in published.items() if actual.get(name) != value]
     if differing:
         raise WeightsDiffer(f"after the sync to version {manifest.version} these tensors differ from what was sent: {', '.join(differing)}")
-    return len(wanted)
+    return len(published)
 
 
 def _published_checksums(manifest: Manifest, holds: Collection[str]) -> dict[str, str]:
-    wanted = {name: value for place, section in manifest.sections.items() if place in holds for name, value in section.checksums.items()}
-    if not wanted:
+    sums = {name: value for section, plan in manifest.sections.items() if section in holds for name, value in plan.checksums.items()}
+    if not sums:
         raise SyncError(f"version {manifest.version} was published without checksums to compare with")
-    return wanted
+    return sums
 
 
-async def or_cancel[T](manifest: Manifest, update: Awaitable[T]) -> T:
-    """The result of a target's update. Where it fails, the others in the same transfer are told, so that they need not wait."""
+async def cancel_on_error[T](manifest: Manifest, update: Awaitable[T]) -> T:
+    """Await a target's update. If it fails, the transfer is cancelled for all receivers, which would otherwise wait."""
     try:
         return await update
     except BaseException as error:
@@ -95,13 +94,15 @@ async def update_target(
     deadline_s: float = 120.0,
     holds: Collection[Section] = ("target", "draft", "adapter"),
 ) -> SyncReport:
-    """Have `target` receive all sections of `manifest` and go live with them, or leave it at the version that it had.
+    """Update `target` to the version of `manifest`, or restore its previous version.
 
-    A target that generates has been paused by the caller. A fault at any point aborts the update, and so does `deadline_s`; returning to
-    the version before may take as long again. `holds`: the sections whose checksums the target can tell, for `verify`.
+    The caller has paused a target that generates. Any error aborts the update, and so does `deadline_s`; restoring the previous version
+    may take as long again. `holds`: the sections whose checksums the target returns, for `verify`.
 
-    Raises SyncError where the version before is live again, TargetDirty where the target could not return to it, and with `verify`
-    WeightsDiffer where the new version is live and is not what was sent: the target serves no more.
+    Raises:
+        SyncError: the previous version is live again.
+        TargetDirty: the previous version could not be restored.
+        WeightsDiffer: with `verify`, the new version is live but differs from what was sent. The target stops serving.
     """
     started = time.monotonic()
     if verify:
@@ -119,12 +120,12 @@ async def update_target(
         try:
             await asyncio.wait_for(target.abort_update(), deadline_s)
         except (TimeoutError, asyncio.CancelledError) as late:
-            # How far it came on its way back is not known.
-            target.distrust()
+            # The target may be between two versions.
+            target.mark_dirty()
             if isinstance(late, asyncio.CancelledError):
                 raise
             raise TargetDirty(
-                f"the sync to version {manifest.version} broke off, and giving it up took longer than {deadline_s:g} s"
+                f"the sync to version {manifest.version} failed, and aborting it took longer than {deadline_s:g} s"
             ) from error
         except TargetDirty as dirty:
             raise TargetDirty(f"{dirty}, after {type(error).__name__}: {error}") from error
@@ -133,11 +134,11 @@ async def update_target(
         raise
     verified = 0
     if verify:
-        # The update is complete and live, and cannot be given up any more.
+        # The update is live and can no longer be aborted.
         try:
             verified = check_checksums(manifest, await within(target.checksums()), holds)
         except BaseException as error:
-            target.distrust()
+            target.mark_dirty()
             if isinstance(error, TimeoutError):
                 raise TargetDirty(f"version {manifest.version} could not be verified within sync.deadline_s = {deadline_s}") from error
             raise
@@ -145,7 +146,7 @@ async def update_target(
 
 
 class State(StrEnum):
-    """The states of an update, in their order."""
+    """The states of an update, in order."""
 
     PLAN = "plan"
     TRANSFER = "transfer"
@@ -155,7 +156,7 @@ class State(StrEnum):
 
 
 class Trainer(Protocol):
-    """The trainer ranks: `method` of `WeightSource` on all of them, and rank 0's answer."""
+    """The trainer ranks. Calls `method` of `WeightSource` on all of them, and returns rank 0's result."""
 
     async def call(self, method: str, *args: object) -> object: ...
 
@@ -164,15 +165,15 @@ class Generators(Protocol):
     """The engines: a `ReplicaPool`, or servers that run already."""
 
     def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
-        """Quiesce: no engine joins while the block runs, and with `wait` no response is under way."""
+        """While the block runs, no engine joins, and with `wait` no response is in progress."""
         ...
 
     def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each engine that serves and has `ranks` of them; `apply_update` calls exactly these."""
+        """A name for each rank of each serving engine, which has `ranks` ranks; `apply_update` calls exactly these engines."""
         ...
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
-        """Pause every engine, apply the update, resume. Raises SyncError where one refuses and still has its old weights."""
+        """Pause every engine, apply the update, resume. Raises SyncError if an engine refuses it and keeps its old weights."""
         ...
 
 
@@ -180,21 +181,21 @@ class LogprobReplicas(Protocol):
     """The replicas of a `LogprobServer`."""
 
     def quiesce(self, deadline_s: float) -> AbstractAsyncContextManager[None]:
-        """Quiesce: no pass is under way, and no replica joins, while the block runs."""
+        """While the block runs, no forward pass is in progress, and no replica joins."""
         ...
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each replica that lacks `version` and has `ranks` of them; `apply_update` calls exactly these."""
+        """A name for each rank of each replica without `version`; `apply_update` calls exactly these replicas."""
         ...
 
     async def apply_update(self, manifest: Manifest, *, verify: bool, deadline_s: float) -> list[SyncReport]:
-        """Apply the update to every replica. Raises SyncError where one refuses and still has its old weights."""
+        """Apply the update to every replica. Raises SyncError if a replica refuses it and keeps its old weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Parties:
-    """Who takes part in the updates of a run, and the version store's folder."""
+    """The participants in the updates of a run, and the version store's folder."""
 
     recipe: Recipe
     trainer: Trainer
@@ -204,9 +205,9 @@ class Parties:
 
 
 class WeightUpdate:
-    """Takes every target to `version`. `run` it, then `persist` it.
+    """Updates every target to `version`: first `run`, then `persist`.
 
-    `manifest`: what was planned. `sent`: what the sender says. `reports`: what the engines say.
+    `manifest`: the plan. `sent`: the sender's result. `reports`: the engines' results.
     """
 
     manifest: Manifest
@@ -216,7 +217,7 @@ class WeightUpdate:
         self.parties, self.version, self.sections, self.verify = parties, version, sections, verify
         self.options = parties.recipe.sync
         self.pushed = self.options.transport in PUSHED
-        # Without partial rollouts no response spans two versions: those in flight end before the weights change.
+        # Without partial rollouts no response spans two versions: responses in flight end before the weights change.
         self.pause: PauseMode = self.options.pause if parties.recipe.async_.partial_rollout else "wait"
         self.state = State.PLAN
         self.sent = Sent()
@@ -224,7 +225,7 @@ class WeightUpdate:
         self.plan_seconds = 0.0
 
     async def run(self) -> None:
-        """Plan, transfer and commit. Raises SyncError where a target refuses: it, and others that had not committed, go on as before."""
+        """Plan, transfer and commit. Raises SyncError if a target refuses; targets that did not commit keep the previous version."""
         if self.pushed:
             async with self._quiesced():
                 await self.plan(self._members())
@@ -236,10 +237,9 @@ class WeightUpdate:
 
     @contextlib.asynccontextmanager
     async def _quiesced(self) -> AsyncIterator[None]:
-        """No replica joins while the block runs, so that those who are named are those who meet.
+        """Fix the set of receivers while the block runs.
 
-        Responses that have to end are waited for first. The log-prob server has ended its passes under way: engines must not be paused
-        for those.
+        Generators quiesce first, so that engines are not paused while the log-prob server ends its forward passes.
         """
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.parties.generators.quiesce(self.pause))
@@ -248,13 +248,13 @@ class WeightUpdate:
             yield
 
     def _members(self) -> list[str]:
-        """The receivers of a pushed version, one a rank."""
+        """The names of the receivers of a pushed version, one per rank."""
         recipe, logprob = self.parties.recipe, self.parties.logprob
         members = self.parties.generators.members(recipe.rollout.tp)
         return members if logprob is None else members + logprob.members(self.version, recipe.logprob.parallel.world_size)
 
     async def plan(self, members: list[str]) -> None:
-        """Have the trainer say what comes, to receivers of these names."""
+        """Let the trainer plan the version for receivers of these names."""
         assert self.state is State.PLAN
         began = time.perf_counter()
         store = str(self.parties.store)
@@ -264,7 +264,7 @@ class WeightUpdate:
         self.plan_seconds = time.perf_counter() - began
 
     async def transfer(self) -> None:
-        """Move the buckets, and return once every target has committed. The first error of a target is raised before the sender's."""
+        """Transfer the buckets, and wait until every target has committed. An error of a target takes precedence over the sender's."""
         assert self.state is State.PLAN
         self.state, began = State.TRANSFER, time.perf_counter()
         sending = asyncio.create_task(self._send())
@@ -276,19 +276,19 @@ class WeightUpdate:
         self.state = State.PERSIST if self.pushed else State.DONE
 
     async def _send(self) -> Sent | None:
-        """Have the trainer push the buckets; None where they lie in the store already."""
+        """Let the trainer push the buckets. Returns None if they are in the store already."""
         sent = await self.parties.trainer.call("transfer_weights") if self.pushed else None
         self.state = State.COMMIT
         assert sent is None or isinstance(sent, Sent)
         return sent
 
     async def _commit(self) -> list[SyncReport]:
-        """Have every target receive the sections and go live with them. Returns what the engines report."""
+        """Update every target. Returns the reports of the engines."""
         parties, deadline_s = self.parties, self.options.deadline_s
         targets = [parties.generators.apply_update(self.manifest, mode=self.pause, verify=self.verify, deadline_s=deadline_s)]
         if parties.logprob is not None:
             targets.append(parties.logprob.apply_update(self.manifest, verify=self.verify, deadline_s=deadline_s))
-        # All of them end before any error is raised: a transfer that is tried again must find nobody in the one before.
+        # Wait for all of them before raising an error, so that no target is still in this transfer when it is retried.
         results = await asyncio.gather(*targets, return_exceptions=True)
         reports = []
         for result in results:
@@ -298,7 +298,7 @@ class WeightUpdate:
         return reports[0]
 
     async def persist(self) -> None:
-        """Have the trainer copy the version for the store. Generation goes on meanwhile, the trainer's next update does not begin."""
+        """Let the trainer copy the version for the store. Generation continues meanwhile, but the trainer's next update must wait."""
         if self.state is State.PERSIST:
             await self.parties.trainer.call("persist_weights")
             self.state = State.DONE

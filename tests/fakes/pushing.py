@@ -68,7 +68,7 @@ def _receive(inbox: Any, outbox: Any, fault: Die | None) -> None:
         except Exception as error:
             readers.fail(str(error))
             outbox.put(f"{type(error).__name__}: {error}")
-        readers.settle()
+        readers.end_section()
     readers.close()
 
 

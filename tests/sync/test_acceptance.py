@@ -25,7 +25,7 @@ def test_a_collapse_is_told_once_after_enough_drafts() -> None:
     watch.synced(2)
     assert not feed(watch, 0.02, 2, samples=WINDOW // 50 - 1)
     [collapse] = feed(watch, 0.02, 2)
-    assert (collapse.version, collapse.found, collapse.before) == (2, 0.02, 0.8)
+    assert (collapse.version, collapse.acceptance, collapse.before) == (2, 0.02, 0.8)
     assert "fell to 2.0% over the 200 drafts after the sync of version 2, from 80.0%" in str(collapse)
 
 

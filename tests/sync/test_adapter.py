@@ -19,7 +19,7 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.adapter import check_fits, layers_of
 from mtpctl.sync.engine_target import EngineTarget
-from mtpctl.sync.parameters import Ranks
+from mtpctl.sync.parameters import TpRank
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters
@@ -77,7 +77,7 @@ ALL = tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"
 
 class TestFit:
     def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, room: int | None = 8) -> None:
-        check_fits(plan_of(delta, tmp_path), model, rename=None, ranks=Ranks(), room=room)
+        check_fits(plan_of(delta, tmp_path), model, rename=None, tp=TpRank(), room=room)
 
     def test_of_what_fits(self, tmp_path: Path) -> None:
         self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL))

@@ -30,7 +30,7 @@ from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import Sent
-from mtpctl.sync.update import SyncReport, or_cancel, update_target
+from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 from tests.fakes import adapters
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.fakes.engines import Loop
@@ -172,7 +172,7 @@ def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, .
     """The engine's next version, every checksum compared."""
     version = engine.version + 1
     manifest = trainer.announce(version, sections, [f"engine {rank}" for rank in range(ranks)])
-    report: SyncReport = run(or_cancel(manifest, engine.update(manifest, verify=True, deadline_s=60)))
+    report: SyncReport = run(cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60)))
     sent = trainer.told()
     assert isinstance(sent, Sent), sent
     held = [name for name in version_of(version) if adapters.section_of(name) in sections]
@@ -188,7 +188,7 @@ def test_an_adapter_is_pushed_onto_a_card_while_requests_are_in_flight(engine: V
         tasks = [asyncio.ensure_future(engine.generate(request(index, 200))) for index in range(8)]
         await asyncio.sleep(0.3 if CARDS else 0.05)
         manifest = await asyncio.to_thread(trainer.announce, first + 1, LATER, ["engine 0"])
-        await or_cancel(manifest, engine.update(manifest, verify=True, deadline_s=60))
+        await cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60))
         return await asyncio.gather(*tasks)
 
     samples = run(during())
@@ -274,7 +274,7 @@ def test_a_logprob_replica_is_pushed_to(folder: Path, run: Loop, trainer: Traine
     try:
         for version, sections in ((1, FIRST), (2, LATER)):
             manifest = trainer.announce(version, sections, ["log-prob 0"])
-            report = run(or_cancel(manifest, update_target(replica, manifest, verify=True, deadline_s=60)))
+            report = run(cancel_on_error(manifest, update_target(replica, manifest, verify=True, deadline_s=60)))
             assert isinstance(trainer.told(), Sent)
             assert report.verified == len([name for name in version_of(version) if adapters.section_of(name) in sections])
             wanted = reference_logprobs(CONFIG, policy(version), ids)

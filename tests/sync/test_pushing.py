@@ -17,7 +17,7 @@ from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import cancel
-from mtpctl.sync.transports.shm import Writer as StoreWriter
+from mtpctl.sync.transports.shm import Writer
 from tests.fakes.pushing import CONTEXT, Die, Receiver, in_process, model, receivers, sender
 
 TRANSPORTS = ["ipc", "nccl"]
@@ -92,13 +92,13 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
 
 def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     written = Event()
-    upstream = StoreWriter.put
+    upstream = Writer.put
 
-    def slow(self: StoreWriter, *arguments: Any) -> None:
+    def slow(self: Writer, *arguments: Any) -> None:
         written.wait(30)
         upstream(self, *arguments)
 
-    monkeypatch.setattr(StoreWriter, "put", slow)
+    monkeypatch.setattr(Writer, "put", slow)
     sends = sender(tmp_path, "nccl")
     for version in (1, 2):
         manifest = sends.announce(version, ["a"])
@@ -116,10 +116,10 @@ def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Recei
 
 def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE", 8)
-    monkeypatch.setattr("mtpctl.sync.sender.STAND_BY_S", 30.0)
-    begun, upstream = Event(), StoreWriter.put
+    monkeypatch.setattr("mtpctl.sync.sender.PAUSE_S", 30.0)
+    begun, upstream = Event(), Writer.put
 
-    def told(self: StoreWriter, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:
+    def told(self: Writer, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:
         def slowly() -> None:
             begun.set()
             time.sleep(0.001)
@@ -127,7 +127,7 @@ def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: lis
 
         upstream(self, section, bucket, data, slowly)
 
-    monkeypatch.setattr(StoreWriter, "put", told)
+    monkeypatch.setattr(Writer, "put", told)
     sends = sender(tmp_path, "nccl")
 
     def written() -> int:
@@ -216,6 +216,7 @@ def test_a_sender_killed_in_a_bucket_is_noticed(tmp_path: Path, pair: list[Recei
     dying.join(10)
     assert dying.exitcode == -signal.SIGKILL
     assert time.monotonic() - began < 20
+    assert not list(Path("/dev/shm").glob(f"mtpctl-ipc-{dying.pid}-*")), "no file is left in shared memory"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,4 +1,4 @@
-"""The states of a weight update, and who is asked for what in each. Trainer and targets are made up."""
+"""The calls to trainer and targets in each state of an update, with fakes, and how the update of one target is aborted."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.protocol import Manifest, PauseMode, SyncError
+from mtpctl.sync.protocol import Manifest, PauseMode, SectionPlan, SyncError, TargetDirty
 from mtpctl.sync.transports.base import Sent
-from mtpctl.sync.update import Parties, State, SyncReport, WeightUpdate
+from mtpctl.sync.update import Parties, State, SyncReport, WeightUpdate, update_target
 
 
 class World:
-    """Writes down what is asked of trainer and engines, and the state that the update is in then."""
+    """A fake trainer and engine that record their calls and the state of the update."""
 
     def __init__(self, transport: str, root: Path) -> None:
-        self.asked: list[tuple[str, State]] = []
+        self.calls: list[tuple[str, State]] = []
         self.refuses: Exception | None = None
         recipe = Recipe.model_validate({"sync": {"transport": transport}})
         self.update = WeightUpdate(Parties(recipe, self, self, None, root), 1, ("target", "draft"), verify=False)
 
     def note(self, what: str) -> None:
-        self.asked.append((what, self.update.state))
+        self.calls.append((what, self.update.state))
 
     async def call(self, method: str, *args: object) -> object:
         self.note(method)
@@ -53,13 +54,13 @@ class World:
         return [SyncReport(manifest.version, 3, 0.5)]
 
 
-def test_a_pushed_version_is_planned_with_those_who_quiesced_and_persisted_after_all_go_on(tmp_path: Path) -> None:
+def test_a_pushed_version_is_planned_after_quiescing_and_persisted_after_resuming(tmp_path: Path) -> None:
     world = World("nccl", tmp_path)
     asyncio.run(world.update.run())
     assert (world.update.state, world.update.sent) == (State.PERSIST, Sent(3, 1.0))
     asyncio.run(world.update.persist())
     assert world.update.state is State.DONE
-    assert world.asked == [
+    assert world.calls == [
         ("quiesce", State.PLAN),
         ("plan_weights", State.PLAN),
         ("transfer_weights", State.TRANSFER),
@@ -70,19 +71,76 @@ def test_a_pushed_version_is_planned_with_those_who_quiesced_and_persisted_after
     ]
 
 
-def test_a_version_of_shm_is_in_the_store_before_anyone_quiesces(tmp_path: Path) -> None:
+def test_shm_plans_into_the_store_before_quiescing(tmp_path: Path) -> None:
     world = World("shm", tmp_path)
     asyncio.run(world.update.run())
     assert world.update.state is State.DONE
     asyncio.run(world.update.persist())
-    assert [what for what, _ in world.asked] == ["plan_weights", "quiesce", "apply", "applied", "resume"]
+    assert [what for what, _ in world.calls] == ["plan_weights", "quiesce", "apply", "applied", "resume"]
 
 
-def test_a_target_that_refuses_is_waited_for_and_nothing_is_persisted(tmp_path: Path) -> None:
+def test_nothing_is_persisted_after_a_target_refused(tmp_path: Path) -> None:
     world = World("ipc", tmp_path)
     world.refuses = SyncError("it does not fit")
     with pytest.raises(SyncError, match="it does not fit"):
         asyncio.run(world.update.run())
     assert world.update.state is State.COMMIT
     asyncio.run(world.update.persist())
-    assert "persist_weights" not in [what for what, _ in world.asked]
+    assert "persist_weights" not in [what for what, _ in world.calls]
+
+
+SENT = Manifest(1, "shm", "nowhere", {"target": SectionPlan(())})
+
+
+class Target:
+    """A target that never gets its buckets. `aborts`: whether `abort_update` returns."""
+
+    version = 0
+
+    def __init__(self, *, aborts: bool) -> None:
+        self.aborts, self.trusted = aborts, True
+
+    async def begin_update(self, *_: Any) -> None: ...
+
+    async def receive(self, *_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def finish_update(self) -> None: ...
+
+    async def abort_update(self) -> None:
+        if not self.aborts:
+            await asyncio.Event().wait()
+
+    async def checksums(self) -> dict[str, str]:
+        return {}
+
+    def mark_dirty(self) -> None:
+        self.trusted = False
+
+
+def test_an_update_that_hangs_is_aborted_at_its_deadline() -> None:
+    target = Target(aborts=True)
+    with pytest.raises(SyncError, match=r"took longer than sync\.deadline_s = 0\.05"):
+        asyncio.run(asyncio.wait_for(update_target(target, SENT, deadline_s=0.05), 5))
+    assert target.trusted
+
+
+def test_a_target_whose_abort_hangs_is_dirty() -> None:
+    target = Target(aborts=False)
+    with pytest.raises(TargetDirty, match=r"version 1 failed, and aborting it took longer than 0\.05 s"):
+        asyncio.run(asyncio.wait_for(update_target(target, SENT, deadline_s=0.05), 5))
+    assert not target.trusted
+
+
+def test_a_target_whose_abort_is_cancelled_is_dirty() -> None:
+    target = Target(aborts=False)
+
+    async def cancel() -> None:
+        updating = asyncio.create_task(update_target(target, SENT, deadline_s=0.05))
+        await asyncio.sleep(0.07)
+        updating.cancel()
+        await updating
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+    assert not target.trusted

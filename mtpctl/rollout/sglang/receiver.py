@@ -14,9 +14,9 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from mtpctl.sync.parameters import Place, Ranks
+from mtpctl.sync.parameters import Shard, TpRank, match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
-from mtpctl.sync.receiver import Inbox, RankSums, StepReceiver, UpdateStep, match
+from mtpctl.sync.receiver import Inbox, RankSums, StepReceiver, UpdateStep
 
 _RECEIVERS: dict[int, ModelReceiver] = {}
 """By `id` of the model, which lives as long as the process."""
@@ -68,13 +68,13 @@ class ModelReceiver:
                 raise SyncError(ABORTED_BY_SENDER)
         return None
 
-    def _match(self, plan: SectionPlan) -> dict[str, Place]:
+    def _match(self, plan: SectionPlan) -> dict[str, Shard]:
         from sglang.srt.runtime_context import get_parallel
 
         rename = getattr(self._model, "map_model_name_to_mtp_param_name", None)
-        ranks = Ranks(get_parallel().tp_rank, get_parallel().tp_size)
+        tp = TpRank(get_parallel().tp_rank, get_parallel().tp_size)
         elsewhere = _shared(cast(_Drafter, self._model)) if rename is not None else None
-        return match(self._model, plan, rename=rename, elsewhere=elsewhere, ranks=ranks)
+        return match_shards(self._model, plan, rename=rename, elsewhere=elsewhere, tp=tp)
 
 
 class _Drafter(Protocol):

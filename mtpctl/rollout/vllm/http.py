@@ -24,7 +24,7 @@ from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import JsonObject, Manifest, PauseMode, Section, SyncError
 from mtpctl.sync.receiver import UpdateStep
-from mtpctl.sync.update import SyncReport, or_cancel, update_target
+from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 
 _ANSWER_S = 300.0
 _WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
@@ -201,7 +201,7 @@ class ServedEngines:
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         """Take every server to the version. Raises the first error, after all have answered."""
-        calls = (or_cancel(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
+        calls = (cancel_on_error(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
         found = await asyncio.gather(*calls, return_exceptions=True)
         for result in found:
             if isinstance(result, BaseException):

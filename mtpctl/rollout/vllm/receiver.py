@@ -20,11 +20,11 @@ from mtpctl.rollout.vllm.client import adapter_request
 from mtpctl.rollout.vllm.patches import derived, names, packed
 from mtpctl.rollout.vllm.patches.draft_times import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
-from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, HELD
+from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
 from mtpctl.sync.memory import card_memory
-from mtpctl.sync.parameters import Place, Ranks
+from mtpctl.sync.parameters import Shard, TpRank, match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
-from mtpctl.sync.receiver import Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep, match
+from mtpctl.sync.receiver import Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,22 +89,22 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def _adapter_receiver(self, plan: SectionPlan) -> AdapterReceiver:
         receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
         room = None if lora is None else int(lora.max_lora_rank)
-        check_fits(plan, self.model, rename=names.renamer(self.model), ranks=_ranks(), room=room)
+        check_fits(plan, self.model, rename=names.renamer(self.model), tp=_tp_rank(), room=room)
         return receiver
 
-    def _match(self, plan: SectionPlan) -> dict[str, Place]:
+    def _match(self, plan: SectionPlan) -> dict[str, Shard]:
         if self.vllm_config.quant_config is not None:
             raise PlanMismatch("weights of a quantised engine cannot be updated in place")
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
         elsewhere = self._default_model if self.model is not self._default_model else None
         own = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
-        return match(
+        return match_shards(
             self.model,
             plan,
             rename=names.renamer(self.model),
             elsewhere=elsewhere,
-            ranks=_ranks(),
+            tp=_tp_rank(),
             dtype=own,
             plain_weight=packed.plain_weight,
             derived=derived.DERIVED,
@@ -139,8 +139,8 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         self._steps.inbox.readers.close()
 
 
-def _ranks() -> Ranks:
-    return Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+def _tp_rank() -> TpRank:
+    return TpRank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
 
 class _LoraManager(Protocol):
@@ -177,7 +177,7 @@ class WorkerExtension:
     def mtpctl_hold_adapter(self) -> None:
         """Load an adapter of zeros: `EngineTarget.hold_adapter` says what for."""
         adapters = self.model_runner.lora_manager
-        adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(HELD)), adapters.get_dummy_lora_warmup_rank(1))
+        adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(ZERO_ADAPTER)), adapters.get_dummy_lora_warmup_rank(1))
 
     def mtpctl_drafts(self) -> bool:
         """Whether this engine has a drafter whose weights can be updated."""

@@ -1,1 +1,1 @@
-"""How buckets travel: one module each. A transport writes on the sender's side and reads on the receiver's."""
+"""Transports of buckets, one module each: a writer on the sender's side, a reader on the receiver's."""

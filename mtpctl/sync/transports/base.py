@@ -1,6 +1,6 @@
-"""What every transport offers, and how a receiver finds the one that a manifest names.
+"""The interface of transports, and the selection of a transport by its name in the manifest.
 
-With `shm` the buckets are files, which receivers read when they like. `ipc` and `nccl` push: sender and receivers work through the same
+With `shm` the buckets are files that receivers read at their own pace. `ipc` and `nccl` push: sender and receivers process the same
 buckets at the same time, and a failure of one of them ends the transfer for all.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a sender moved: bytes, seconds in all, of these seconds on the wire, and seconds waiting for receivers to be ready."""
+    """What a sender transferred: bytes, total seconds, seconds on the wire, and seconds waiting for receivers to be ready."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -36,20 +36,17 @@ class BucketWriter(ABC):
     """The sender's end."""
 
     follows_stream = False
-    """Whether `send` waits for copies into the buffer on the card's stream, so that they need not be waited for before it is called."""
+    """Whether `send` is ordered after copies into the buffer on the card's stream, so that the caller need not wait for them."""
     section_after_section = False
-    """Whether a section must be sent whole before the next one begins."""
+    """Whether a section must be complete before the next one begins."""
 
     @abstractmethod
     def begin(self, version: int, section: str) -> None:
-        """Return once buckets of the section may be sent; called before its first one.
-
-        A pushing transport waits for every receiver here, and raises SyncError where one is not ready.
-        """
+        """Prepare a section; called before its first bucket. A pushing transport waits for every receiver, or raises SyncError."""
 
     @abstractmethod
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """Bytes `[bucket.nbytes]` (uint8) to be filled with the bucket's entries at their offsets."""
+        """A buffer `[bucket.nbytes]` (uint8) to fill with the bucket's entries at their offsets."""
 
     @abstractmethod
     def send(self, section: str, bucket: Bucket) -> None:
@@ -57,7 +54,7 @@ class BucketWriter(ABC):
 
 
 class PushWriter(BucketWriter):
-    """The sender's end of a transport whose receivers take part: a group that meets at `control`, and stays for many versions."""
+    """The sender's end of a pushing transport. Its receivers are a group that is joined through `control` and serves many versions."""
 
     follows_stream = True
     section_after_section = True
@@ -65,11 +62,11 @@ class PushWriter(BucketWriter):
 
     @abstractmethod
     def finish(self) -> Sent:
-        """Return once every receiver has every bucket of the version."""
+        """Wait until every receiver has every bucket of the version."""
 
     @abstractmethod
     def fail(self, why: str) -> None:
-        """End the transfer for all. The writer cannot be used any more."""
+        """End the transfer for the whole group. The writer cannot be used afterwards."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,18 +78,18 @@ class BucketReader(ABC):
 
     @abstractmethod
     def begin(self, version: int, section: str) -> None:
-        """The receiver is ready for the buckets of a section: everything about them has been checked."""
+        """Report that the receiver has checked the section's plan and is ready for its buckets."""
 
     @abstractmethod
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket with its bytes `[bucket.nbytes]` (uint8), to be read only, and only until the next one is asked for.
+        """Yield each bucket with its bytes `[bucket.nbytes]` (uint8), read-only and valid until the next iteration.
 
-        Raises SyncError where they do not come.
+        Raises SyncError if the buckets do not come.
         """
 
     @abstractmethod
     def fail(self, why: str) -> None:
-        """Tell the sender that this receiver gives up. The reader cannot be used any more."""
+        """Report to the sender that this receiver has failed. The reader cannot be used afterwards."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,53 +97,53 @@ class BucketReader(ABC):
 
 
 class Readers:
-    """A receiver's open reader, kept from one version to the next while its address stays the same."""
+    """A receiver's open reader, which is reused as long as transport and address stay the same."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        self._place: tuple[str, str] | None = None
+        self._address: tuple[str, str] | None = None
         self._reader: BucketReader | None = None
 
     def open(self, transport: str, address: str) -> BucketReader:
         """The receiver's end of `transport` at `address`."""
-        if self._reader is None or self._place != (transport, address):
+        if self._reader is None or self._address != (transport, address):
             self.close()
             self._reader = open_reader(transport, address, self.device)
-            self._place = (transport, address)
+            self._address = (transport, address)
         return self._reader
 
     def fail(self, why: str) -> None:
-        """Close the reader, and tell its sender that this receiver gives up."""
+        """Report to the sender that this receiver has failed, and close the reader."""
         if self._reader is not None:
             self._reader.fail(why)
             self.close()
 
-    def settle(self) -> None:
-        """A section is received: close the reader unless the next version comes through it too."""
-        if self._place is not None and self._place[0] not in PUSHED:
+    def end_section(self) -> None:
+        """Close the reader after a section, unless the transport reuses it for the next version."""
+        if self._address is not None and self._address[0] not in PUSHED:
             self.close()
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
-        self._reader = self._place = None
+        self._reader = self._address = None
 
 
 def open_reader(transport: str, address: str, device: torch.device | str = "cpu") -> BucketReader:
-    """The receiver's end of `transport`, by the name a manifest gives it."""
+    """The receiver's end of `transport` at `address`."""
     reader: BucketReader = import_module(f"mtpctl.sync.transports.{transport}").Reader(address, device)
     return reader
 
 
 def open_writer(transport: str, control: Control, device: torch.device, largest: int) -> PushWriter:
-    """The sender's end of a pushing `transport`, for a group that meets at `control`, and buckets of at most `largest` bytes."""
+    """The sender's end of a pushing `transport`, for the group of `control` and buckets of at most `largest` bytes."""
     writer: PushWriter = import_module(f"mtpctl.sync.transports.{transport}").Writer(control, device, largest)
     return writer
 
 
 def cancel(manifest: Manifest, why: str) -> None:
-    """End a transfer for all who take part in it, in place of one of them that is gone and cannot say so itself."""
+    """End a transfer for its whole group, on behalf of a member that was lost and cannot report it."""
     if manifest.transport in PUSHED:
-        from mtpctl.sync.transports.control import report
+        from mtpctl.sync.transports.control import report_failure
 
-        report(manifest.address, why)
+        report_failure(manifest.address, why)

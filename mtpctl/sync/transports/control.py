@@ -1,8 +1,8 @@
-"""How the sender of a pushing transport and its receivers find each other, and how a fault of one reaches the others.
+"""Rendezvous of a sender and its receivers, and propagation of failures between them.
 
-The sender hosts a small key-value store. Receivers join a group by its name; once all have, the group is complete and is used until
-something fails. A fault is written to a key that everyone reads while waiting, and the next transfer has a group of another name. If
-the sender dies the store is gone too, which its receivers notice as fast.
+The sender hosts a key-value store. Receivers join a group by name, and the complete group is used until a member fails. A failure is
+written to a key that all members poll while they wait, and the next transfer uses a group with a new name. If the sender dies, its store
+is lost too, which receivers notice just as fast.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch.distributed import TCPStore
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.sync.protocol import SyncError
 
-_LOOK_S = 0.02
+_CHECK_S = 0.02
+"""Interval of checks for failures, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a group meets: the store's host and port, the group's name, its receivers, and the deadline of every wait."""
+    """A group's address: the store's host and port, the group's name, its number of receivers, and the deadline of every wait."""
 
     host: str
     port: int
@@ -44,34 +45,34 @@ class Address:
 
 
 class Control:
-    """One party's view of a group."""
+    """One member's view of a group."""
 
     def __init__(self, store: TCPStore, address: Address) -> None:
         self.store, self.address = store, address
-        self._looked = 0.0
+        self._checked = 0.0
 
     def key(self, *parts: object) -> str:
         """A key of this group."""
         return "/".join([self.address.group, *map(str, parts)])
 
-    def raise_(self, *parts: object) -> int:
-        """Count one more at a key; returns the count. Raises SyncError where the sender's store is gone."""
+    def increment(self, *parts: object) -> int:
+        """Increment the counter at a key, and return it. Raises SyncError if the sender's store is lost."""
         try:
             return int(self.store.add(self.key(*parts), 1))
         except RuntimeError as error:
             raise SyncError("the sender of the weights is gone") from error
 
     def count(self, *parts: object) -> int:
-        """The count at a key."""
+        """The counter at a key."""
         return int(self.store.add(self.key(*parts), 0))
 
     def fail(self, why: str) -> None:
-        """Tell everyone in the group that it is over. Without the store nobody need be told: everyone notices."""
+        """Report a failure to the group. If the store is lost, all members notice that by themselves."""
         with contextlib.suppress(RuntimeError):
             self.store.set(self.key("fault"), why)
 
-    def look(self) -> None:
-        """Raise SyncError where a fault was reported, or the sender's store is gone."""
+    def check(self) -> None:
+        """Raise SyncError if a failure was reported, or the sender's store is lost."""
         try:
             if self.store.check([self.key("fault")]):
                 raise SyncError(self.store.get(self.key("fault")).decode())
@@ -81,7 +82,7 @@ class Control:
             raise SyncError("the sender of the weights is gone") from error
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Return once `done()`, looking for faults meanwhile. Raises SyncError for one, and after the deadline."""
+        """Wait until `done()`. Raises SyncError after a failure in the group, and after the deadline."""
         began = time.monotonic()
         pause = 0.00005
         while True:
@@ -89,13 +90,13 @@ class Control:
                 if done():
                     return
             except RuntimeError as error:
-                # A peer that fails breaks what its neighbours wait for; what it said is the better reason.
-                self.look()
-                raise SyncError(f"{what} broke off: {str(error).splitlines()[0]}") from error
+                # A failing peer also breaks the operations of its neighbours. Prefer the reason that it reported.
+                self.check()
+                raise SyncError(f"{what} failed: {str(error).splitlines()[0]}") from error
             now = time.monotonic()
-            if now - self._looked > _LOOK_S:
-                self._looked = now
-                self.look()
+            if now - self._checked > _CHECK_S:
+                self._checked = now
+                self.check()
             if now - began > self.address.deadline_s:
                 why = f"{what} took longer than sync.deadline_s = {self.address.deadline_s:g}"
                 self.fail(why)
@@ -105,21 +106,21 @@ class Control:
 
 
 def join(address: Address) -> tuple[Control, int]:
-    """Become a receiver of a group: its control, and this receiver's number from 1. Raises SyncError where the group is full or gone."""
+    """Join a group as a receiver. Returns its control and this receiver's rank, from 1. Raises SyncError if it is full or lost."""
     try:
         store = join_store(f"{address.host}:{address.port}")
     except (OSError, RuntimeError) as error:
         raise SyncError(f"the sender of the weights at {address.host}:{address.port} cannot be reached") from error
     control = Control(store, address)
-    rank = control.raise_("joined")
+    rank = control.increment("joined")
     if rank > address.receivers:
         raise SyncError(f"group {address.group} has its {address.receivers} receivers already")
     control.wait(lambda: control.count("joined") >= address.receivers, "waiting for the other receivers of the weights")
     return control, rank
 
 
-def report(text: str, why: str) -> None:
-    """Tell the group at this address that it is over, from outside of it."""
+def report_failure(text: str, why: str) -> None:
+    """Report a failure to the group at this address, without being a member."""
     address = Address.parse(text)
     with contextlib.suppress(OSError, RuntimeError):
         store = join_store(f"{address.host}:{address.port}")

@@ -1,8 +1,8 @@
-"""Buckets in two buffers of the sender's card that every receiver on the host maps: nothing travels, receivers read.
+"""Buckets in two buffers on the sender's card, which every receiver on the host maps and reads.
 
-The sender fills one buffer while receivers read the other one, and waits for all of them before it fills a buffer again. The
-handles of the buffers are exchanged once; receivers may sit on the sender's own card or on others that reach it. Between tensors
-in a CPU's memory the buffers lie in a file that both ends map.
+The sender fills one buffer while receivers read the other, and reuses a buffer once all receivers have read it. The handles of the
+buffers are exchanged once. Receivers use the sender's card or another one with access to it. On a CPU the buffers are a file that both
+ends map.
 """
 
 from __future__ import annotations
@@ -26,40 +26,42 @@ from mtpctl.sync.transports.control import Address, Control, join
 
 NAME = "ipc"
 _DEVICE_AT = 6
-"""Where `rebuild_cuda_tensor` takes the number of the card, which each process counts for itself."""
+"""Position of the device index in the arguments of `rebuild_cuda_tensor`. Each process has its own numbering of cards."""
 
 
 class _Shared:
-    """Two buffers that other processes map, and what they need for it."""
+    """Two buffers that other processes can map."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
             return
-        descriptor, path = tempfile.mkstemp(prefix="mtpctl-ipc-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        descriptor, path = tempfile.mkstemp(prefix=f"mtpctl-ipc-{os.getpid()}-", dir=memory)
         os.posix_fallocate(descriptor, 0, 2 * nbytes)
         whole = torch.frombuffer(mmap.mmap(descriptor, 2 * nbytes), dtype=torch.uint8)
         os.close(descriptor)
-        self.path, self.buffers = path, [whole[:nbytes], whole[nbytes:]]
+        self.path, self.buffers = Path(path), [whole[:nbytes], whole[nbytes:]]
 
     def handles(self) -> bytes:
-        """What one receiver needs to map the buffers. Each gets its own: a handle of CUDA counts its users."""
+        """The handles for one receiver. Each receiver gets its own, since CUDA counts the users of a handle."""
         if not self.cuda:
-            return pickle.dumps((self.path, self.buffers[0].numel()))
+            return pickle.dumps((str(self.path), self.buffers[0].numel()))
         from torch.multiprocessing.reductions import reduce_tensor
 
         return pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers])
 
-    def close(self) -> None:
+    def unlink(self) -> None:
+        """Delete the name of the file. Mappings keep its memory until they end."""
         if not self.cuda:
-            Path(self.path).unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 def _mapped(handles: bytes, device: torch.device) -> list[torch.Tensor]:
-    found = pickle.loads(handles)
+    unpickled = pickle.loads(handles)
     if device.type != "cuda":
-        path, nbytes = found
+        path, nbytes = unpickled
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 2 * nbytes, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
@@ -68,10 +70,10 @@ def _mapped(handles: bytes, device: torch.device) -> list[torch.Tensor]:
         return [whole[:nbytes], whole[nbytes:]]
     buffers = []
     with torch.cuda.device(device):
-        for rebuild, arguments in found:
-            here = [*arguments]
-            here[_DEVICE_AT] = torch.cuda.current_device()
-            buffers.append(rebuild(*here))
+        for rebuild, arguments in unpickled:
+            local = [*arguments]
+            local[_DEVICE_AT] = torch.cuda.current_device()
+            buffers.append(rebuild(*local))
     return buffers
 
 
@@ -95,13 +97,13 @@ class Writer(PushWriter):
         if self._shared is None:
             self._shared = _Shared(self.largest, self.device)
             for rank in range(1, receivers + 1):
-                # torch's own types say text alone, and it takes bytes.
+                # torch's type stubs allow only text, but bytes work too.
                 self.control.store.set(self.control.key("handles", rank), cast(str, self._shared.handles()))
         self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
         self._waited += time.monotonic() - began
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The one of the two buffers that every receiver has read."""
+        """The next buffer, once every receiver has read its last bucket."""
         assert self._shared is not None
         self._read_by_all(self._filled - 2)
         return self._shared.buffers[self._filled % 2][: bucket.nbytes]
@@ -109,13 +111,16 @@ class Writer(PushWriter):
     def send(self, section: str, bucket: Bucket) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self._filled = self.control.raise_("filled")
+        self._filled = self.control.increment("filled")
         self._sent += bucket.nbytes
 
     def _read_by_all(self, number: int) -> None:
         if number >= 0:
             receivers = self.control.address.receivers
             self.control.wait(lambda: self.control.count("read", number) >= receivers, "receivers reading weights")
+            if number == 0 and self._shared is not None:
+                # All receivers have mapped the file, so a killed sender need not leave it behind.
+                self._shared.unlink()
 
     def finish(self) -> Sent:
         for number in (self._filled - 2, self._filled - 1):
@@ -131,21 +136,21 @@ class Writer(PushWriter):
 
     def close(self) -> None:
         if self._shared is not None:
-            self._shared.close()
+            self._shared.unlink()
             self._shared = None
 
 
 class Reader(BucketReader):
-    """Reads what the writer of the group at `address` fills."""
+    """Reads the buckets of the writer at `address`."""
 
     def __init__(self, address: str, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.control, self._rank = join(Address.parse(address))
         self._buffers: list[torch.Tensor] = []
-        self._seen = 0
+        self._read = 0
 
     def begin(self, version: int, section: str) -> None:
-        self.control.raise_(version, section)
+        self.control.increment(version, section)
 
     def _map(self) -> None:
         key = self.control.key("handles", self._rank)
@@ -159,13 +164,13 @@ class Reader(BucketReader):
         if not self._buffers:
             self._map()
         for bucket in buckets:
-            number = self._seen
-            self.control.wait(lambda: self.control.count("filled") > self._seen, "waiting for the next weights")
+            number = self._read
+            self.control.wait(lambda: self.control.count("filled") > self._read, "waiting for the next weights")
             yield bucket, self._buffers[number % 2][: bucket.nbytes]
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
-            self._seen += 1
-            self.control.raise_("read", number)
+            self._read += 1
+            self.control.increment("read", number)
 
     def fail(self, why: str) -> None:
         self.control.fail(why)

@@ -1,8 +1,8 @@
-"""Buckets by broadcast, from the sender's card to every receiver's, over any hosts.
+"""Broadcast of buckets from the sender's card to every receiver's, over any hosts.
 
-One communicator of NCCL serves all versions. It is a process group of its own, registered nowhere, so it disturbs neither the
-trainer's groups nor the engine's. Both ends hold two buffers: while one bucket travels, the sender packs the next one and the
-receivers put the one before to its place. Between tensors that lie in a CPU's memory the same goes through gloo.
+One NCCL communicator serves all versions. It is an unregistered process group, so it does not affect the groups of the trainer or the
+engine. Both ends have two buffers: while one bucket is being sent, the sender packs the next one and the receivers write the previous one
+to their parameters. On CPUs the broadcast uses gloo.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mtpctl.sync.transports.control import Address, Control, join
 
 NAME = "nccl"
 _BEYOND_S = 3600.0
-"""Seconds beyond the deadline after which NCCL's own watch gives up: it ends the process, so ours has to be first."""
+"""Seconds after our deadline at which NCCL's watchdog would end the process. Our deadline must come first."""
 _CHANNELS = 16
-"""Of NCCL's channels, at most. Each has buffers on every card, and these many carry what a link does."""
+"""Maximum number of NCCL channels. Each needs buffers on every card, and this number saturates a link."""
 
 
 type Mark = float | torch.cuda.Event
-"""A moment: on the clock, or on a card's stream."""
+"""A point in time: on the clock, or on a card's stream."""
 
 
 class _Backend(Protocol):
-    """What NCCL's and gloo's process groups have in common."""
+    """The common methods of NCCL's and gloo's process groups."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
 
@@ -42,7 +42,7 @@ class _Backend(Protocol):
 
 
 class Wire:
-    """One party's end of the communicator: rank 0 sends, all others receive."""
+    """One member's end of the communicator. Rank 0 sends, all others receive."""
 
     def __init__(self, control: Control, rank: int, device: torch.device) -> None:
         self.device = device
@@ -57,18 +57,18 @@ class Wire:
                 group: object = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=control.address.deadline_s))
-        # torch's type stubs leave out what both have.
+        # torch's type stubs lack the common methods.
         self.group: _Backend | None = cast(_Backend, group)
 
     def broadcast(self, data: torch.Tensor) -> dist.Work:
-        """Start moving `data` from rank 0 to the others, behind everything that the current stream has to do."""
+        """Start to broadcast `data` from rank 0, ordered after the work of the current stream."""
         assert self.group is not None, "the communicator is closed"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         return self.group.broadcast([data], options)
 
     def close(self, *, broken: bool = False) -> None:
-        """Leave the communicator; `broken`: end what is on its way."""
+        """Leave the communicator; `broken`: abort transfers in flight."""
         if self.cuda and self.group is not None:
             self.group.abort() if broken else self.group.shutdown()
         self.group = None
@@ -78,8 +78,8 @@ def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def _over(work: dist.Work) -> bool:
-    """Whether a transfer has ended; raises where it failed."""
+def _completed(work: dist.Work) -> bool:
+    """Whether a transfer has completed. Raises its error if it failed."""
     if not work.is_completed():
         return False
     work.wait()
@@ -87,7 +87,7 @@ def _over(work: dist.Work) -> bool:
 
 
 class Writer(PushWriter):
-    """Sends the buckets of one version after the other."""
+    """Sends the buckets of consecutive versions."""
 
     def __init__(self, control: Control, device: torch.device, largest: int) -> None:
         self.control, self.device, self.largest = control, device, largest
@@ -114,10 +114,10 @@ class Writer(PushWriter):
         self._waited += time.monotonic() - began
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The one of the two buffers whose last bucket has left."""
+        """The next buffer, once its last bucket has been sent."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
-        self._leave(self._turn)
+        self._wait_sent(self._turn)
         return self._buffers[self._turn][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
@@ -134,28 +134,28 @@ class Writer(PushWriter):
         self._turn = 1 - self._turn
 
     def _mark(self) -> Mark:
-        """The present moment: on the stream of a card, else on the clock."""
+        """The current point in time, on the card's stream if there is one, else on the clock."""
         if self._side is None:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _leave(self, turn: int) -> None:
-        """Nothing may be written to a buffer before its bucket has left: the stream waits on a card, this thread elsewhere."""
-        if (left := self._works[turn]) is None:
+    def _wait_sent(self, turn: int) -> None:
+        """Order later writes to a buffer after its bucket was sent. On a card the stream waits, otherwise this thread."""
+        if (sending := self._works[turn]) is None:
             return
-        work, mark = left
+        work, mark = sending
         self._works[turn] = None
         if self._side is None:
-            self.control.wait(lambda: _over(work), "sending weights")
+            self.control.wait(lambda: _completed(work), "sending weights")
             self._marks[mark].append(self._mark())
         else:
             work.wait()
 
     def finish(self) -> Sent:
         for turn in (self._turn, 1 - self._turn):
-            self._leave(turn)
+            self._wait_sent(turn)
         if self._side is not None:
             done = torch.cuda.Event()
             done.record(self._side)
@@ -165,7 +165,7 @@ class Writer(PushWriter):
         return sent
 
     def _wire_seconds(self) -> float:
-        """Seconds in which a bucket was on the wire. A bucket that waits for the one before does not count twice."""
+        """Seconds during which at least one bucket was on the wire."""
         busy, end = 0.0, float("-inf")
         for start, stop in ([_seconds(self._marks[0][0], mark) for mark in marks] for marks in self._marks):
             busy += max(0.0, stop - max(start, end))
@@ -177,7 +177,7 @@ class Writer(PushWriter):
         self.close(broken=True)
 
     def close(self, *, broken: bool = False) -> None:
-        """Leave the group and release the buffers; `broken`: without waiting for what is on its way."""
+        """Leave the group and release the buffers; `broken`: without waiting for transfers in flight."""
         if self._wire is not None:
             self._wire.close(broken=broken)
             self._wire = None
@@ -185,7 +185,7 @@ class Writer(PushWriter):
 
 
 def _seconds(first: Mark, later: Mark) -> float:
-    """Seconds from one moment to another of the same kind."""
+    """Seconds between two points in time of the same kind."""
     if isinstance(first, float) and isinstance(later, float):
         return later - first
     assert isinstance(first, torch.cuda.Event) and isinstance(later, torch.cuda.Event)
@@ -193,7 +193,7 @@ def _seconds(first: Mark, later: Mark) -> float:
 
 
 class Reader(BucketReader):
-    """Receives what the writer of the group at `address` sends."""
+    """Receives the buckets of the writer at `address`."""
 
     def __init__(self, address: str, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -202,25 +202,25 @@ class Reader(BucketReader):
         self._closed = False
 
     def begin(self, version: int, section: str) -> None:
-        self.control.raise_(version, section)
+        self.control.increment(version, section)
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The buckets as they come; while one is used the next one is on its way."""
+        """Yield the buckets as they arrive. While one is used, the next one is being received."""
         buffers = _buffers(max(bucket.nbytes for bucket in buckets), self.device)
 
-        def post(place: int) -> tuple[dist.Work, torch.Tensor]:
-            data = buffers[place % 2][: buckets[place].nbytes]
+        def receive(index: int) -> tuple[dist.Work, torch.Tensor]:
+            data = buffers[index % 2][: buckets[index].nbytes]
             return self._wire.broadcast(data), data
 
-        coming = post(0)
-        for place, bucket in enumerate(buckets):
-            work, data = coming
+        incoming = receive(0)
+        for index, bucket in enumerate(buckets):
+            work, data = incoming
             if self._wire.cuda:
                 work.wait()
             else:
-                self.control.wait(partial(_over, work), "receiving weights")
-            if place + 1 < len(buckets):
-                coming = post(place + 1)
+                self.control.wait(partial(_completed, work), "receiving weights")
+            if index + 1 < len(buckets):
+                incoming = receive(index + 1)
             yield bucket, data
         if self._wire.cuda:
             done = torch.cuda.Event()

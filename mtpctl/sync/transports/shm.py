@@ -1,4 +1,4 @@
-"""Buckets as files that both ends map: shared memory on one host, without a copy between them."""
+"""Buckets as files that both ends map: shared memory on one host, without a copy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def _path(folder: Path, section: str, bucket: Bucket) -> Path:
 
 
 def _full(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:
-    told = f"no room for {bucket.nbytes} bytes of published weights ({error.strerror}); free space there and start again"
-    return EnvironmentMissing(f"{path}: {told}")
+    return EnvironmentMissing(
+        f"{path}: no room for {bucket.nbytes} bytes of published weights ({error.strerror}); free space there and start again"
+    )
 
 
 class Writer(BucketWriter):
@@ -36,24 +37,24 @@ class Writer(BucketWriter):
         self.folder = Path(folder)
 
     def begin(self, version: int, section: str) -> None:
-        """Nothing to do: receivers read when the whole version is there."""
+        """Nothing to do: receivers read once the whole version is written."""
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """A file of the bucket's size, mapped. Raises EnvironmentMissing where the folder's file system is full."""
+        """A mapped file of the bucket's size. Raises EnvironmentMissing if the file system is full."""
         path = _path(self.folder, section, bucket)
         try:
             with path.open("xb+") as file:
-                # Reserving the pages now turns a full file system into an error here, not into a SIGBUS while packing.
+                # Reserve the pages now, so that a full file system is an error here and not a SIGBUS while packing.
                 os.posix_fallocate(file.fileno(), 0, bucket.nbytes)
                 return torch.frombuffer(mmap.mmap(file.fileno(), bucket.nbytes), dtype=torch.uint8)
         except OSError as error:
             raise _full(path, bucket, error) from error
 
     def put(self, section: str, bucket: Bucket, data: torch.Tensor, before: Callable[[], object]) -> None:
-        """Write a whole bucket that lies in a CPU's memory, with a call of `before` ahead of each piece.
+        """Write a bucket from host memory in pieces, and call `before` ahead of each.
 
-        Copied by the kernel: no page is mapped, zeroed first, or faulted for, and no other thread of this process is held up.
-        Raises EnvironmentMissing where the folder's file system is full.
+        The kernel copies: no page is mapped, zeroed or faulted, and other threads of this process are not blocked. Raises
+        EnvironmentMissing if the file system is full.
         """
         path, left = _path(self.folder, section, bucket), memoryview(data.numpy())
         try:
@@ -65,7 +66,7 @@ class Writer(BucketWriter):
             raise _full(path, bucket, error) from error
 
     def send(self, section: str, bucket: Bucket) -> None:
-        """Nothing is left to do: receivers map the same pages."""
+        """Nothing to do: receivers map the same pages."""
 
 
 class Reader(BucketReader):
@@ -75,7 +76,7 @@ class Reader(BucketReader):
         self.folder = Path(address)
 
     def begin(self, version: int, section: str) -> None:
-        """Nothing to do: the whole version is there."""
+        """Nothing to do: the whole version is written."""
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         for bucket in buckets:

@@ -311,7 +311,7 @@ BROKEN = {
     "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}), r"model.norm.weight has shape \(64,\).*\(128,\)"),
     "dtype": (
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].half()}),
-        "lm_head.weight comes as float16, but the engine holds lm_head.weight as float32",
+        "lm_head.weight is sent as float16, but the engine stores lm_head.weight as float32",
     ),
     "missing": (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "qkv_proj.weight is filled in part"),
     "missing draft": (

@@ -21,7 +21,7 @@ from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError
 from mtpctl.sync.sender import Publisher, Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import cancel
-from mtpctl.sync.update import or_cancel
+from mtpctl.sync.update import cancel_on_error
 from tests.fakes import adapters
 from tests.fakes.engine_checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.fakes.engines import Loop, cpu_settings
@@ -123,13 +123,13 @@ def test_weights_are_pushed_during_generation_and_after_a_fault(engine: VllmEngi
 
     async def push(version: int, **options: Any) -> Any:
         manifest = await asyncio.to_thread(pushing.announce, seeds[version], version, **options)
-        return await or_cancel(manifest, engine.update(manifest, verify=True))
+        return await cancel_on_error(manifest, engine.update(manifest, verify=True))
 
     async def during() -> list[Sample]:
         manifest = await asyncio.to_thread(pushing.announce, seeds[base + 1], base + 1)
         tasks = [asyncio.ensure_future(engine.generate(request(index, 150))) for index in range(3)]
         await asyncio.sleep(0.05)
-        report = await or_cancel(manifest, engine.update(manifest, verify=True))
+        report = await cancel_on_error(manifest, engine.update(manifest, verify=True))
         assert report.verified == len(random_tensors(CONFIG, 0))
         return await asyncio.gather(*tasks)
 
@@ -158,7 +158,7 @@ def test_whoever_is_killed_in_a_bucket_leaves_the_engine_on_one_version(engine: 
             doomed.take(manifest)
             # In a thread: the engine holds up the loop that it shares with this test until the transfer ends.
             Thread(target=tell, args=(manifest, doomed)).start()
-        return await or_cancel(manifest, engine.update(manifest, verify=True))
+        return await cancel_on_error(manifest, engine.update(manifest, verify=True))
 
     def tell(manifest: Manifest, doomed: Receiver) -> None:
         doomed.process.join()

@@ -15,7 +15,7 @@ from torch import nn
 
 from mtpctl.rollout.vllm.patches.assign import assign
 from mtpctl.rollout.vllm.patches.version import require_pinned
-from mtpctl.sync.parameters import Misfit
+from mtpctl.sync.parameters import ShapeMismatch
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -25,7 +25,7 @@ _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
-class PackedWeight(Misfit):
+class PackedWeight(ShapeMismatch):
     """A weight lies in a layout of its kernel's own."""
 
 
