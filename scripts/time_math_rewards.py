@@ -18,7 +18,7 @@ import psutil
 
 from mtpctl.data.problems import Problem
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.samples import Sample
 
 HANGS = "$10^{10^{10^{10}}}$"

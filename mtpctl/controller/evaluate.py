@@ -13,8 +13,8 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.pass_at_k import mean_pass_at_k
-from mtpctl.rl.rewards.outcome import Reward
+from mtpctl.rl.groups import mean_pass_at_k
+from mtpctl.rl.rewards.function import Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.rollout.requests import request_for
 from mtpctl.samples import GenerationRequest, Sample, response_limit

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mtpctl.errors import UserError
 from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, reference_of
 from mtpctl.recipe.schema import Recipe
+from mtpctl.user_code import is_reference
 
 if TYPE_CHECKING:
     from mtpctl.data.sets import ProblemSets
@@ -30,7 +31,7 @@ class Tried:
 
 
 def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
-    """Try what RL calls of the user's own: the loss on a few tokens, then environment, reward and rewards of held-out sets on problems.
+    """Try the user-defined code that RL calls: loss and advantage on a small example, environment and rewards on problems.
 
     `compare`: rewards that only compare answers are tried as well, on many problems. Raises UserError for the first thing that fails,
     with its file and line, and EnvironmentMissing where code that the model writes would have no sandbox.
@@ -38,10 +39,10 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
     if "rl" not in recipe.train.stages:
         return Tried()
     check_sandbox(recipe)
-    if recipe.train.rl.own_loss:
-        from mtpctl.rl.own_loss import check_loss  # which imports torch
+    if is_reference(recipe.train.rl.loss) or is_reference(recipe.train.rl.advantage):
+        from mtpctl.rl.user_objective import check_objective  # imports torch
 
-        check_loss(recipe.train.rl)
+        check_objective(recipe.train.rl)
     if recipe.rollout.agent is not None:
         from mtpctl.rl.rewards.function import AGENT, load_function
 

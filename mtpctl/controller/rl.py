@@ -44,7 +44,7 @@ from mtpctl.data.sets import UNNAMED
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
-from mtpctl.rl.rewards.outcome import Reward
+from mtpctl.rl.rewards.function import Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 

@@ -27,7 +27,7 @@ from mtpctl.environments.environment import Failures
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
-from mtpctl.rl.rewards.outcome import Outcome, Reward
+from mtpctl.rl.rewards.function import Outcome, Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.acceptance import AcceptanceWatch

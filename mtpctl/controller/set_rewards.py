@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards.outcome import Reward
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.function import Reward
+from mtpctl.rl.rewards.pool import Rewarder
 
 
 async def start_rewards(
@@ -23,4 +23,4 @@ async def start_rewards(
     for name, each in recipe.evaluation.sets.items():
         if each.reward is not None:
             configs[name] = each.reward
-    return {name: await stack.enter_async_context(Rewarder(config, tell=tell, log=log)) for name, config in configs.items()}
+    return {name: await stack.enter_async_context(Rewarder(config, report=tell, log=log)) for name, config in configs.items()}

@@ -10,8 +10,8 @@ from mtpctl.data.sets import ProblemSets
 from mtpctl.errors import UserError
 from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, RewardConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards.outcome import Outcome
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.function import Outcome
+from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.samples import Sample
 
 MAX_CHECKED = 500

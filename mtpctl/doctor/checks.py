@@ -23,8 +23,8 @@ from mtpctl.doctor import stack
 from mtpctl.doctor.parts import Agreement, PartTimeout, run_part
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed, UserError
 from mtpctl.recipe.cluster import ClusterConfig
-from mtpctl.sandbox.layers import layers
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.shared import layers
 from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -239,10 +239,10 @@ async def sandbox() -> Finding:
     try:
         with Sandbox() as box:
             available = await asyncio.to_thread(layers, box)
-            walls = box.walls()
+            mechanism = box.mechanism()
     except EnvironmentMissing as error:
         return Finding("absent", f"{error}; the reward code and the environment python refuse to start", [])
-    summary = "; ".join([str(walls), *(f"{layer.name}: {layer.by}" for layer in available)])
+    summary = "; ".join([str(mechanism), *(f"{layer.name}: {layer.by}" for layer in available)])
     return Finding("ok", summary, [asdict(layer) for layer in available])
 
 

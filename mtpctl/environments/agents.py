@@ -23,8 +23,7 @@ from mtpctl.environments.gateway.server import Anyone, Gateway, Handed
 from mtpctl.environments.gateway.trajectory import Model, Trajectory
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
-from mtpctl.rl.rewards.function import AGENT, EPISODE
-from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rl.rewards.function import AGENT, EPISODE, Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpecStats, SpeculationState
@@ -52,7 +51,7 @@ class OwnAgent:
         self._pool = pool
 
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
-        return await self._pool.ask(gateway.base_url(secret), cast(Problem, request.problem), request.sample)
+        return await self._pool.call(gateway.base_url(secret), cast(Problem, request.problem), request.sample)
 
 
 class OutsideAgents:

@@ -14,7 +14,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import environment_config, is_held_out, task_data
 from mtpctl.environments.gateway.errors import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.rl.rewards.outcome import TAKEN
+from mtpctl.rl.rewards.function import RESERVED_PARTS
 
 MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
 """The model's name in requests, and the environment variable from which verifiers reads a key. The base URL makes one unnecessary."""
@@ -103,4 +103,4 @@ def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
     (trace,) = asked
     parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
-    return {"reward": trace.reward} | {f"{name}_" if name in TAKEN | {"reward"} else name: value for name, value in parts.items()}
+    return {"reward": trace.reward} | {f"{name}_" if name in RESERVED_PARTS | {"reward"} else name: value for name, value in parts.items()}

@@ -30,7 +30,7 @@ from mtpctl.plan.placement import Host, Placement, place
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.sample_file import Origin, SampleFile
@@ -233,7 +233,7 @@ def _generate(
     async def drive(store: VersionStore) -> float:
         async with (
             serving(recipe, source, store, seed) as pool,
-            Rewarder(recipe.reward, tell=say) as rewarder,
+            Rewarder(recipe.reward, report=say) as rewarder,
             playing(recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, tell=say, trains=False) as agents,
         ):
 

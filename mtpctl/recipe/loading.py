@@ -29,7 +29,14 @@ RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.pare
 
 FILES = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path")
 """Keys that name a file. A `*` stands for any one key, for sections with names of the user's own."""
-REFERENCES = ("reward.function", "evaluation.sets.*.reward.function", "rollout.environment", "rollout.agent", "train.rl.loss")
+REFERENCES = (
+    "reward.function",
+    "evaluation.sets.*.reward.function",
+    "rollout.environment",
+    "rollout.agent",
+    "train.rl.loss",
+    "train.rl.advantage",
+)
 """Keys that may name something in a file, as FILE.py:NAME."""
 
 MODEL_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")

@@ -43,20 +43,26 @@ class SftOptimizerConfig(OptimizerConfig):
 
 
 LOSSES = ("ppo", "gspo", "decoupled", "cispo", "sapo")
-"""Losses that come with mtpctl."""
+"""Built-in losses."""
+ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+"""Built-in advantages."""
 
 
-def _known_or_own(value: str) -> str:
-    if value in LOSSES:
-        return value
-    if not is_reference(value):
-        near = difflib.get_close_matches(value, LOSSES, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"must be {', '.join(LOSSES)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
-    return os.path.expanduser(value)
+def _built_in_or_user_defined(names: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        if not is_reference(value):
+            near = difflib.get_close_matches(value, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"must be {', '.join(names)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
+        return os.path.expanduser(value)
+
+    return AfterValidator(check)
 
 
-Loss = Annotated[str, AfterValidator(_known_or_own)]
+Loss = Annotated[str, _built_in_or_user_defined(LOSSES)]
+Advantage = Annotated[str, _built_in_or_user_defined(ADVANTAGES)]
 
 
 class OverlongConfig(Section):
@@ -146,11 +152,13 @@ class RlConfig(Section):
         "ratio weighs each token's log-prob; sapo: a soft gate in place of the clip; or a loss of your own, FILE.py:NAME or MODULE:NAME.",
     )
     loss_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of a loss of your own.")
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+    advantage: Advantage = Field(
         "grpo",
         description="Baseline and scale: of the group with its standard deviation (grpo), without (grpo_no_std, rloo); of the whole batch "
-        "(reinforce_pp), or of the group and then scaled by the whole batch (reinforce_pp_baseline).",
+        "(reinforce_pp), or of the group and then scaled by the whole batch (reinforce_pp_baseline); or a user-defined function, "
+        "FILE.py:NAME or MODULE:NAME.",
     )
+    advantage_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of a user-defined advantage.")
     aggregate: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="token: mean over all tokens (DAPO); sequence: mean over trajectories of their means; constant: sum over all tokens, "
@@ -183,11 +191,6 @@ class RlConfig(Section):
         if not isinstance(data, dict) or data.get("preset") not in PRESETS:
             return data
         return laid_over(PRESETS[data["preset"]], data)
-
-    @property
-    def own_loss(self) -> bool:
-        """Whether the loss is code of the user's own."""
-        return is_reference(self.loss)
 
 
 def correction_fits(correction: CorrectionConfig) -> Complaints:
@@ -223,12 +226,14 @@ def teacher_fits(rl: RlConfig) -> Complaints:
 
 
 def loss_fits(rl: RlConfig) -> Complaints:
-    """Refuse arguments of a loss that takes none, and groups without a baseline or without a chance to differ."""
-    if rl.loss_args and not rl.own_loss:
+    """Refuse arguments of a built-in loss or advantage, and groups without a baseline or without a chance to differ."""
+    if rl.loss_args and not is_reference(rl.loss):
         yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name a loss of your own as FILE.py:NAME"
+    if rl.advantage_args and not is_reference(rl.advantage):
+        yield f"train.rl.advantage_args: advantage: {rl.advantage} takes none; remove them, or name a function as FILE.py:NAME"
     if rl.group_size > 1:
         return
-    if rl.advantage != "reinforce_pp":
+    if rl.advantage in ADVANTAGES and rl.advantage != "reinforce_pp":
         yield f"train.rl.group_size: the {rl.advantage} baseline needs at least 2 responses a prompt, got {rl.group_size}"
     elif rl.dynamic_sampling:
         yield "train.rl.dynamic_sampling: replaces every group of group_size: 1, whose rewards cannot differ; set it to false"

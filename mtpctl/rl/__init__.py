@@ -1,5 +1,5 @@
-"""The arithmetic of reinforcement learning: pure functions on tensors; and rewards, in processes of their own.
+"""Reinforcement learning: advantages, losses and corrections as pure functions on tensors, and reward functions in worker processes.
 
-Losses and metrics are returned as sums, which are added up over micro-batches and ranks and divided once, by counts of the whole batch.
-`rewards`, `groups` and `overlong` need no torch: they run in the controller.
+Losses and metrics are sums. They are added up over microbatches and ranks, and divided once by counts of the whole batch.
+`rewards` and `groups` import no torch, because they run in the controller.
 """

@@ -1,61 +1,78 @@
-"""Advantages from the rewards of responses, of which several answer one prompt.
+"""Advantages from the rewards of groups of responses.
 
 grpo                   (r - mean) / (std + 1e-6), std with n-1          DeepSeekMath (arXiv 2402.03300), section 4.1
-grpo_no_std            r - mean                                         Dr. GRPO (arXiv 2503.20783): no favour to groups of low variance
+grpo_no_std            r - mean                                         Dr. GRPO (arXiv 2503.20783): no bias to groups of low variance
 rloo                   r - mean of the others = n/(n-1) (r - mean)      RLOO (arXiv 2402.14740)
 reinforce_pp           (r - MEAN) / (STD + 1e-6)                        REINFORCE++ (arXiv 2501.03262)
-reinforce_pp_baseline  the same of r - mean                             its variant with a baseline of the group
+reinforce_pp_baseline  reinforce_pp applied to r - mean                 its variant with a group baseline
 
-mean and std are those of the group. MEAN and STD are over all trained tokens of the batch, each with the value of its response, as the
-paper has them over the advantages of tokens; STD is over n. The paper's plain variant also puts a KL penalty into the reward of each
-token. Here the penalty is a term of the loss (`kl_coef` with the estimator k2), as in its variant with a baseline.
+mean and std are those of the group. MEAN and STD (with n) are over all trained tokens of the batch, where each token has the value of its
+response. The paper's plain variant also subtracts a KL penalty from the reward of each token. Here the penalty is a term of the loss
+(`kl_coef` with the estimator k2), as in the paper's variant with a baseline.
 
-A group of one has no baseline, and gets 0, but for reinforce_pp.
+A group of one response has no baseline. Its advantage is 0, except with reinforce_pp.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Advantage = Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+from mtpctl.recipe.rl import OverlongConfig
 
 _EPS = 1e-6
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, kind: Advantage, lengths: Tensor) -> Tensor:
-    """Advantage [N], in float64, of each response of a whole batch, over all micro-batches and ranks.
+def group_advantages(rewards: Tensor, groups: Tensor, kind: str, lengths: Tensor) -> Tensor:
+    """Float64 advantages [N] of all responses of a batch, across microbatches and ranks.
 
-    `rewards` [N]; `groups` [N] integers, equal within a group (sizes may differ); `lengths` [N] trained tokens of each response.
+    Args:
+        rewards: [N].
+        groups: [N] integers, equal within a group. Group sizes may differ.
+        kind: a name in `mtpctl.recipe.rl.ADVANTAGES`.
+        lengths: [N] number of trained tokens of each response.
     """
     _, group, size = torch.unique(groups, return_inverse=True, return_counts=True)
     value, count = rewards.double(), size.double()
-    centred = value - (torch.zeros_like(count).index_add_(0, group, value) / count)[group]
-    if kind in ("reinforce_pp", "reinforce_pp_baseline"):
-        out = _over_tokens(value if kind == "reinforce_pp" else centred, lengths.double())
-    elif kind == "grpo_no_std":
-        out = centred
-    elif kind == "rloo":
-        out = centred * (count / (count - 1).clamp(min=1))[group]
-    else:
-        unit = _unit(centred)
-        variance = torch.zeros_like(count).index_add_(0, group, (centred / unit) ** 2) / (count - 1).clamp(min=1)
-        out = centred / (unit * variance.sqrt() + _EPS)[group]
-    return out
+    centered = value - (torch.zeros_like(count).index_add_(0, group, value) / count)[group]
+    match kind:
+        case "grpo":
+            unit = _unit(centered)
+            variance = torch.zeros_like(count).index_add_(0, group, (centered / unit) ** 2) / (count - 1).clamp(min=1)
+            return centered / (unit * variance.sqrt() + _EPS)[group]
+        case "grpo_no_std":
+            return centered
+        case "rloo":
+            return centered * (count / (count - 1).clamp(min=1))[group]
+        case "reinforce_pp":
+            return _normalized_over_tokens(value, lengths.double())
+        case "reinforce_pp_baseline":
+            return _normalized_over_tokens(centered, lengths.double())
+    raise AssertionError(f"unknown advantage {kind}")
 
 
-def _over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
-    """The values [N] with mean 0 and deviation 1 over all tokens, of which each response has `tokens` [N]."""
+def _normalized_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
+    """Values [N] with mean 0 and standard deviation 1 over all tokens; each response has `tokens` [N]."""
     share = tokens / tokens.sum().clamp(min=1)
-    centred = value - (share * value).sum()
-    unit = _unit(centred)
-    return centred / (unit * (share * (centred / unit) ** 2).sum().sqrt() + _EPS)
+    centered = value - (share * value).sum()
+    unit = _unit(centered)
+    return centered / (unit * (share * (centered / unit) ** 2).sum().sqrt() + _EPS)
 
 
 def _unit(values: Tensor) -> float:
-    """A scale that keeps squares from overflowing. It is 1 for values of usual size, so that their results do not change."""
+    """A scale that keeps squares from overflowing; 1 for values of ordinary size, so that their results do not change."""
     largest = values.abs().max().item() if values.numel() else 0.0
     return largest if 1e100 < largest < math.inf else 1.0
+
+
+def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig) -> float:
+    """Reward offset, from -penalty to 0, of a response of `length` tokens.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to max_tokens - buffer, then linear to -penalty at max_tokens.
+    """
+    if not config.enabled:
+        return 0.0
+    over = length - (max_tokens - config.buffer)
+    return -config.penalty * min(max(over / config.buffer, 0.0), 1.0)

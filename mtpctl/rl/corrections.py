@@ -1,34 +1,65 @@
-"""Off-policy correction: importance weights for tokens that the rollout engine sampled under one policy (behaviour) and that
-the loss treats as samples of another one (old).
+"""Off-policy correction: importance weights for tokens sampled under one policy (behaviour) and trained as samples of another (old).
 
-The importance ratio is ρ = p_old / p_behaviour, of the token, or of its whole response (the product over its tokens). A token's weight is
-
+The importance ratio is ρ = p_old / p_behaviour, of a token or of its whole response (the product over its tokens). The weight of a token:
 
 truncate   min(ρ, high)                         TIS (https://fengyao.notion.site/off-policy-rl)
 clip       min(max(ρ, low), high)
-mask       ρ where low <= ρ <= high, else 0     IcePop (arXiv 2510.18855) by token, MIS
-                                                (https://yingru.notion.site/When-Speed-Kills-Stability) by sequence
+mask       ρ if low <= ρ <= high, else 0        IcePop (arXiv 2510.18855) per token; MIS
+                                                (https://yingru.notion.site/When-Speed-Kills-Stability) per sequence
 
-Weights carry no gradient. Tokens that a mask drops still count in the denominator of the loss, which is fixed before the weights
-are known: dropping tokens makes the update smaller, and leaves the weight of the remaining tokens as it is.
+Weights carry no gradient. Masked tokens still count in the denominator of the loss, which is fixed before the weights are known: masking
+makes the update smaller, and leaves the weight of the remaining tokens unchanged.
+
+The mismatch between the two policies is logged as `rollout_corr/*`. With d = log p_old - log p_behaviour, ρ = exp(d), and w the weight of
+the correction (ρ with the mode off), over the trained tokens:
+
+kl               mean of -d: estimate of KL(behaviour ‖ old)
+k3               mean of ρ - 1 - d: a nonnegative estimate of the same KL
+abs_diff         mean of |d|
+chi2             mean of ρ² - 1: estimate of χ²(old ‖ behaviour), the variance of unbounded importance weights
+ppl_ratio        mean over responses of perplexity(old) / perplexity(behaviour)
+ess              (Σw)² / (n Σw²): effective share of the n tokens, 1 if all weights are equal
+is_mean          mean of w
+masked_fraction  share of masked tokens
+
+abs_diff_same_version is abs_diff over the tokens that were sampled under the same weights as `old`: the numerical difference between the
+two engines.
+
+If old log-probs are recomputed, `mismatch_sums` compares them with the behaviour log-probs of the whole batch. If behaviour log-probs are
+the anchor of the loss, nothing is recomputed: the loss compares them with its own log-probs (`token_mismatch`), which gives kl, k3,
+abs_diff and chi2.
+
+Shapes: T tokens of S packed sequences; `seq_ids` [T] holds 0 … S-1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtpctl.recipe.rl import CorrectionConfig
-from mtpctl.rl.limits import MAX_LOG_RATIO
-from mtpctl.rl.segments import sequence_sum
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ± this before `exp`: e²⁰ = 4.9e8 is beyond every clip, and its square fits in fp32."""
+
+
+def sequence_sum(values: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
+    """Sum over each sequence: [T] to [S]."""
+    return torch.zeros(num_sequences, dtype=values.dtype, device=values.device).index_add_(0, seq_ids, values)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
+    """Mean over the tokens of each sequence whose mask is 1: [T] to [S]; 0 if a sequence has none."""
+    total = sequence_sum(values * mask, seq_ids, num_sequences)
+    return total / sequence_sum(mask.to(values.dtype), seq_ids, num_sequences).clamp(min=1)
 
 
 class Correction(NamedTuple):
-    """Per token [T]: `ratio` is ρ before the bounds, `weight` ρ after them; `masked` is True where the weight was set to zero."""
+    """Per token [T]: `weight` is ρ within its bounds; `masked` is True if the weight was set to zero."""
 
-    ratio: Tensor
     weight: Tensor
     masked: Tensor
 
@@ -42,20 +73,103 @@ def correction_weights(
     num_sequences: int,
     config: CorrectionConfig,
 ) -> Correction:
-    """Importance weights of a packed batch: log-probs, mask and `seq_ids` [T], with S = `num_sequences`.
+    """Importance weights of a packed batch. Log-probs, mask and `seq_ids` are [T], and S = `num_sequences`.
 
-    Where the mask is 0 the ratio is 1. With the mode off the weight is ρ, unbounded.
+    Tokens whose mask is 0 have ratio 1. With the mode off the weight is ρ, unbounded.
     """
     log_ratio = torch.where(mask.bool(), old_logprob.detach() - behaviour_logprob, 0.0)
     if config.level == "sequence":
         log_ratio = sequence_sum(log_ratio, seq_ids, num_sequences)[seq_ids]
     ratio = torch.where(mask.bool(), log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 1.0)
-    nothing = torch.zeros_like(ratio, dtype=torch.bool)
-    if config.mode == "truncate":
-        return Correction(ratio, ratio.clamp(max=config.high), nothing)
-    if config.mode == "clip":
-        return Correction(ratio, ratio.clamp(config.low, config.high), nothing)
-    if config.mode == "mask":
-        masked = ((ratio < config.low) | (ratio > config.high)) & mask.bool()
-        return Correction(ratio, ratio.masked_fill(masked, 0.0), masked)
-    return Correction(ratio, ratio, nothing)
+    none_masked = torch.zeros_like(ratio, dtype=torch.bool)
+    match config.mode:
+        case "off":
+            return Correction(ratio, none_masked)
+        case "truncate":
+            return Correction(ratio.clamp(max=config.high), none_masked)
+        case "clip":
+            return Correction(ratio.clamp(config.low, config.high), none_masked)
+        case "mask":
+            masked = ((ratio < config.low) | (ratio > config.high)) & mask.bool()
+            return Correction(ratio.masked_fill(masked, 0.0), masked)
+
+
+@torch.no_grad()
+def mismatch_sums(
+    old_logprob: Tensor,
+    behaviour_logprob: Tensor,
+    mask: Tensor,
+    seq_ids: Tensor,
+    num_sequences: int,
+    config: CorrectionConfig,
+) -> dict[str, Tensor]:
+    """Sums over one packed batch, as float64 scalars. Add up the sums of several batches for `mismatch_metrics`."""
+    keep = mask.double()
+    d = _log_ratio(old_logprob, behaviour_logprob, mask.bool())
+    correction = correction_weights(old_logprob.double(), behaviour_logprob.double(), mask, seq_ids, num_sequences, config)
+    weight = correction.weight * keep
+    trained = (sequence_sum(keep, seq_ids, num_sequences) > 0).double()  # 1 for each response with a trained token
+    log_ppl_ratio = sequence_mean(-d, keep, seq_ids, num_sequences)
+    return {
+        **_token_sums(d, keep),
+        "sequences": trained.sum(),
+        "ppl_ratio": (log_ppl_ratio.exp() * trained).sum(),
+        "weight": weight.sum(),
+        "weight_squared": (weight**2).sum(),
+        "masked": correction.masked.double().sum(),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """`rollout_corr/*` from the sums of all batches. Raises ValueError if they cover no token."""
+    s = {name: float(value) for name, value in sums.items()}
+    tokens = s["tokens"]
+    if tokens <= 0:
+        raise ValueError("mismatch of no tokens")
+    return {
+        **_token_metrics(s),
+        "rollout_corr/ppl_ratio": s["ppl_ratio"] / s["sequences"],
+        "rollout_corr/ess": s["weight"] ** 2 / (tokens * s["weight_squared"]) if s["weight_squared"] > 0 else 0.0,
+        "rollout_corr/is_mean": s["weight"] / tokens,
+        "rollout_corr/masked_fraction": s["masked"] / tokens,
+    }
+
+
+@torch.no_grad()
+def token_mismatch(logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, same_weights: Tensor) -> dict[str, Tensor]:
+    """Sums over any slice of tokens, as float64 scalars. Add up the sums of several slices for `token_mismatch_metrics`."""
+    d = _log_ratio(logprob, behaviour_logprob, trained)
+    same = torch.where(trained, same_weights.double(), 0.0)
+    sums = _token_sums(d, trained.double()) | {"same": same.sum(), "same_abs_diff": (d.abs() * same).sum()}
+    return {f"mismatch/{name}": value for name, value in sums.items()}
+
+
+def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """`rollout_corr/*` from the sums of `token_mismatch`; empty if `sums` has none of them."""
+    s = {name.removeprefix("mismatch/"): value for name, value in sums.items() if name.startswith("mismatch/")}
+    if not s.get("tokens"):
+        return {}
+    metrics = _token_metrics(s)
+    if s["same"]:
+        metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]
+    return metrics
+
+
+def _log_ratio(old_logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor) -> Tensor:
+    """d per token [T] in float64; 0 for tokens that are not trained."""
+    return torch.where(trained, (old_logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _token_sums(d: Tensor, keep: Tensor) -> dict[str, Tensor]:
+    return {
+        "tokens": keep.sum(),
+        "kl": (-d * keep).sum(),
+        "k3": ((torch.expm1(d) - d) * keep).sum(),
+        "abs_diff": (d.abs() * keep).sum(),
+        "ratio_squared": (d.exp() ** 2 * keep).sum(),
+    }
+
+
+def _token_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    metrics = {f"rollout_corr/{name}": s[name] / s["tokens"] for name in ("kl", "k3", "abs_diff")}
+    return metrics | {"rollout_corr/chi2": s["ratio_squared"] / s["tokens"] - 1}

@@ -1,57 +1,117 @@
-"""The policy loss on packed tokens, in two parts, so that a fused kernel may do the second.
+"""The policy loss on packed tokens, in two parts, so that a fused kernel can compute the second.
 
-`token_terms` computes the constants of each token, among them everything that depends on a whole response.
-`token_policy_loss` is then separable: the loss of a token depends on its own log-prob (and entropy) and on its constants,
-so a kernel can evaluate and differentiate it chunk by chunk, where it computes the log-probs.
+`token_terms` computes the constants of each token, including everything that depends on a whole response. `token_policy_loss` is
+separable: the loss of a token depends only on its own log-prob, entropy and constants, so a kernel can evaluate and differentiate it in
+chunks while it computes the log-probs.
 
 With r = exp(logprob - anchor), A the advantage, w the weight, a the aggregation weight:
 
     loss      = a (w surrogate - entropy_coef · entropy + kl_coef · kl)
 
-and the surrogate of `rl.surrogates`: clipped for ppo, decoupled and gspo, or that of cispo or sapo. The anchor is the old log-prob, and w
-is the correction of old against behaviour, 1 with the correction off. Two losses have others:
+The anchor is the old log-prob, and w the correction of old against behaviour (1 with the correction off), except:
 
-decoupled   w = old/behaviour always, bounded as the correction says (off: not at all). Old is the
-            proximal policy here: Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298)
-gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). Its value is a constant, and the
-            gradient flows through each token's own log-prob (their GSPO-token form): the same gradient, and separable
+decoupled   w = old/behaviour always, bounded by the correction (off: unbounded). Old is the proximal policy:
+            Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298)
+gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). Its value is a constant, and the gradient
+            flows through each token's own log-prob (GSPO-token): the same gradient, and separable
 
-a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), 1/length of the token's trajectory for the sequence mean
-(GRPO as first published). A trajectory is one response, or all samples that an agent's work on a problem became. The ratio of gspo, and a
-correction of the level sequence, are of one sample.
+Surrogates, with sg for stop-gradient:
 
-Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Sums come back: divide by `loss_denominator` of
-the whole batch, over micro-batches and ranks, never by what one micro-batch happens to hold.
+ppo, decoupled, gspo  max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))              PPO; clip-higher: DAPO (arXiv 2503.14476)
+                      for A < 0 and clip_dual = c > 0: at most -A c                   dual clip (arXiv 1912.09729)
+cispo                 -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π               MiniMax-M1 (arXiv 2506.13585), equations 4 and 5
+sapo                  -A 4/τ sigmoid(τ (r - 1)), τ = tau_pos for A > 0, else tau_neg  SAPO (arXiv 2511.20347)
 
-A loss of the user's own (`rl.own_loss`) stands in for `token_policy_loss`. It may call `log_ratio_of` and `loss_from`, or
-`token_policy_loss` itself, which is that of ppo then.
+A token whose ratio has left the band has no gradient with PPO's clip, and a gradient of bounded weight with CISPO. With SAPO its weight
+r · 4 p (1 - p), p = sigmoid(τ (r - 1)), decreases with the distance of r from 1. On policy all have the gradient -A ∇log π.
+
+a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), and 1/length of the token's trajectory for the sequence mean
+(GRPO as first published). A trajectory is one response, or all samples of an agent's work on a problem. The ratio of gspo and a
+correction of level sequence are computed per sample.
+
+Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Results are sums: divide them by `loss_denominator` of the whole
+batch, across microbatches and ranks.
+
+A user-defined loss (`mtpctl.rl.user_objective`) replaces `token_policy_loss`. It may call `log_ratio_of` and `loss_from`, or
+`token_policy_loss` itself, which then computes ppo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtpctl.recipe.rl import RlConfig
-from mtpctl.rl.corrections import correction_weights
-from mtpctl.rl.divergence import kl_estimate
-from mtpctl.rl.limits import MAX_LOG_RATIO
-from mtpctl.rl.mismatch import token_mismatch, token_mismatch_metrics
-from mtpctl.rl.segments import sequence_mean, sequence_sum
-from mtpctl.rl.surrogates import Surrogate, clipped, soft_gate, weighted_logprob
+from mtpctl.rl.corrections import MAX_LOG_RATIO, correction_weights, sequence_mean, sequence_sum, token_mismatch, token_mismatch_metrics
+
+
+def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Monte-Carlo estimate [T] of KL(policy ‖ reference) at tokens that the policy sampled (http://joschu.net/blog/kl-approx.html).
+
+    With l = log policy - log reference: k1 = l (unbiased), k2 = l²/2 (biased, low variance), k3 = exp(-l) + l - 1 (unbiased, nonnegative).
+    As loss terms on policy, k1 has a gradient of mean zero, k2 that of the true KL, k3 that of KL(reference ‖ policy).
+    """
+    difference = (logprob - ref_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    return torch.expm1(-difference) + difference
+
+
+class Surrogate(NamedTuple):
+    """`value` [t] carries the gradient; `sums` are detached scalars over trained tokens, with the same names for every slice."""
+
+    value: Tensor
+    sums: dict[str, Tensor]
+
+
+def clipped_ratio(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
+    """PPO's surrogate with a clip for each side and the dual clip."""
+    ratio = log_ratio.exp()
+    free = -advantage * ratio
+    bounded = -advantage * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    value = torch.maximum(free, bounded)
+    dual = torch.zeros_like(trained)
+    if config.clip_dual:
+        ceiling = -advantage * config.clip_dual
+        dual = trained & (advantage < 0) & (value > ceiling)
+        value = torch.where(advantage < 0, torch.minimum(value, ceiling), value)
+    cut = trained & (bounded > free)
+    sums = {"clip_low": (cut & (advantage < 0)).sum(), "clip_high": (cut & (advantage > 0)).sum(), "clip_dual": dual.sum()}
+    return Surrogate(value, sums)
+
+
+def weighted_logprob(logprob: Tensor, log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
+    """CISPO's surrogate: every token has a gradient, with a bounded importance weight."""
+    ratio = log_ratio.detach().exp()
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    value = -ratio.clamp(low, high) * advantage * torch.where(trained, logprob, 0.0)
+    return Surrogate(value, {"clip_low": (trained & (ratio < low)).sum(), "clip_high": (trained & (ratio > high)).sum()})
+
+
+def soft_gate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
+    """SAPO's surrogate. Its metric `gate` is 4 p (1 - p): 1 on policy, near 0 far from it."""
+    tau = torch.where(advantage > 0, config.tau_pos, config.tau_neg).to(log_ratio.dtype)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    passed = (4 * gate * (1 - gate)).detach()
+    return Surrogate(-advantage * gate * 4 / tau, {"gate": (passed * trained).sum()})
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One packed micro-batch. All [T]; `logprob` and `entropy` carry the gradient, the others are constants.
+    """One packed microbatch. All tensors are [T]; `logprob` and `entropy` carry the gradient, the others are constants.
 
-    `mask` is 1 at tokens that are trained. `seq_ids` numbers the responses from 0 to `num_sequences` - 1. `same_weights` is 1 at tokens
-    that were sampled under the very weights that `logprob` is computed with; where it is given, the loss also measures how far behaviour
-    and trained policy are apart (see `mismatch`). `trajectory_tokens` is the number of trained tokens of the token's trajectory; None if
-    each response is a trajectory.
+    Attributes:
+        mask: 1 for trained tokens.
+        seq_ids: index of the response, from 0 to `num_sequences` - 1.
+        same_weights: 1 for tokens sampled under the weights that `logprob` is computed with. If set, the loss also measures the mismatch
+            between behaviour and trained policy (`mtpctl.rl.corrections`).
+        trajectory_tokens: number of trained tokens in the token's trajectory; None if each response is a trajectory.
     """
 
     logprob: Tensor
@@ -69,10 +129,9 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """Constants of each token [T] in the notation of the module: `anchor`, `advantage` A, `weight` w, and `aggregation` a (0 where the
-    token is not trained).
+    """Constants of each token [T]: anchor, A, w and a of the module docstring. `aggregation` is 0 for tokens that are not trained.
 
-    `behaviour` log-probs and `same_weights` are there where the loss also measures how far behaviour and trained policy are apart.
+    `behaviour` log-probs and `same_weights` are set if the loss also measures the mismatch.
     """
 
     anchor: Tensor
@@ -84,7 +143,7 @@ class TokenTerms:
     same_weights: Tensor | None = None
 
     def at(self, tokens: Tensor) -> TokenTerms:
-        """The constants of some tokens: `tokens` [t] are indices into the T."""
+        """The constants of the tokens with these indices [t]."""
 
         def pick(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[tokens]
@@ -102,7 +161,7 @@ class TokenTerms:
 
 @dataclass(frozen=True, slots=True)
 class LossOut:
-    """`loss_sum` carries the gradient; `sums` are detached scalars, which are added up over micro-batches and ranks for `loss_metrics`."""
+    """`loss_sum` carries the gradient. `sums` are detached scalars; add them up over microbatches and ranks for `loss_metrics`."""
 
     loss_sum: Tensor
     sums: dict[str, Tensor]
@@ -110,7 +169,7 @@ class LossOut:
 
 @torch.no_grad()
 def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
-    """The constants of each token. Only gspo reads `inputs.logprob`."""
+    """Compute the constants of each token. Only gspo reads `inputs.logprob`."""
     mask = inputs.mask.to(inputs.advantage.dtype)
     trained = mask.bool()
     anchor = inputs.old_logprob
@@ -134,25 +193,25 @@ def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
 
 
 def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
-    """The separable part, for any slice of the tokens: their log-probs and entropies [t], and their terms.
+    """The separable part for any slice of the tokens: log-probs and entropies [t], and their terms.
 
-    Raises ValueError where the config has an entropy bonus and no entropy is given, or a KL penalty and no reference log-probs.
+    Raises ValueError if the config has an entropy bonus but `entropy` is None, or a KL penalty but no reference log-probs are set.
     """
     log_ratio = log_ratio_of(logprob, terms)
     trained = terms.aggregation > 0
-    made: Surrogate
+    surrogate: Surrogate
     if config.loss == "cispo":
-        made = weighted_logprob(logprob, log_ratio, terms.advantage, trained, config)
+        surrogate = weighted_logprob(logprob, log_ratio, terms.advantage, trained, config)
     elif config.loss == "sapo":
-        made = soft_gate(log_ratio, terms.advantage, trained, config)
+        surrogate = soft_gate(log_ratio, terms.advantage, trained, config)
     else:
-        made = clipped(log_ratio, terms.advantage, trained, config)
-    return loss_from(made.value, logprob, entropy, terms, config, made.sums)
+        surrogate = clipped_ratio(log_ratio, terms.advantage, trained, config)
+    return loss_from(surrogate.value, logprob, entropy, terms, config, surrogate.sums)
 
 
 def log_ratio_of(logprob: Tensor, terms: TokenTerms) -> Tensor:
-    """log r [t], 0 where the token is not trained, and bounded so that r and its square are finite."""
-    # Zero before exp, not after: an infinity at a prompt token would turn the gradient into NaN.
+    """log r [t]: 0 for tokens that are not trained, and bounded so that r and its square are finite."""
+    # Zero before exp, not after: an infinity at a prompt token would make the gradient NaN.
     return torch.where(terms.aggregation > 0, logprob - terms.anchor, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -164,9 +223,9 @@ def loss_from(
     config: RlConfig,
     sums: Mapping[str, Tensor] | None = None,
 ) -> LossOut:
-    """The loss of tokens from their surrogate [t]: weighed, aggregated, with entropy bonus and KL penalty, and the sums of all metrics.
+    """Weight and aggregate a surrogate [t], add entropy bonus and KL penalty, and compute the sums of all metrics.
 
-    `sums`: further sums over trained tokens, whose means become metrics (see `loss_metrics`). Raises ValueError like `token_policy_loss`.
+    `sums`: further sums over trained tokens; their means become metrics (`loss_metrics`). Raises ValueError as `token_policy_loss`.
     """
     if config.entropy_coef and entropy is None:
         raise ValueError("entropy_coef is set, and no entropy was given")
@@ -176,7 +235,7 @@ def loss_from(
     policy = terms.weight * surrogate * terms.aggregation
     loss_sum = policy.sum()
     log_ratio = log_ratio_of(logprob.detach(), terms)
-    found = {
+    metrics = {
         "tokens": trained.sum(),
         "weighted": terms.aggregation.sum(),
         "pg_loss": policy.detach().sum(),
@@ -185,43 +244,41 @@ def loss_from(
         **(sums or {}),
     }
     if entropy is not None:
-        kept = torch.where(trained, entropy, 0.0)
-        found["entropy"] = kept.detach().sum()
+        trained_entropy = torch.where(trained, entropy, 0.0)
+        metrics["entropy"] = trained_entropy.detach().sum()
         if config.entropy_coef:
-            loss_sum = loss_sum - config.entropy_coef * (kept * terms.aggregation).sum()
+            loss_sum = loss_sum - config.entropy_coef * (trained_entropy * terms.aggregation).sum()
     if terms.ref_logprob is not None:
         kl = torch.where(trained, kl_estimate(logprob, terms.ref_logprob, config.kl_estimator), 0.0)
-        found["ref_kl"] = kl.detach().sum()
+        metrics["ref_kl"] = kl.detach().sum()
         if config.kl_coef:
             loss_sum = loss_sum + config.kl_coef * (kl * terms.aggregation).sum()
     if terms.behaviour is not None and terms.same_weights is not None:
-        found |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights)
-    return LossOut(loss_sum, found)
+        metrics |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights)
+    return LossOut(loss_sum, metrics)
 
 
 def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
-    """The loss of one packed micro-batch: both parts, one after the other."""
+    """Both parts, for one packed microbatch."""
     return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
 
 
 def loss_denominator(config: RlConfig, *, tokens: int, trajectories: int, max_tokens: int) -> int:
-    """The denominator of the summed loss of a whole batch, at least 1: the number of its trained tokens, of its trajectories, or of
-    trajectories times `max_tokens`.
+    """Denominator of the summed loss of a whole batch, at least 1.
 
-    Trajectories without a trained token count too: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, whether they
-    are masked or not.
+    Trajectories without a trained token count: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, masked or not.
     """
     return max({"token": tokens, "sequence": trajectories, "constant": trajectories * max_tokens}[config.aggregate], 1)
 
 
 _MEANS = {"ratio": "ratio_mean", "clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high", "clip_dual": "clip_fraction_dual"}
-"""Metrics whose names are not those of their sums."""
+"""Metrics with other names than their sums."""
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """`actor/*` from sums that were added up over all micro-batches and ranks, and `rollout_corr/*` where the loss measured the mismatch.
+    """`actor/*` from the sums of all microbatches and ranks, and `rollout_corr/*` if the loss measured the mismatch.
 
-    `actor/pg_loss` is a mean over tokens, or over trajectories with aggregate: sequence. Every other sum becomes its mean over tokens.
+    `actor/pg_loss` is a mean over tokens, or over trajectories with aggregate: sequence. Other metrics are means over tokens.
     """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(s["tokens"], 1.0)

@@ -1,10 +1,11 @@
-"""Run Python that a model has written: no network, no files but the interpreter's, bounded, and killed for good.
+"""Runs Python that a model has written: without network, with access to the interpreter's files only, limited, and reliably killed.
 
-`sandbox.Sandbox` runs code and keeps sessions; `reward.score` is the reward `code`, `environment.Python` the environment `python`.
-These three run in the caller, as do `fences` and `cases`, which parse responses and rows. `zygote` is a process that isolates itself
-(`walls`, `landlock`) and forks one process for each run. `inside` is the code of that process, behind a system call filter (`seccomp`) and
-limits. `judging` runs the tests of an answer. Tests access the answer by messages (`questions`, `remote`, `values`), cannot run text from
-it (`guard`), and report with `verdicts`. The guarantees are in `docs/sandbox.md`.
+In the caller: `sandbox.Sandbox` runs code and keeps sessions; `reward.score` is the reward `code`, `environment.Python` the environment
+`python`; `fences` parses responses; `shared` is the sandbox of a process.
 
-This package is imported by the zygote at every start: it imports nothing beyond the standard library and `mtpctl.errors`.
+In the sandbox: `zygote` isolates itself (`isolation`) and forks a process for each run, with a system call filter (`seccomp`) and limits.
+`inside` is the code of a run. `judging` runs the tests of an answer, which access it by messages (`questions`, `remote`, `values`) and
+report with verdicts (`messages`). The guarantees are in `docs/sandbox.md`.
+
+The zygote imports this package at every start, so it imports nothing beyond the standard library and `mtpctl.errors`.
 """

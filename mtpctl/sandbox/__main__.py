@@ -1,4 +1,4 @@
-"""`python -m mtpctl.sandbox`: what confines a run on this machine, and how many runs a second it does."""
+"""`python -m mtpctl.sandbox` prints how runs are isolated on this machine, and how many it runs per second."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mtpctl.sandbox.layers import layers
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.shared import layers
 
 RUNS = 400
 
 
 def main() -> None:
-    """Print a line for each layer, for walls that could not be had, and for the speed."""
+    """Print a line for each layer, for mechanisms that do not work, and for the speed."""
     cores = len(os.sched_getaffinity(0))
     with Sandbox("none") as sandbox:
-        print(f"walls: {sandbox.walls()}")
+        print(f"isolation: {sandbox.mechanism()}")
         for layer in layers(sandbox):
-            print(f"{layer.name}: {layer.by or 'NOT HELD'}")
-        for kind, why in sandbox.refused.items():
-            print(f"without {kind}: {why}")
+            print(f"{layer.name}: {layer.by or 'NOT RESTRICTED'}")
+        for mechanism, reason in sandbox.refused.items():
+            print(f"without {mechanism}: {reason}")
         session = sandbox.session()
-        for name, work in (
-            ("runs", lambda: sandbox.run("print(sum(range(10)))")),
-            ("answers with three tests", lambda: sandbox.judge("def f(x): return x + 1", [f"assert f({n}) == {n + 1}" for n in range(3)])),
-            ("cells of one session", lambda: session.run("1 + 1")),
+        tests = [f"assert f({n}) == {n + 1}" for n in range(3)]
+        for name, concurrent, run in (
+            ("runs", cores, lambda: sandbox.run("print(sum(range(10)))")),
+            ("answers with three tests", cores, lambda: sandbox.judge("def f(x): return x + 1", tests)),
+            ("cells of one session", 1, lambda: session.run("1 + 1")),
         ):
-            at_once = 1 if name.startswith("cells") else cores
-            with ThreadPoolExecutor(at_once) as pool:
-                began = time.perf_counter()
-                for each in [pool.submit(work) for _ in range(RUNS)]:
-                    each.result()
-                print(f"{name}: {RUNS / (time.perf_counter() - began):.0f} a second, {at_once} at once on {cores} cores")
+            with ThreadPoolExecutor(concurrent) as pool:
+                start = time.perf_counter()
+                for future in [pool.submit(run) for _ in range(RUNS)]:
+                    future.result()
+                print(f"{name}: {RUNS / (time.perf_counter() - start):.0f} a second, {concurrent} at once on {cores} cores")
         session.close()
 
 

@@ -1,4 +1,4 @@
-"""The environment `python`: code that the model writes between tags runs in a session, and the model is told what it printed."""
+"""The environment `python`: code that the model writes between tags runs in a session, and its output is appended to the response."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from mtpctl.sandbox.session import Output
 from mtpctl.sandbox.shared import shared
 
 _CELLS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="python-cell")
-"""Threads that wait for cells: the sandbox's processes do the work."""
+"""Threads that wait for cells, which run in processes of the sandbox."""
 
 
 class Python:
-    """One response's session. State is kept from turn to turn, and the last expression of a turn is printed, as at Python's prompt.
+    """The session of one response. Turns share state, and the last expression of a turn is printed, as in interactive Python.
 
-    opening, closing: tags around code; a turn ends with `closing`. answer: what the model is told, with `{}` for the output. timeout_s:
-    wall-clock seconds of a turn. session_cpu_s, memory_mb: bounds of all turns together. max_chars: of the output, whose middle is left out
-    beyond. isolation: `none` runs code also where no walls can be had.
+    Args:
+        opening, closing: tags around code; a turn ends with `closing`.
+        answer: text for the model, with `{}` for the output.
+        timeout_s: wall-clock seconds of a turn.
+        session_cpu_s, memory_mb: limits of all turns together.
+        max_chars: of the output; longer output loses its middle.
+        isolation: `none` allows code to run without isolation.
     """
 
     def __init__(
@@ -30,7 +34,7 @@ class Python:
         *,
         opening: str = "<python>",
         closing: str = "</python>",
-        answer: str = "<output>\n{}</output>\n",  # a fence of code that follows begins a line
+        answer: str = "<output>\n{}</output>\n",  # ends the line, so that a code fence can follow
         timeout_s: float = 10.0,
         session_cpu_s: float = 60.0,
         memory_mb: int = 512,
@@ -38,34 +42,34 @@ class Python:
         isolation: Isolation = "required",
     ) -> None:
         self.stop: Sequence[str] = [closing]
-        self._opening, self._closing, self._answer, self._most = opening, closing, answer, max_chars
+        self._opening, self._closing, self._answer, self._max_chars = opening, closing, answer, max_chars
         self._session = shared(isolation).session(Limits(cpu_s=session_cpu_s, wall_s=timeout_s, memory_mb=memory_mb))
 
     async def reply(self, turn: str) -> str:
-        """Run the code of this turn, and say what it printed."""
+        """Run the code of this turn, and return its output."""
         before = turn.rpartition(self._closing)[0]
         code = before.rpartition(self._opening)[2]
         output = await asyncio.get_running_loop().run_in_executor(_CELLS, self._session.run, unfenced(code))
-        return self._answer.replace("{}", self._told(output))
+        return self._answer.replace("{}", self._formatted(output))
 
     def close(self) -> None:
-        """End the session, also while a cell runs."""
+        """End the session, even while a cell runs."""
         self._session.close()
 
-    def _told(self, output: Output) -> str:
-        text = shortened(output.text, self._most)
+    def _formatted(self, output: Output) -> str:
+        text = shortened(output.text, self._max_chars)
         notes = {
             "timed out": output.timed_out,
             "too much output": output.too_much_output,
             "the session ended, and its variables are gone": output.ended,
         }
-        told = "; ".join(note for note, holds in notes.items() if holds)
-        return "\n".join(part.rstrip("\n") for part in (text, f"[{told}]" if told else "") if part) + ("\n" if text or told else "")
+        note = "; ".join(text for text, applies in notes.items() if applies)
+        return "\n".join(part.rstrip("\n") for part in (text, f"[{note}]" if note else "") if part) + ("\n" if text or note else "")
 
 
-def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and end with the number of characters that were left out between them."""
-    if len(text) <= most:
+def shortened(text: str, max_chars: int) -> str:
+    """The text, or its beginning and end with the number of characters omitted between them."""
+    if len(text) <= max_chars:
         return text
-    half = most // 2
+    half = max_chars // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"

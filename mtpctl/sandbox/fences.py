@@ -1,4 +1,4 @@
-"""Fenced code blocks of a response, as CommonMark has them, in one pass over its lines."""
+"""Parses fenced code blocks of a response as in CommonMark, in one pass over its lines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PYTHON = re.compile(r"(?:i?python|py|c?pypy|cpython|sage)[0-9.]*|.*\.py", re.IG
 _WORD = re.compile(r"[\w+#.-]+")
 _DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"[\w-]+=(?:\"[^\"]*\"|'[^']*'|[^\s}]*)")
-_LONGEST_INFO = 200
-_DEEPEST_CLOSING = 3
+_MAX_INFO = 200
+_MAX_CLOSING_INDENT = 3
 """Maximum indentation of a closing fence beyond the opening one. A deeper fence is content, such as in a docstring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block. `language`: the first word of the info string in lower case, `python` for all names of it, empty without one."""
+    """A code block. `language`: first word of the info string in lower case; `python` for all its names; empty without an info string."""
 
     language: str
     code: str
@@ -28,9 +28,9 @@ class Block:
 def code_of(response: str, names: Collection[str] = ()) -> str:
     """The Python in a response.
 
-    This is the last fenced block that is marked as Python, which may be truncated; otherwise the last block without a language; otherwise
-    the whole text. If blocks define some of `names`, it is the last block that defines all of these, or all blocks joined if no single one
-    does. So a usage example is not taken for the answer, and a helper in a separate block is not lost.
+    The last fenced block that is marked as Python, even if truncated; otherwise the last block without a language; otherwise the text.
+    If blocks define some of `names`, it is the last block that defines all of these, or all blocks joined if no single block does. So a
+    usage example is not mistaken for the answer, and a helper in a separate block is not lost.
     """
     filled = [block for block in blocks(response) if block.code.strip()]
     candidates = [block.code for block in filled if block.language == "python"] or [block.code for block in filled if not block.language]
@@ -43,7 +43,7 @@ def code_of(response: str, names: Collection[str] = ()) -> str:
 
 def blocks(text: str) -> list[Block]:
     """All fenced blocks in order. The last one may lack its closing fence."""
-    found: list[Block] = []
+    result: list[Block] = []
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     opening: re.Match[str] | None = None
     start, loose = 0, -1
@@ -54,19 +54,19 @@ def blocks(text: str) -> list[Block]:
             opening = _opening(line)
             start, loose = number + 1, -1
         elif (depth := _closing_depth(line, opening)) is not None:
-            if depth <= _DEEPEST_CLOSING:
-                found.append(_block(opening, lines[start:number]))
+            if depth <= _MAX_CLOSING_INDENT:
+                result.append(_block(opening, lines[start:number]))
                 opening = None
             elif loose < 0:
                 loose = number
     if opening is not None:
         last = _block(opening, lines[start : loose if loose >= 0 else len(lines)])
-        found.append(last if loose >= 0 else Block(last.language, last.code.removesuffix("\n")))
-    return found
+        result.append(last if loose >= 0 else Block(last.language, last.code.removesuffix("\n")))
+    return result
 
 
 def unfenced(text: str) -> str:
-    """The content of a text that is one fenced block and nothing else; any other text as it is."""
+    """The content of a text that is a single fenced block; other texts are returned unchanged."""
     first, newline, rest = text.strip().partition("\n")
     opening = _opening(first)
     if opening is None or not newline:
@@ -81,7 +81,7 @@ def _opening(line: str) -> re.Match[str] | None:
 
 
 def _closing_depth(line: str, opening: re.Match[str]) -> int | None:
-    """Columns by which a closing fence is indented beyond `opening`; None if the line closes nothing."""
+    """Columns by which a closing fence is indented beyond `opening`; None if the line is no closing fence."""
     content = line.lstrip(" \t>" if ">" in opening["prefix"] else " \t")
     if len(content.rstrip()) < len(opening["fence"]) or content.rstrip().strip(opening["fence"][0]):
         return None
@@ -93,7 +93,7 @@ def _columns(prefix: str) -> int:
 
 
 def _block(opening: re.Match[str], lines: list[str]) -> Block:
-    """The block without the common indentation of its lines, or without that of its fence."""
+    """The block without the common indentation of its lines, or that of its fence."""
     blanks = " \t>" if ">" in opening["prefix"] else " \t"
     margins = [_columns(line[: len(line) - len(line.lstrip(blanks))]) for line in lines if line.strip(blanks)]
     width = max(min(margins), min(_columns(opening["prefix"]), margins[0])) if margins else 0
@@ -101,7 +101,7 @@ def _block(opening: re.Match[str], lines: list[str]) -> Block:
 
 
 def _outdented(line: str, width: int, blanks: str) -> str:
-    """The line without `width` columns of `blanks`, as far as it begins with them."""
+    """Remove up to `width` columns of leading `blanks`."""
     column = cut = 0
     while cut < len(line) and column < width and line[cut] in blanks:
         column += 4 - column % 4 if line[cut] == "\t" else 1
@@ -111,7 +111,7 @@ def _outdented(line: str, width: int, blanks: str) -> str:
 
 def _language(info: str) -> str:
     """The language of an info string such as `python`, `Python title="x.py"`, `{.python .numberLines}`, `python:main.py` or `main.py`."""
-    words = _ATTRIBUTE.sub(" ", info[:_LONGEST_INFO]).strip().strip("{}").split()
+    words = _ATTRIBUTE.sub(" ", info[:_MAX_INFO]).strip().strip("{}").split()
     named = [word.lstrip(".") for word in words if not word.startswith(("#", "[", "("))]
     match = _WORD.match(named[0]) if named else None
     return "" if match is None else "python" if _PYTHON.fullmatch(match[0]) else match[0].lower()

@@ -1,13 +1,15 @@
-"""What a run does behind the walls: a program, the cells of a session, an answer that is asked, or the tests that ask it.
+"""The code of an isolated run: a program, the cells of a session, an answer, or the tests of an answer.
 
-Apart from the tests, everything here shares its process with code of the model, which may tamper with it. So none of its results is
-trusted: what an answer printed is compared outside, and tests run in a process of their own (`questions`).
+Apart from tests, everything in this module shares its process with code of the model, which may tamper with it. Therefore none of its
+results is trusted: output of an answer is compared outside, and tests run in a separate process (`questions`).
 """
 
 from __future__ import annotations
 
 import ast
 import atexit
+import builtins
+import importlib
 import json
 import linecache
 import os
@@ -20,18 +22,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypedDict
 
-from mtpctl.sandbox.frames import read_frame, write_frame
 from mtpctl.sandbox.judging import compiled, in_a_line, run_calls, run_tests
-from mtpctl.sandbox.prelude import prelude
+from mtpctl.sandbox.messages import VerdictWriter, read_frame, write_frame
 from mtpctl.sandbox.questions import AnswerEnd, TestsEnd
-from mtpctl.sandbox.verdicts import VerdictWriter
 
 JOB, CHANNEL, LINK = 3, 4, 5
 NOT_CONFINED = 96
-"""Exit code of a process that could not be put behind its walls, and has run nothing."""
+"""Exit code of a process that could not be isolated, and has run nothing."""
 _FILE = "answer.py"
-_DEEPEST_CALLS = 50_000
+_RECURSION_LIMIT = 50_000
 """Recursion limit of LiveCodeBench."""
+_PRELUDE = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools"),
+    *("operator", "io", "sys", "json", "typing"),
+)
 
 
 class Job(TypedDict, total=False):
@@ -48,10 +52,10 @@ class Job(TypedDict, total=False):
 
 
 def play() -> None:
-    """Do the job, and end the process."""
+    """Run the job, and end the process."""
     with open(JOB, "rb") as file:
         job: Job = json.loads(file.read())
-    work: dict[str, Callable[[Job], int]] = {
+    kinds: dict[str, Callable[[Job], int]] = {
         "program": _program,
         "session": _session,
         "answer": _answer,
@@ -60,7 +64,7 @@ def play() -> None:
     }
     code = 1
     try:
-        code = work[job["kind"]](job)
+        code = kinds[job["kind"]](job)
     except BaseException:
         with suppress(BaseException):
             traceback.print_exc()
@@ -75,10 +79,10 @@ def _end(code: int) -> None:
 
 
 def _program(job: Job) -> int:
-    """The code as a program of its own: its exit code."""
+    """Run the code as a program. Returns its exit code."""
     module = _main_module()
     try:
-        _execute(compiled(job["code"], _FILE), module)
+        exec(compiled(job["code"], _FILE), vars(module))
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
@@ -86,17 +90,17 @@ def _program(job: Job) -> int:
         _print_error(error)
         code = 1
     with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]  # a program waits for its threads, and so does this one
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for its threads, as a program does
     with suppress(BaseException):
         atexit._run_exitfuncs()
     return code
 
 
 def _session(job: Job) -> int:
-    """Cells that come on the channel, one namespace for all of them. The last expression of a cell is printed, as at Python's prompt."""
+    """Run cells from the channel in one namespace. The last expression of a cell is printed, as in interactive Python."""
     module = _main_module()
     number = 0
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the cell alone
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must only reach cells
     while (cell := read_frame(CHANNEL)) is not None:
         number += 1
         try:
@@ -119,7 +123,7 @@ def _cell(code: str, file: str, module: types.ModuleType) -> None:
     tree = ast.parse(code, file)
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    _execute(compile(tree, file, "exec"), module)
+    exec(compile(tree, file, "exec"), vars(module))
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), file, "eval"), vars(module))
         if value is not None:
@@ -127,14 +131,14 @@ def _cell(code: str, file: str, module: types.ModuleType) -> None:
 
 
 def _answer(job: Job) -> int:
-    """Execute the code, and then do what the tests ask for."""
+    """Execute the code, and then the requests of the tests."""
     module = _main_module("answer")
     end = AnswerEnd(LINK)
     if function := job.get("function"):
-        vars(module).update(prelude(function))
-        sys.setrecursionlimit(_DEEPEST_CALLS)
+        vars(module).update(_prelude(function))
+        sys.setrecursionlimit(_RECURSION_LIMIT)
     try:
-        _execute(compiled(job["code"], _FILE), module)
+        exec(compiled(job["code"], _FILE), vars(module))
         error = ""
     except BaseException as raised:
         _print_error(raised)
@@ -144,13 +148,13 @@ def _answer(job: Job) -> int:
 
 
 def _tests(job: Job) -> int:
-    """Run the tests, and report each on the channel."""
+    """Run the tests, and write verdicts to the channel."""
     run_tests(job["tests"], job["names"], job["builtins"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
 
 
 def _calls(job: Job) -> int:
-    """Compare the results of calls with the expected ones, and report each on the channel."""
+    """Compare the results of calls with the expected ones, and write verdicts to the channel."""
     run_calls(job["function"], job["cases"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
 
@@ -159,10 +163,6 @@ def _main_module(name: str = "__main__") -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     return module
-
-
-def _execute(code: types.CodeType, module: types.ModuleType) -> None:
-    exec(code, vars(module))
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -175,9 +175,20 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _print_error(error: BaseException) -> None:
-    """The traceback, without the frames of this module."""
+    """Print the traceback without the frames of this module."""
     with suppress(BaseException):
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
+
+
+def _prelude(function: str) -> dict[str, object]:
+    """Names that answers to functional cases may use without an import, as in LiveCodeBench, except the name of the answer's function."""
+    modules = {name: importlib.import_module(name) for name in _PRELUDE}
+    space: dict[str, object] = {}
+    for module in modules.values():
+        names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+        space |= {name: getattr(module, name) for name in names if not hasattr(builtins, name)}
+    space |= modules
+    return {name: each for name, each in space.items() if name not in (function, "Solution")}

@@ -1,4 +1,4 @@
-"""What a run may use, and what came out of it."""
+"""Limits of a run, and results of runs and tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one run.
+    """Limits of one run.
 
-    cpu_s: of all threads together, rounded up to whole seconds; load on the machine does not change it. wall_s: by the clock, for runs that
-    sleep or wait; default: three times `cpu_s` and a second. memory_mb: what the run maps beyond the interpreter. tmp_mb: its files in
-    /tmp, where it has one. output_bytes: stdout and stderr together.
+    Attributes:
+        cpu_s: CPU seconds of all threads together, rounded up to whole seconds. It does not depend on the load of the machine.
+        wall_s: wall-clock seconds, for runs that sleep or wait; default: 3 `cpu_s` + 1.
+        memory_mb: address space beyond that of the interpreter.
+        tmp_mb: size of /tmp, if the run has one.
+        output_bytes: stdout and stderr together.
     """
 
     cpu_s: float = 5.0
@@ -28,9 +31,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run that has ended. `exit`: its exit code, minus the signal where one ended it.
+    """A run that has ended.
 
-    `timed_out` and `too_much_output`: it was killed for that. `out_of_memory`: it ended with a MemoryError, or could map no more.
+    Attributes:
+        exit: exit code, or minus the signal that ended it.
+        timed_out, too_much_output: it was killed for this reason.
+        out_of_memory: it ended with a MemoryError.
     """
 
     stdout: str
@@ -43,15 +49,18 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself, with exit code 0."""
+        """Whether it was not killed and its exit code is 0."""
         return self.exit == 0 and not (self.timed_out or self.too_much_output)
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The result of testing an answer: for each test None, or the reason why it failed. `timed_out`: whether some did not end in time.
+    """The result of testing an answer.
 
-    `decided`: the number of tests that ended, which are the first ones.
+    Attributes:
+        failures: for each test None, or why it failed.
+        timed_out: some tests did not end in time.
+        decided: number of tests that ended. They are the first ones.
     """
 
     failures: list[str | None]

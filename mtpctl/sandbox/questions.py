@@ -1,4 +1,4 @@
-"""How tests ask an answer that runs in another process, so that no line of the answer runs where it is judged.
+"""Messages between tests and an answer that runs in another process, so that no code of the answer runs where it is judged.
 
 `TestsEnd` is trusted. `AnswerEnd` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or proxies
 (`remote`), never functions or classes, and nothing is looked up by a name that the answer chose. Only exception classes are looked up, in
@@ -24,10 +24,10 @@ from functools import reduce
 from typing import Any
 
 from mtpctl.sandbox import remote, values
-from mtpctl.sandbox.frames import read_frame, write_frame
+from mtpctl.sandbox.messages import read_frame, write_frame
 from mtpctl.sandbox.remote import Remote
 
-LARGEST_FRAME = 1 << 26
+MAX_FRAME = 1 << 26
 """Maximum size of a message to the tests, in bytes."""
 _STOPS = (StopIteration, StopAsyncIteration)
 _EXCEPTIONS: dict[str, type[Exception]] = {
@@ -45,10 +45,24 @@ class PeerGone(BaseException):
 class _End:
     """One end of the stream."""
 
-    def __init__(self, descriptor: int, largest: int) -> None:
-        self._descriptor, self._largest = descriptor, largest
+    def __init__(self, descriptor: int, max_frame: int) -> None:
+        self._descriptor, self._max_frame = descriptor, max_frame
         self._referenced: dict[int, object] = {}
         self._lock = threading.RLock()
+
+    def _encode(self, value: object) -> object:
+        return values.encode(value, lambda each: ["o", remote.number_of(each)] if isinstance(each, Remote) else self._reference(each))
+
+    def _decode(self, coded: Any) -> Any:
+        return values.decode(coded, self._resolve)
+
+    def _reference(self, value: object) -> list[object]:
+        """Encode an object of this end that is not plain data."""
+        raise NotImplementedError
+
+    def _resolve(self, kind: str, rest: list[Any]) -> object:
+        """Decode a reference."""
+        raise NotImplementedError
 
     def _refer(self, mark: str, value: object, *rest: object) -> list[object]:
         self._referenced[id(value)] = value
@@ -62,7 +76,7 @@ class _End:
 
     def _receive(self) -> Any:
         try:
-            frame = read_frame(self._descriptor, self._largest)
+            frame = read_frame(self._descriptor, self._max_frame)
         except OSError:
             frame = None
         if frame is None:
@@ -76,7 +90,7 @@ class TestsEnd(_End):
     __test__ = False
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, LARGEST_FRAME)
+        super().__init__(descriptor, MAX_FRAME)
         self.gone = ""
         self.received = False
         self._silent = False
@@ -97,7 +111,7 @@ class TestsEnd(_End):
             return {name: self._decode(objects[name]) for name in names if name in objects}
 
     def ask(self, operation: str, *arguments: object, **named: object) -> Any:
-        """The result of an operation on the answer's objects. Raises what it raised, or PeerGone."""
+        """The result of an operation on the answer's objects. Raises the exception of the operation, or PeerGone."""
         if self.gone or self._silent:
             raise PeerGone(self.gone or "the test has ended")
         with self._lock:
@@ -107,7 +121,7 @@ class TestsEnd(_End):
                 self._send([operation, sent, named])
                 reply = self._reply()
                 for index, changed in reply.get("changed", ()):
-                    _become(arguments[index], self._decode(changed))
+                    _assign(arguments[index], self._decode(changed))
                 if "raised" not in reply:
                     return self._decode(reply["value"])
                 error = self._exception(operation, reply["raised"])
@@ -124,20 +138,20 @@ class TestsEnd(_End):
 
     @contextmanager
     def _strict(self) -> Iterator[None]:
-        """End the conversation on a message that `AnswerEnd` would not write."""
+        """End the conversation on a message that `AnswerEnd` would not send."""
         try:
             yield
         except PeerGone as error:
             self.gone = self.gone or str(error)
             raise
-        except RecursionError:  # the message was read to its end
+        except RecursionError:  # the message was read completely
             raise
         except Exception as error:
             self.gone = "the answer's process sent an invalid reply"
             raise PeerGone(self.gone) from error
 
     def _reply(self) -> dict[str, Any]:
-        """The next reply. Meanwhile the answer may call functions that it was given."""
+        """The next reply. Until then the answer may call functions that tests passed to it."""
         while "call" in (message := self._receive()):
             self._call_back(message["call"])
         if not isinstance(message, dict):
@@ -156,12 +170,7 @@ class TestsEnd(_End):
                 reply = {"raised": [type(raised).__name__, *(each for each in raised.args if type(each) in values.PLAIN)]}
         self._send(reply)
 
-    def _encode(self, value: object) -> object:
-        return values.encode(value, self._reference)
-
     def _reference(self, value: object) -> list[object]:
-        if isinstance(value, Remote):
-            return ["o", remote.number_of(value)]
         if isinstance(value, type) and value in self._numbers:
             return ["o", self._numbers[value]]
         if not callable(value):
@@ -169,20 +178,20 @@ class TestsEnd(_End):
         return ["I", *name] if (name := _importable(value)) else self._refer("r", value)
 
     def _decode(self, coded: Any) -> Any:
-        value = values.decode(coded, self._resolve)
+        value = super()._decode(coded)
         self.received |= not (value is None or isinstance(value, bool | Remote))
         return value
 
     def _resolve(self, kind: str, rest: list[Any]) -> object:
-        """The proxy of an object of the answer, a namesake of its exception class, or a function of the tests that it was given."""
+        """The proxy of an object of the answer, the stand-in for its exception class, or a function of the tests."""
         number = rest[0]
         if kind == "o":
             return self._referenced[number]
         if kind == "E":
             chain, base = rest
-            namesake = self._namesake(chain or [[base, base]], base)
-            self._numbers[namesake] = chain[0][0] if chain else base
-            return namesake
+            stand_in = self._stand_in(chain or [[base, base]], base)
+            self._numbers[stand_in] = chain[0][0] if chain else base
+            return stand_in
         features, plain = rest[1:]
         if kind != "r" or type(number) is not int or type(features) is not int:
             raise TypeError("no reference")
@@ -190,7 +199,7 @@ class TestsEnd(_End):
             self._remotes[number] = remote.remote(self, number, features, values.PLAIN_CLASSES.get(plain))
         return self._remotes[number]
 
-    def _namesake(self, chain: list[list[Any]], base: str) -> type[Exception]:
+    def _stand_in(self, chain: list[list[Any]], base: str) -> type[Exception]:
         """The stand-in for an exception class of the answer. `chain`: number and name of each class above the built-in `base`.
 
         It is never a built-in class, which would catch failed assertions of the tests.
@@ -211,11 +220,11 @@ class TestsEnd(_End):
                 return StopIteration(*passed)
             passed = passed or ["the answer raised StopIteration"]
         known = self._classes.get(base) or _EXCEPTIONS.get(base)
-        kind = known if known and not chain else self._namesake(chain or [[base, base]], base)
+        kind = known if known and not chain else self._stand_in(chain or [[base, base]], base)
         try:
             error = kind(*passed)
         except TypeError:  # some built-in exceptions require special arguments
-            error = self._namesake([[f"any {base}", base]], base)(*passed)
+            error = self._stand_in([[f"any {base}", base]], base)(*passed)
         if hasattr(error, "_text"):
             error._text = str(text)
         for name, value in attributes.items():
@@ -277,19 +286,11 @@ class AnswerEnd(_End):
             reply = {"raised": self._described(raised)}
         self._send(reply)
 
-    def _encode(self, value: object) -> object:
-        return values.encode(value, self._reference)
-
     def _reference(self, value: object) -> list[object]:
-        if isinstance(value, Remote):
-            return ["o", remote.number_of(value)]
         if isinstance(value, type) and issubclass(value, Exception):
             return ["E", *self._chain(value)]
         plain = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
         return self._refer("r", value, remote.features_of(type(value)), plain)
-
-    def _decode(self, coded: Any) -> Any:
-        return values.decode(coded, self._resolve)
 
     def _resolve(self, kind: str, rest: list[Any]) -> object:
         if kind == "o":
@@ -339,15 +340,15 @@ def _str(self: Exception) -> str:
     return Exception.__str__(self) if self._text is None else self._text  # type: ignore[attr-defined,no-any-return]
 
 
-def _become(ours: Any, changed: Any) -> None:
-    """Give a container of the tests the content that the answer has left in it."""
-    if type(ours) is not type(changed):
+def _assign(own: Any, changed: Any) -> None:
+    """Give a container of the tests the content that the answer left in it."""
+    if type(own) is not type(changed):
         return
-    if isinstance(ours, list | bytearray):
-        ours[:] = changed
-    elif isinstance(ours, dict | set):
-        ours.clear()
-        ours.update(changed)
+    if isinstance(own, list | bytearray):
+        own[:] = changed
+    elif isinstance(own, dict | set):
+        own.clear()
+        own.update(changed)
 
 
 def _exit(manager: Any, error: str = "") -> object:
@@ -366,7 +367,7 @@ _LOCAL: dict[str, Callable[..., object]] = {
     "str": lambda number: "<function of the tests>",
     "repr": lambda number: "<function of the tests>",
 }
-"""Operations on a function of the tests, given by its number, other than calling it."""
+"""Operations on a function of the tests other than calling it. The function is identified by its number."""
 _OPERATIONS: dict[str, Callable[..., object]] = {
     **{name: getattr(operator, f"__{name}__") for name in (*remote.UNARY, *remote.BINARY, *remote.COMPARISONS)},
     **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, format, getattr, setattr, delattr, dir)},

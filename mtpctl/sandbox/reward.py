@@ -1,14 +1,24 @@
-"""The reward `code`: run the answer's Python against the problem's tests, in the sandbox."""
+"""The reward `code`: runs the answer's Python against the problem's tests, in the sandbox.
+
+Tests may have the formats of public benchmarks: Python code, programs that read and print, and calls of a function.
+"""
 
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
+import io
+import json
+import math
+import pickle
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from mtpctl.sandbox.cases import Calls, Programs, cases_of, parsed, same_output
 from mtpctl.sandbox.fences import code_of
 from mtpctl.sandbox.limits import Limits
 from mtpctl.sandbox.sandbox import Isolation, Sandbox
@@ -18,8 +28,32 @@ if TYPE_CHECKING:
     from mtpctl.samples import Sample
 
 
-class Asked(Protocol):
-    """What is read of a problem (`mtpctl.data.problems.Problem`)."""
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
+_METHOD = re.compile(r"class\s+Solution\b[^\n]*:\s*(?:\"\"\".*?\"\"\"\s*)?def\s+(\w+)", re.DOTALL)
+_FUNCTION = re.compile(r"^\s*def\s+([a-zA-Z]\w*)", re.MULTILINE)
+_NAME_KEYS = ("fn_name", "func_name")
+
+SameOutput = Callable[[str, str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Input and expected output of each program run, and the comparison of outputs."""
+
+    cases: Sequence[tuple[str, str]]
+    same: SameOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of `function`, which may be a method of the class `Solution`: arguments and accepted results."""
+
+    function: str
+    cases: Sequence[tuple[list[Any], list[Any]]]
+
+
+class Problem(Protocol):
+    """The fields of `mtpctl.data.problems.Problem` that the reward uses."""
 
     @property
     def prompt_id(self) -> str: ...
@@ -33,7 +67,7 @@ class Asked(Protocol):
 
 def score(
     response: str,
-    problem: Asked,
+    problem: Problem,
     sample: Sample,
     *,
     tests: str = "tests",
@@ -42,55 +76,54 @@ def score(
     partial: bool = False,
     isolation: Isolation = "required",
 ) -> dict[str, float]:
-    """1 where the response's code passes all tests of the problem, or with `partial` the share that it passes.
+    """1 if the response's code passes all tests of the problem, else 0; with `partial` the share of tests that pass.
 
-    The code is the last fenced Python block of the response (`fences.code_of`), or the whole response if it has no block. The tests are the
-    column `tests`:
+    The code is the last fenced Python block of the response (`fences.code_of`), or the whole response if it has no block. The tests are in
+    the column `tests`:
 
-    - a list of Python texts, such as `assert add(1, 2) == 3`: one passes where it ends without an exception;
-    - Python as one text, which is one test; where it defines `check` and the column `entry_point` names a function, as HumanEval has
-      it, `check` is called with that function;
-    - a list of `{input, output}`, or `{inputs: [...], outputs: [...]}`: programs that read and print. Without `partial` the first case
-      that fails is the last that runs;
+    - a list of Python code, such as `assert add(1, 2) == 3`: a test passes if it raises no exception;
+    - Python code as one text, which is one test. If it defines `check` and the column `entry_point` names a function, as in HumanEval,
+      `check` is called with that function;
+    - a list of `{input, output}`, or `{inputs: [...], outputs: [...]}`: programs that read and print. Without `partial` no case runs after
+      the first failure;
     - `{inputs, outputs, fn_name}` as in APPS and TACO, or a list of `{input, output, testtype: functional}` as in LiveCodeBench:
       calls of a function or of a method of `Solution`;
-    - any of these as a text of JSON.
+    - any of these as JSON text.
 
-    `docs/sandbox.md` describes how outputs and results are compared.
-
-    Without that column the code's output is compared with the problem's answer. `timeout_s` are CPU seconds, for each case, and for all
-    Python tests together; on the wall it may take three times as long and a second. Raises ValueError for tests that are none of these.
+    `docs/sandbox.md` describes how outputs and results are compared. Without the column, the code's output is compared with the problem's
+    answer. `timeout_s` limits the CPU seconds of each case, and of all Python tests together; the wall-clock limit is three times that,
+    plus 1 s. Raises ValueError for other tests.
     """
     sandbox, limits = shared(isolation), Limits(cpu_s=timeout_s, memory_mb=memory_mb)
-    given = problem.fields.get(tests)
+    column = problem.fields.get(tests)
     try:
-        if given is None or given == "":
+        if column is None or column == "":
             cases: Programs | Calls | None = Programs([("", problem.answer)], same_output)
         else:
-            given = parsed(given)
-            cases = cases_of(given, problem.fields, problem.prompt)
+            column = parsed(column)
+            cases = cases_of(column, problem.fields, problem.prompt)
         if isinstance(cases, Programs):
             passed, timed_out = _programs(sandbox, code_of(response), cases, limits, partial)
         elif isinstance(cases, Calls):
             passed, timed_out = _calls(sandbox, code_of(response, ("Solution", cases.function)), cases, limits, partial)
         else:
-            passed, timed_out = _asserts(sandbox, response, given, problem.fields.get("entry_point"), limits)
+            passed, timed_out = _asserts(sandbox, response, column, problem.fields.get("entry_point"), limits)
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"{problem.prompt_id}: column {tests}: {error}") from error
     return {"reward": passed if partial else float(passed == 1.0), "passed": passed, "timed_out": float(timed_out)}
 
 
-def _asserts(sandbox: Sandbox, response: str, given: object, entry_point: object, limits: Limits) -> tuple[float, bool]:
-    texts = [given] if isinstance(given, str) else given
+def _asserts(sandbox: Sandbox, response: str, column: object, entry_point: object, limits: Limits) -> tuple[float, bool]:
+    texts = [column] if isinstance(column, str) else column
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(each, str) for each in texts):
-        raise ValueError(f"neither a list of Python tests nor one of input and output: {str(given)[:80]!r}")
+        raise ValueError(f"neither a list of Python tests nor one of input and output: {str(column)[:80]!r}")
     name = entry_point if isinstance(entry_point, str) and entry_point.isidentifier() else None
     tests = [str(each) for each in texts]
     if name and re.search(r"^def check\(", tests[-1], re.MULTILINE):
         tests[-1] += f"\n\ncheck({name})\n"
     code = code_of(response, _free_names(tests))
-    judged = sandbox.judge(code, tests, entry_point=name, limits=limits)
-    return judged.passed, judged.timed_out
+    judgement = sandbox.judge(code, tests, entry_point=name, limits=limits)
+    return judgement.passed, judgement.timed_out
 
 
 def _free_names(tests: list[str]) -> set[str]:
@@ -104,24 +137,188 @@ def _free_names(tests: list[str]) -> set[str]:
 
 
 def _calls(sandbox: Sandbox, code: str, calls: Calls, limits: Limits, partial: bool) -> tuple[float, bool]:
-    """Run the cases in one process until its time is up, and the rest in new processes, so that each case may use the whole limit."""
+    """Run the cases in one process until its time limit, and the rest in new processes, so that each case may use the whole limit."""
     passed: list[bool] = []
     timed_out = False
     while len(passed) < len(calls.cases) and (partial or all(passed)):
-        judged = sandbox.judge_calls(code, calls.function, calls.cases[len(passed) :], limits=limits)
-        decided = judged.failures[: judged.decided] if judged.timed_out else judged.failures
-        timed_out |= judged.timed_out and not decided
-        passed += [each is None for each in decided or judged.failures[:1]]
+        judgement = sandbox.judge_calls(code, calls.function, calls.cases[len(passed) :], limits=limits)
+        decided = judgement.failures[: judgement.decided] if judgement.timed_out else judgement.failures
+        timed_out |= judgement.timed_out and not decided
+        passed += [each is None for each in decided or judgement.failures[:1]]
     return sum(passed) / len(calls.cases), timed_out
 
 
 def _programs(sandbox: Sandbox, code: str, programs: Programs, limits: Limits, partial: bool) -> tuple[float, bool]:
     passed, timed_out = 0, False
-    for given, expected in programs.cases:
-        result = sandbox.run(code, stdin=given, limits=limits)
-        right = result.ok and programs.same(result.stdout, expected)
-        passed += right
+    for stdin, expected in programs.cases:
+        result = sandbox.run(code, stdin=stdin, limits=limits)
+        correct = result.ok and programs.same(result.stdout, expected)
+        passed += correct
         timed_out |= result.timed_out
-        if not right and not partial:
+        if not correct and not partial:
             break
     return passed / len(programs.cases), timed_out
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two outputs have the same lines, ignoring trailing blanks and empty lines at the end."""
+    first, second = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    return first == second
+
+
+def same_decimals(printed: str, expected: str) -> bool:
+    """The comparison of LiveCodeBench: stripped lines, whose numbers are equal as decimals."""
+    return _same_lines(printed, expected, lambda one, other: Decimal(one) == Decimal(other))
+
+
+def same_floats(printed: str, expected: str) -> bool:
+    """The comparison of APPS and TACO: like `same_decimals`, but fractional numbers may differ by a relative 1e-5 or an absolute 1e-8."""
+
+    def close(one: str, other: str) -> bool:
+        if Decimal(one) == Decimal(other):
+            return True
+        fraction = any(mark in number for mark in ".eE" for number in (one, other))
+        return fraction and math.isclose(float(one), float(other), rel_tol=1e-5, abs_tol=1e-8)
+
+    return _same_lines(printed, expected, close)
+
+
+def _same_lines(printed: str, expected: str, equal: Callable[[str, str], bool]) -> bool:
+    first, second = (text.strip().splitlines() for text in (printed, expected))
+    return len(first) == len(second) and all(_same_line(one, other, equal) for one, other in zip(first, second, strict=True))
+
+
+def _same_line(one: str, other: str, equal: Callable[[str, str], bool]) -> bool:
+    if one.strip() == other.strip():
+        return True
+    pairs = list(zip(one.split(), other.split(), strict=False))
+    if len(one.split()) != len(other.split()):
+        return False
+    return all(a == b or (_NUMBER.fullmatch(a) and _NUMBER.fullmatch(b) and equal(a, b)) for a, b in pairs)
+
+
+def cases_of(tests: object, fields: Mapping[str, object], prompt: str) -> Programs | Calls | None:
+    """The cases in the column of tests; None if it contains Python code. `fields` and `prompt` may name the function. Raises ValueError."""
+    if isinstance(tests, Mapping):
+        if not {"inputs", "outputs"} <= tests.keys() or len(tests["inputs"]) != len(tests["outputs"]) or not len(tests["inputs"]):
+            raise ValueError(f"a mapping must have `inputs` and `outputs` of the same length, got the keys {', '.join(map(str, tests))}")
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+        if name := _named(tests) or _named(fields):
+            wrapped = all(isinstance(output, list) and len(output) == 1 for _, output in pairs)
+            return Calls(name, [_call(arguments, output, wrapped) for arguments, output in pairs])
+        return Programs([(_joined(one), _joined(other)) for one, other in pairs], same_floats)
+    if not isinstance(tests, list | tuple) or not tests or not all(isinstance(each, Mapping) for each in tests):
+        return None
+    if not all({"input", "output"} <= each.keys() for each in tests):
+        raise ValueError("a case must have `input` and `output`")
+    kinds = {"functional" if each.get("testtype") == "functional" or _named(each) else "stdin" for each in tests}
+    if len(kinds) > 1:
+        raise ValueError("some cases are functional and others are not")
+    if kinds == {"stdin"}:
+        same = same_decimals if any("testtype" in each for each in tests) else same_output
+        return Programs([(_joined(each["input"]), _joined(each["output"])) for each in tests], same)
+    name = _named(tests[0]) or _named(fields) or _starter(fields, prompt)
+    if not name:
+        raise ValueError("functional cases need the name of the function in metadata.func_name, fn_name, entry_point or starter_code")
+    return Calls(name, [_call(each["input"], each["output"], False) for each in tests])
+
+
+def parsed(tests: object) -> object:
+    """Parse tests that are JSON text or in the packed form of LiveCodeBench's private tests; return other values unchanged."""
+    if not isinstance(tests, str):
+        return tests
+    text = _unpacked(tests) if tests.startswith("eJ") else tests
+    if text.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return tests  # Python that begins with a list
+    return tests
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Loads text only."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module}.{name} in packed tests")
+
+
+def _unpacked(packed: str) -> str:
+    """Decode text that was pickled, compressed and encoded in base64."""
+    try:
+        text = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(packed, validate=True)))).load()
+    except (ValueError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        raise ValueError(f"packed tests cannot be read: {error}") from error
+    if not isinstance(text, str):
+        raise ValueError("packed tests are no text")
+    return text
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """The function named by a row, a case or its metadata; otherwise an empty text."""
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            metadata = None
+    for source in (row, metadata if isinstance(metadata, Mapping) else {}):
+        for key in _NAME_KEYS:
+            if isinstance(name := source.get(key), str) and name.isidentifier():
+                return name
+    return ""
+
+
+def _starter(fields: Mapping[str, object], prompt: str) -> str:
+    """The function named by `entry_point`, or defined in the starter code, which may be in the prompt."""
+    entry_point, starter = (fields.get(key) for key in ("entry_point", "starter_code"))
+    if isinstance(entry_point, str) and entry_point:
+        return entry_point.removeprefix("Solution().").removeprefix("Solution.")
+    for pattern, text in ((_METHOD, starter), (_FUNCTION, starter), (_METHOD, prompt)):
+        if isinstance(text, str) and (match := pattern.search(text)):
+            return match[1]
+    return ""
+
+
+def _call(arguments: Any, output: Any, wrapped: bool) -> tuple[list[Any], list[Any]]:
+    """Arguments and accepted results. `wrapped`: each output of the row is a list of one item, and APPS also accepts the bare item."""
+    if isinstance(arguments, str):
+        expected = [_value(output)] if isinstance(output, str) else [output]
+        return _values(arguments), expected
+    passed = list(arguments) if isinstance(arguments, list | tuple) else [arguments]
+    if passed and isinstance(passed[0], Mapping):
+        passed[0] = _with_numbers(passed[0])
+    results = [output, output[0]] if wrapped else [output]
+    return passed, results + [_with_numbers(each) for each in results if isinstance(each, Mapping)]
+
+
+def _values(text: str) -> list[Any]:
+    """The JSON values in a text, one per line."""
+    decoder, values, rest = json.JSONDecoder(), [], text.lstrip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except ValueError as error:
+            raise ValueError(f"input of a functional case is not JSON: {text[:60]!r}") from error
+        values.append(value)
+        rest = rest[end:].lstrip()
+    return values
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _with_numbers(value: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """The mapping with integer keys, which JSON stores as strings."""
+    try:
+        return {int(key): each for key, each in value.items()}
+    except ValueError:
+        return value
+
+
+def _joined(text: object) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list | tuple) else str(text)

@@ -1,4 +1,4 @@
-"""Run code behind walls: programs, sessions that keep their state, and answers that are tested."""
+"""Runs untrusted code in isolation: programs, sessions that keep their state, and answers that are tested."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,71 +20,69 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.sandbox import bubblewrap
+from mtpctl.sandbox.isolation import ORDER, Mechanism, links, readable
 from mtpctl.sandbox.limits import Judgement, Limits, Result
-from mtpctl.sandbox.process import Process, wait
-from mtpctl.sandbox.session import Session
+from mtpctl.sandbox.messages import VerdictReader, new_key
+from mtpctl.sandbox.session import Process, Session, wait
 from mtpctl.sandbox.values import encode
-from mtpctl.sandbox.verdicts import VerdictReader, new_key
-from mtpctl.sandbox.walls import ORDER, Walls
 from mtpctl.sandbox.zygote import Request
 
 Isolation = Literal["required", "none"]
 START_S = 30.0
-"""Seconds that the zygote has to import what runs use, also on a busy machine."""
+"""Seconds that the zygote has to import modules, also on a busy machine."""
 
-_FD = "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {kind!r}, {source!r})"
-_SURROUNDINGS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""All environment variables of a run; threads would be those of a library that takes one for each core."""
-_FOR_THE_LOADER = ("LD_LIBRARY_PATH",)
-"""The caller's variables that a run has as well, since without them its interpreter may not start."""
+_PROGRAM = "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {mechanism!r}, {source!r})"
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""All environment variables of a run. Without the last two, libraries start a thread for each core."""
+_LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
+"""Variables of the caller that a run inherits, because its interpreter may not start without them."""
 
 
 class Sandbox:
-    """Starts runs. One zygote serves all of them, and any thread may ask; it starts with the first run, and again where it was killed.
+    """Starts runs, from any thread. One zygote serves all of them; it starts with the first run, and again if it was killed.
 
-    `isolation="none"` runs code also where no wall can be had. `only` tries one kind of walls alone.
+    `isolation="none"` allows runs without isolation if no mechanism works. `only` tries a single mechanism.
     """
 
-    def __init__(self, isolation: Isolation = "required", only: Walls | None = None) -> None:
-        self._kinds: tuple[Walls, ...] = (only,) if only else ORDER + (("none",) if isolation == "none" else ())
+    def __init__(self, isolation: Isolation = "required", only: Mechanism | None = None) -> None:
+        self._mechanisms: tuple[Mechanism, ...] = (only,) if only else ORDER + (("none",) if isolation == "none" else ())
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._kind: Walls | None = None
+        self._mechanism: Mechanism | None = None
         self.refused: dict[str, str] = {}
-        """Why walls that would be better could not be had, by their kind."""
+        """Why better mechanisms do not work here."""
 
-    def walls(self) -> Walls:
-        """The walls that runs are behind. Raises EnvironmentMissing where none can be had."""
+    def mechanism(self) -> Mechanism:
+        """The isolation mechanism of runs. Raises EnvironmentMissing if none works."""
         with self._lock:
-            self._started()
-            assert self._kind is not None, "it has started"
-            return self._kind
+            self._connect()
+            assert self._mechanism is not None, "it has started"
+            return self._mechanism
 
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
-        """Run a program. Raises EnvironmentMissing where no walls can be had, RuntimeFailure where the run could not begin."""
+        """Run a program. Raises EnvironmentMissing if no isolation works, RuntimeFailure if the run could not start."""
         with ExitStack() as stack:
             process = self.start({"kind": "program", "code": code}, limits or Limits(), stdin=stdin)
             stack.callback(process.close)
             return process.finish()
 
     def session(self, limits: Limits | None = None) -> Session:
-        """A session whose cells share their state. Of `limits`, `wall_s` and `output_bytes` hold for a cell, the others for all together.
+        """A session whose cells share state. `wall_s` and `output_bytes` limit each cell, the other limits all cells together.
 
-        Cells raise as `run` does.
+        Cells raise the errors of `run`.
         """
         return Session(lambda: self.start({"kind": "session"}, limits or Limits(), channel=True))
 
     def judge(self, code: str, tests: list[str], *, entry_point: str | None = None, limits: Limits | None = None) -> Judgement:
-        """Test an answer: `tests` are Python, and one passes where it ends without an exception.
+        """Test an answer. A test is Python code, and passes if it raises no exception.
 
-        The answer and the tests run in processes of their own (`questions`), within one set of `limits`. Tests run in order, in one
-        namespace. Names that they neither define nor import are the answer's, but for Python's own built-ins and modules; `entry_point`
-        is the answer's in any case. Raises as `run`, and SyntaxError where a test is no Python.
+        The answer and the tests run in separate processes (`questions`), each within `limits`. Tests run in order, in one namespace. Names
+        that they neither define nor import refer to the answer, except built-ins and modules of Python; `entry_point` always refers to
+        the answer. Raises the errors of `run`, and SyntaxError if a test is not valid Python.
         """
-        own = [entry_point] if entry_point else []
-        job = {"kind": "tests", "tests": tests, "names": _names_in(tests, own), "builtins": own}
+        entry_points = [entry_point] if entry_point else []
+        job = {"kind": "tests", "tests": tests, "names": _names_in(tests, entry_points), "builtins": entry_points}
         return self._judged({"kind": "answer", "code": code}, job, len(tests), limits or Limits())
 
     def judge_calls(
@@ -92,10 +91,10 @@ class Sandbox:
         """Test an answer by calls of `function`, or of the method of that name of its class `Solution`.
 
         A case has the arguments and the accepted results, as parsed from JSON. The answer may use common modules of the standard library
-        without importing them (`prelude`). Raises as `run`.
+        without importing them. Raises the errors of `run`.
         """
-        coded = [encode(list(case), _refuse) for case in cases]  # mappings may have numeric keys, unlike in JSON
-        job = {"kind": "calls", "function": function, "cases": coded}
+        encoded = [encode(list(case), _refuse) for case in cases]  # mappings may have numeric keys, unlike in JSON
+        job = {"kind": "calls", "function": function, "cases": encoded}
         return self._judged({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 
     def _judged(self, answer_job: Mapping[str, object], job: Mapping[str, object], count: int, limits: Limits) -> Judgement:
@@ -114,7 +113,7 @@ class Sandbox:
             return _judgement(answer, judge, VerdictReader(key, count), count)
 
     def close(self) -> None:
-        """Kill all runs. Calling again, and after that using the sandbox again, are both fine."""
+        """Kill all runs. May be called again, and the sandbox may be used afterwards."""
         with self._lock:
             self._stop()
 
@@ -127,74 +126,83 @@ class Sandbox:
     def start(
         self, job: Mapping[str, object], limits: Limits, *, stdin: str = "", channel: bool = False, link: socket.socket | None = None
     ) -> Process:
-        """Have the zygote fork a run for `job` (`inside.Job`)."""
+        """Fork a run for `job` (`inside.Job`)."""
         with ExitStack() as stack:
 
-            def passed(descriptor: int) -> int:
+            def close_later(descriptor: int) -> int:
                 stack.callback(os.close, descriptor)
                 return descriptor
 
-            given = {"stdin": passed(_file("stdin", stdin.encode(errors="surrogateescape")))}
-            stdout, given["stdout"] = _pipe(passed)
+            descriptors = {"stdin": close_later(_file("stdin", stdin.encode(errors="surrogateescape")))}
+            stdout, descriptors["stdout"] = _pipe(close_later)
             stderr = None
             if job["kind"] == "session":
-                given["stderr"] = passed(os.dup(given["stdout"]))
+                descriptors["stderr"] = close_later(os.dup(descriptors["stdout"]))
             else:
-                stderr, given["stderr"] = _pipe(passed)
-            given["job"] = passed(_file("job", json.dumps(job).encode()))
+                stderr, descriptors["stderr"] = _pipe(close_later)
+            descriptors["job"] = close_later(_file("job", json.dumps(job).encode()))
             ours = None
             if channel:
                 ours, theirs = socket.socketpair()
-                given["channel"] = passed(theirs.detach())
+                descriptors["channel"] = close_later(theirs.detach())
             if link is not None:
-                given["link"] = link.fileno()
+                descriptors["link"] = link.fileno()
             status, for_zygote = socket.socketpair()
             process = Process(status, stdout, stderr, ours, limits)
             request: Request = {
-                "names": list(given),
+                "names": list(descriptors),
                 "cpu_s": limits.cpu_s,
                 "memory_mb": limits.memory_mb,
                 "tmp_mb": limits.tmp_mb,
                 "threads": limits.threads,
             }
             try:
-                self._ask(json.dumps(request).encode(), [passed(for_zygote.detach()), *given.values()])
+                self._request(json.dumps(request).encode(), [close_later(for_zygote.detach()), *descriptors.values()])
             except BaseException:
                 process.close()
                 raise
             return process
 
-    def _ask(self, request: bytes, descriptors: list[int]) -> None:
+    def _request(self, request: bytes, descriptors: list[int]) -> None:
         with self._lock:
-            control = self._started()
+            control = self._connect()
             try:
                 socket.send_fds(control, [request], descriptors)
-            except OSError:  # it was killed since: once more, with a new one
+            except OSError:  # the zygote was killed
                 self._stop()
-                socket.send_fds(self._started(), [request], descriptors)
+                socket.send_fds(self._connect(), [request], descriptors)
 
-    def _started(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
+        """The control socket of the zygote, which is started if necessary."""
         if self._process is not None and self._process.poll() is not None:
             self._stop()
         if self._control is None:
-            for kind in (self._kind,) if self._kind else self._kinds:
-                trouble = self._try(kind)
-                if not trouble:
+            for mechanism in (self._mechanism,) if self._mechanism else self._mechanisms:
+                failure = self._start_zygote(mechanism)
+                if not failure:
                     break
-                self.refused[kind] = trouble
+                self.refused[mechanism] = failure
         if self._control is None:
-            told = "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
-            raise EnvironmentMissing(f"sandbox: code of the model cannot be kept from network and files here ({told})")
+            reasons = "; ".join(f"{mechanism}: {why}" for mechanism, why in self.refused.items())
+            raise EnvironmentMissing(f"sandbox: code of the model cannot be kept from network and files here ({reasons})")
         return self._control
 
-    def _try(self, kind: Walls) -> str:
-        """Start a zygote behind these walls; why that did not work, or an empty text."""
+    def _start_zygote(self, mechanism: Mechanism) -> str:
+        """Start a zygote with this isolation. Returns why it failed, or an empty text."""
         source = str(Path(__file__).parents[2])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _FD.format(source=source, fd=theirs.fileno(), kind=kind)]
-            if kind == "bubblewrap":
-                wrapped = bubblewrap.command(command, source)
+            command = [
+                sys.executable,
+                "-I",
+                "-B",
+                "-X",
+                "utf8",
+                "-c",
+                _PROGRAM.format(source=source, fd=theirs.fileno(), mechanism=mechanism),
+            ]
+            if mechanism == "bubblewrap":
+                wrapped = _in_bubblewrap(command, source)
                 if wrapped is None:
                     ours.close()
                     return "bwrap is not installed"
@@ -205,25 +213,25 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env=_SURROUNDINGS | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
+                env=_ENVIRONMENT | {name: os.environ[name] for name in _LOADER_VARIABLES if name in os.environ},
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is the caller's to handle
+                start_new_session=True,  # the caller handles Ctrl-C
             )
         ours.settimeout(START_S)
         try:
-            answer = ours.recv(1 << 12)
+            message = ours.recv(1 << 12)
         except TimeoutError:
-            answer = b""
+            message = b""
         assert process.stderr is not None
-        told = json.loads(answer) if answer else {"error": ""}
-        if "error" in told:
+        reply = json.loads(message) if message else {"error": ""}
+        if "error" in reply:
             ours.close()
             process.kill()
             output = process.communicate()[1].decode(errors="replace").strip()
-            return told["error"] or (output.splitlines() or ["no answer"])[-1]
+            return reply["error"] or (output.splitlines() or ["no answer"])[-1]
         process.stderr.close()
         ours.settimeout(None)
-        self._control, self._process, self._kind = ours, process, kind
+        self._control, self._process, self._mechanism = ours, process, mechanism
         return ""
 
     def _stop(self) -> None:
@@ -239,10 +247,10 @@ class Sandbox:
             self._process = None
 
 
-def _names_in(tests: list[str], own: list[str]) -> list[str]:
-    """Names that the tests read, with the answer's `own`. Raises SyntaxError where a test is no Python."""
+def _names_in(tests: list[str], entry_points: list[str]) -> list[str]:
+    """Names in the tests, and entry points. Raises SyntaxError."""
     trees = [ast.parse(test) for test in tests]
-    return sorted({node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(own))
+    return sorted({node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(entry_points))
 
 
 def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: int) -> Judgement:
@@ -250,19 +258,19 @@ def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: 
     assert channel is not None, "it was requested"
 
     def read(selector: selectors.BaseSelector, ready: selectors.SelectorKey) -> None:
-        piece = channel.recv(1 << 16)
-        if not piece:
+        data = channel.recv(1 << 16)
+        if not data:
             selector.unregister(channel)
-        verdicts.feed(piece)
+        verdicts.feed(data)
 
     with selectors.DefaultSelector() as selector:
         for each in (answer, judge):
-            each.watch(selector)
+            each.register(selector)
         selector.register(channel, selectors.EVENT_READ, read)
-        # The judge's channel closes with its process, so that all of its verdicts are here when it has ended.
+        # The judge's channel closes with its process, so all verdicts have been read when it has ended.
         deadline = time.monotonic() + answer.limits.deadline_s
         wait([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
-        answer.kill()  # it may have left threads behind, or sleep
+        answer.kill()  # it may have threads, or sleep
         wait([answer, judge], selector, math.inf, lambda: answer.ended)
     ended = answer.result()
     late = ended.timed_out or judge.result().timed_out
@@ -278,7 +286,7 @@ def _refuse(value: object) -> NoReturn:
 
 
 def _file(name: str, content: bytes) -> int:
-    """A file in memory that holds `content`, and that nobody can change."""
+    """A sealed memory file with this content."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -287,6 +295,24 @@ def _file(name: str, content: bytes) -> int:
     return descriptor
 
 
-def _pipe(passed: Callable[[int], int]) -> tuple[int, int]:
+def _pipe(close_later: Callable[[int], int]) -> tuple[int, int]:
     read, write = os.pipe()
-    return read, passed(write)
+    return read, close_later(write)
+
+
+def _in_bubblewrap(command: list[str], source: str) -> list[str] | None:
+    """The command in bubblewrap, for systems that allow namespaces to `bwrap` only; None if it is not installed.
+
+    It has no network, and can read the paths of `isolation.readable`, the interpreter and `source`. Nothing is writable, because all runs
+    of a zygote share its mounts.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        return None
+    # sys.executable of a virtual environment is a link: both the link and its target are needed.
+    interpreter = {sys.executable, os.path.realpath(sys.executable), f"{sys.prefix}/pyvenv.cfg", f"{source}/mtpctl"}
+    paths = [*readable(), *sorted(path for path in interpreter if os.path.exists(path))]
+    binds = [each for path in paths for each in (("--dev-bind" if path.startswith("/dev/") else "--ro-bind"), path, path)]
+    symlinks = [each for path, target in links().items() for each in ("--symlink", target, path)]
+    private = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    return [program, *private, *symlinks, *binds, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/", "--", *command]

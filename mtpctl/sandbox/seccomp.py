@@ -1,10 +1,10 @@
-"""The system calls that a run may make: a list of those that Python needs, and everything else is refused.
+"""The system call filter of a run: an allow-list of the calls that Python needs.
 
-What is not on it, among it: sockets, exec, fork, kill of another process, ptrace, mount, bpf, keyrings, io_uring, user namespaces, memory
-files, shared memory of System V, changing owners and rights of files. A refused call fails with EPERM; one newer than the list with
-ENOSYS, so that the C library falls back to an older one. Another processor's calls (32-bit code) kill the process.
+Not on the list are, for example, sockets, exec, fork, kill of another process, ptrace, mount, bpf, keyrings, io_uring, user namespaces,
+memfd, System V shared memory, and changes of owners and permissions. A refused call fails with EPERM; a call newer than the list fails with
+ENOSYS, so that the C library falls back to an older one. Calls of another architecture (32-bit code) kill the process.
 
-A filter sees the numbers of a call, and not what pointers point to: paths are not its business but Landlock's or the mounts'.
+A filter sees the integer arguments of a call, but not memory that pointers refer to. Paths are restricted by Landlock or mounts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Literal
 from mtpctl.sandbox.kernel import MACHINE
 
 Files = Literal["mounts", "landlock", "closed"]
-"""What a run sees of the file system: a tree of its own, what Landlock lets it read, or nothing at all."""
+"""File access of a run: a private tree, paths allowed by Landlock, or none."""
 
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _FIRST_NEW = 424
-"""From here on system calls have one number on all processors. One of them that is not on the list does not exist for the run."""
+"""From this number on, system calls have the same number on all architectures. Those that are not listed fail with ENOSYS."""
 
 # fmt: off
 _X86_64 = {
@@ -41,7 +41,7 @@ _X86_64 = {
     "getgroups": 115, "getpgrp": 111, "getresuid": 118, "getresgid": 120, "getcpu": 309, "getrandom": 318, "sched_yield": 24,
     "sched_getaffinity": 204, "set_tid_address": 218, "set_robust_list": 273, "rseq": 334, "futex": 202, "arch_prctl": 158, "exit": 60,
     "exit_group": 231, "restart_syscall": 219, "getrlimit": 97, "setrlimit": 160, "wait4": 61, "waitid": 247,
-    # only where the run has a file system of its own
+    # only with a private file system
     "mkdir": 83, "mkdirat": 258, "rmdir": 84, "unlink": 87, "unlinkat": 263, "rename": 82, "renameat": 264, "renameat2": 316,
     "truncate": 76, "fallocate": 285,
     # only with some arguments
@@ -70,11 +70,11 @@ _AARCH64 = {
 _WRITING = {"mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "rename", "renameat", "renameat2", "truncate", "fallocate"}
 
 _THREAD = 0x00010000 | 0x00000100
-"""CLONE_THREAD and CLONE_VM: a thread, and no process."""
+"""CLONE_THREAD and CLONE_VM: a thread instead of a process."""
 _LOCKS_AND_FLAGS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Of fcntl: no F_SETOWN or F_SETSIG, by which the kernel would signal another process."""
+"""Commands of fcntl without F_SETOWN and F_SETSIG, which make the kernel signal another process."""
 _TERMINAL_AND_SIZES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Of ioctl: whether it is a terminal, its size, bytes that wait, blocking, inheritance."""
+"""Requests of ioctl: terminal check and size, bytes available, blocking mode, inheritance."""
 _THREAD_NAME = (15, 16)
 _UNIX = 1
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -82,7 +82,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A call is let through where its argument number `argument` is one of `values`, has all bits of `values[0]`, has none, or is NULL."""
+    """A call is allowed if its argument is one of `values`, has all or none of the bits of `values[0]`, or is NULL."""
 
     argument: int
     kind: Literal["one of", "all of", "none of", "null"]
@@ -91,10 +91,7 @@ class _Rule:
 
 
 def program(pid: int, files: Files) -> bytes:
-    """The filter for the process `pid`, as the kernel takes it: instructions of the classic BPF of 8 bytes.
-
-    `pid` is in its own namespace: the one process that it may signal.
-    """
+    """The filter as classic BPF instructions of 8 bytes. `pid`: the process itself, the only one that it may signal."""
     numbers = _X86_64 if MACHINE == "x86_64" else _AARCH64
     rules = {
         "kill": _Rule(0, "one of", (pid,)),
@@ -132,10 +129,10 @@ def _checked(rule: _Rule) -> list[bytes]:
         return [_load(low), _jump(0x15, 0, 0, 2), _load(low + 4), _jump(0x15, 0, 1, 0), refuse, allow]
     if rule.kind == "one of":
         last = len(rule.values) - 1
-        tests = [_jump(0x15, value, last - place + 1, 0) for place, value in enumerate(rule.values)]
+        tests = [_jump(0x15, value, last - index + 1, 0) for index, value in enumerate(rule.values)]
         return [_load(low), *tests, refuse, allow]
-    wanted = rule.values[0] if rule.kind == "all of" else 0
-    return [_load(low), struct.pack("<HBBI", 0x54, 0, 0, rule.values[0]), _jump(0x15, wanted, 1, 0), refuse, allow]
+    expected = rule.values[0] if rule.kind == "all of" else 0
+    return [_load(low), struct.pack("<HBBI", 0x54, 0, 0, rule.values[0]), _jump(0x15, expected, 1, 0), refuse, allow]
 
 
 def _load(offset: int) -> bytes:

@@ -1,26 +1,163 @@
-"""A session: a run that takes one cell of code after the other."""
+"""The caller's end of runs: `Process` is one run, and `Session` a run that executes cells of code one after another."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import selectors
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypedDict
 
-from mtpctl.sandbox.frames import write_frame
-from mtpctl.sandbox.process import Process
+from mtpctl.errors import RuntimeFailure
+from mtpctl.sandbox.inside import NOT_CONFINED
+from mtpctl.sandbox.limits import Limits, Result
+from mtpctl.sandbox.messages import write_frame
 
+_READ_BYTES = 1 << 16
 _GRACE_S = 1.0
-"""Seconds that a cell has after its interrupt, before the session is killed."""
+"""Seconds between the interrupt of a cell and the end of its session."""
+_CELL_DONE = 6
+"""Bytes of the message after a cell."""
+
+
+class Report(TypedDict, total=False):
+    """The zygote's report of a run that has ended, or could not start."""
+
+    exit: int
+    cpu_s: float
+    error: str
+
+
+class Process:
+    """A run: its output, limits and result. Closing its `status` socket kills it, even if the caller dies."""
+
+    def __init__(self, status: socket.socket, stdout: int, stderr: int | None, channel: socket.socket | None, limits: Limits) -> None:
+        self.limits, self.channel = limits, channel
+        self.too_much_output = self.timed_out = False
+        self._status = status
+        self._output = {stdout: bytearray()} | ({} if stderr is None else {stderr: bytearray()})
+        self._open = set(self._output)
+        self._report: Report | None = None
+
+    def kill(self) -> None:
+        """Kill the run."""
+        self._status.shutdown(socket.SHUT_WR)
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the run."""
+        self._status.send(b"i")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended and all of its output has been read."""
+        return self._report is not None and not self._open
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register the run's descriptors, with `read` as data."""
+        for pipe in self._open:
+            selector.register(pipe, selectors.EVENT_READ, self.read)
+        selector.register(self._status, selectors.EVENT_READ, self.read)
+
+    def read(self, selector: selectors.BaseSelector, ready: selectors.SelectorKey) -> None:
+        """Read from one of the run's descriptors."""
+        if ready.fileobj is self._status:
+            selector.unregister(self._status)
+            self._report = self._read_report()
+        else:
+            self._read_output(ready.fd)
+            if ready.fd not in self._open:
+                selector.unregister(ready.fd)
+
+    def take_output(self) -> str:
+        """Return and clear the output so far, stdout first."""
+        for pipe in list(self._open):
+            os.set_blocking(pipe, False)
+            while self._read_output(pipe):
+                pass
+        text = "".join(content.decode(errors="replace") for content in self._output.values())
+        for content in self._output.values():
+            content.clear()
+        return text
+
+    def finish(self) -> Result:
+        """Wait until the run has ended, or kill it at a limit of time or output. Raises RuntimeFailure."""
+        with selectors.DefaultSelector() as selector:
+            self.register(selector)
+            wait([self], selector, time.monotonic() + self.limits.deadline_s, lambda: self.ended)
+        return self.result()
+
+    def result(self) -> Result:
+        """The result of a run that has ended. Raises RuntimeFailure if the sandbox itself failed."""
+        report = self._report or {}
+        stdout, stderr = [*(content.decode(errors="replace") for content in self._output.values()), ""][:2]
+        if "exit" not in report or report["exit"] == NOT_CONFINED:
+            raise RuntimeFailure(f"sandbox: a run could not begin: {report.get('error') or stderr.strip() or 'its process was killed'}")
+        code = report["exit"]
+        return Result(
+            stdout,
+            stderr,
+            code,
+            timed_out=self.timed_out or code == -signal.SIGXCPU or (code == -signal.SIGKILL and report["cpu_s"] >= self.limits.cpu_s),
+            out_of_memory=stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"),
+            too_much_output=self.too_much_output,
+            cpu_s=report["cpu_s"],
+        )
+
+    def close(self) -> None:
+        """Kill the run if it is still running, and close its files."""
+        self._status.close()
+        for pipe in self._output:
+            os.close(pipe)
+        if self.channel is not None:
+            self.channel.close()
+
+    def _read_output(self, pipe: int) -> bool:
+        """Read once, and drop output beyond the limit. Returns whether there may be more."""
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._open.discard(pipe)
+            return False
+        room = self.limits.output_bytes - sum(map(len, self._output.values()))
+        self._output[pipe] += data[: max(room, 0)]
+        self.too_much_output |= len(data) > room
+        return len(data) <= room
+
+    def _read_report(self) -> Report:
+        parts = []
+        with suppress(OSError):  # the zygote has ended
+            while part := self._status.recv(4096):
+                parts.append(part)
+        report: Report = json.loads(b"".join(parts) or b"{}")
+        return report
+
+
+def wait(runs: list[Process], selector: selectors.BaseSelector, deadline: float, done: Callable[[], bool]) -> None:
+    """Read from the runs until `done`. Kill all of them at the deadline, or if one writes too much."""
+    killed = False
+    while not done():
+        left = deadline - time.monotonic()
+        if not killed and (left <= 0 or any(run.too_much_output for run in runs)):
+            killed = True
+            for run in runs:
+                run.timed_out |= left <= 0
+                run.kill()
+        for key, _ in selector.select(None if killed or left == math.inf else max(left, 0.0)):
+            key.data(selector, key)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a cell printed, errors among it. `ended`: the session has ended with it, and its state is lost."""
+    """The output of a cell, including errors. `ended`: the session has ended, and its state is lost."""
 
     text: str
     timed_out: bool = False
@@ -29,7 +166,7 @@ class Output:
 
 
 class Session:
-    """Runs cells in one process. It starts with the first one, and again after one that has ended it. One cell at a time."""
+    """Runs cells in one process, one at a time. The process starts with the first cell, and again after a cell that ended it."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -38,21 +175,21 @@ class Session:
         self._closed = False
 
     def run(self, code: str) -> Output:
-        """Run a cell. One that takes too long or prints too much is interrupted, and keeps its state; if it goes on, the session ends."""
+        """Run a cell. At a limit of time or output it is interrupted and the state is kept; if it continues, the session ends."""
         with self._lock:
             if self._closed:
                 return Output("", ended=True)
             process = self._process = self._process or self._start()
-            assert process.channel is not None, "sessions have one"
-            with suppress(OSError):  # it has ended between two cells, by a thread that it left
+            assert process.channel is not None, "sessions have a channel"
+            with suppress(OSError):  # a thread of an earlier cell may have ended the process
                 write_frame(process.channel.fileno(), json.dumps({"code": code}).encode())
-            output = self._wait(process)
+            output = self._wait(process, process.channel)
             if output.ended or self._closed:
                 self._release()
             return output
 
     def close(self) -> None:
-        """Kill the session, also while a cell runs in another thread, and run no more. Calling again is fine."""
+        """End the session, even while a cell runs in another thread. May be called again."""
         self._closed = True
         process = self._process
         if self._lock.acquire(blocking=False):
@@ -61,22 +198,20 @@ class Session:
             finally:
                 self._lock.release()
         elif process is not None:
-            process.kill()  # whoever runs the cell lets go of the rest
+            process.kill()  # the thread that runs the cell releases the rest
 
     def _release(self) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None
 
-    def _wait(self, process: Process) -> Output:
-        channel = process.channel
-        assert channel is not None
+    def _wait(self, process: Process, channel: socket.socket) -> Output:
         deadline = time.monotonic() + process.limits.deadline_s
-        late, process.too_much_output, interrupted, answered = False, False, False, b""
+        late, process.too_much_output, interrupted, done = False, False, False, b""
         with selectors.DefaultSelector() as selector:
-            process.watch(selector)
+            process.register(selector)
             selector.register(channel, selectors.EVENT_READ)
-            while len(answered) < 6 and not process.ended:
+            while len(done) < _CELL_DONE and not process.ended:
                 left = deadline - time.monotonic()
                 if left <= 0 or (process.too_much_output and not interrupted):
                     if interrupted:
@@ -87,14 +222,14 @@ class Session:
                         process.interrupt()
                     continue
                 for key, _ in selector.select(None if left == math.inf else left):
-                    if key.fileobj is channel:
-                        piece = b""
-                        with suppress(ConnectionResetError):  # killed, with a cell that it had not read
-                            piece = channel.recv(6 - len(answered))
-                        answered += piece
-                        if not piece:
-                            selector.unregister(channel)
-                    else:
-                        process.step(selector, key)
+                    if key.fileobj is not channel:
+                        process.read(selector, key)
+                        continue
+                    data = b""
+                    with suppress(ConnectionResetError):  # killed before it read the cell
+                        data = channel.recv(_CELL_DONE - len(done))
+                    done += data
+                    if not data:
+                        selector.unregister(channel)
         text = process.take_output()
         return Output(text, late, process.too_much_output, process.ended)

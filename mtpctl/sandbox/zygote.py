@@ -1,15 +1,16 @@
-"""The process that forks a run for each request. It has imported what answers use, so that a run starts in milliseconds.
+"""The process that forks a run for each request. It has imported the modules that answers use, so a run starts in milliseconds.
 
-A fork has a copy of its parent's memory, and that of one run must hold nothing of another. So the zygote never reads code, tests or input:
-they come as open files with the request.
+A fork has a copy of its parent's memory, which must not contain data of other runs. Therefore the zygote never reads code, tests or input:
+it receives them as open files.
 
-The request is a datagram of JSON with descriptors: `status` and those of `NAMES`. The process answers on `status` when the run has ended.
-Closing the other end of `status` kills the run; a byte there interrupts it. When the request socket closes, everything ends.
+A request is a JSON datagram with file descriptors: `status` and those of `NAMES`. When the run has ended, the zygote reports on `status`.
+Closing the other end of `status` kills the run; a byte on it interrupts the run. When the request socket is closed, all runs are killed.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import math
 import os
@@ -20,22 +21,35 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import TypedDict
 
-from mtpctl.sandbox import inside, kernel, landlock, seccomp, walls
-from mtpctl.sandbox.preload import preload
+from mtpctl.sandbox import inside, isolation, kernel, seccomp
 
 NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
-"""Descriptors of a run, by their numbers."""
-LARGEST_REQUEST = 1 << 12
+"""File descriptors of a run, in the order of their numbers."""
+MAX_REQUEST = 1 << 12
 _FIRST_USER = 1_900_000_000
 _USERS = 1_000_000
 _NOBODY = 65534
 _INTERPRETER = 128 << 20
-"""Bytes that the interpreter maps with what is preloaded, where the kernel does not say."""
+"""Address space of the interpreter with preloaded modules, in bytes, if /proc is not available."""
 _SHARED_THREADS = 2048
-"""Bound of threads where they are counted over all runs of a zygote."""
+"""Maximum number of threads if they are counted over all runs of a zygote."""
+# fmt: off
+_PRELOADED = (
+    "abc", "array", "ast", "asyncio", "atexit", "base64", "binascii", "bisect", "bz2", "calendar", "cmath", "cmd", "code", "codecs",
+    "collections", "collections.abc", "colorsys", "concurrent.futures", "concurrent.futures.thread", "contextlib", "contextvars", "copy",
+    "csv", "ctypes", "dataclasses", "datetime", "decimal", "difflib", "dis", "doctest", "encodings.ascii", "encodings.idna",
+    "encodings.latin_1", "encodings.utf_16", "encodings.utf_8_sig", "enum", "errno", "fcntl", "fileinput", "fnmatch", "fractions",
+    "functools", "gc", "getopt", "graphlib", "hashlib", "heapq", "hmac", "html", "html.parser", "inspect", "io", "ipaddress", "itertools",
+    "json", "keyword", "linecache", "locale", "logging", "lzma", "marshal", "math", "mmap", "numbers", "opcode", "operator", "os",
+    "pathlib", "pickle", "platform", "pprint", "queue", "random", "re", "reprlib", "resource", "sched", "secrets", "select", "shlex",
+    "shutil", "signal", "socket", "statistics", "string", "stringprep", "struct", "subprocess", "symtable", "sys", "tempfile", "textwrap",
+    "threading", "time", "timeit", "token", "tokenize", "traceback", "types", "typing", "unicodedata", "unittest", "unittest.mock",
+    "urllib.parse", "uuid", "warnings", "weakref", "xml.etree.ElementTree", "zlib", "zoneinfo", "_strptime", "_pydecimal",
+)
+# fmt: on
+"""Modules of the standard library that answers use. Once imported they need no file."""
 
 
 class Request(TypedDict):
@@ -57,73 +71,73 @@ class _Run:
 class Zygote:
     """Forks runs until its `control` socket closes."""
 
-    def __init__(self, control: socket.socket, kind: walls.Walls) -> None:
-        self._control, self._kind = control, kind
-        self._base = _mapped()
-        self._rules = walls.enter(kind)
+    def __init__(self, control: socket.socket, mechanism: isolation.Mechanism) -> None:
+        self._control, self._mechanism = control, mechanism
+        self._base = _address_space()
+        self._rules = isolation.enter(mechanism)
         self._runs: dict[int, _Run] = {}
         self._started = 0
         self._selector = selectors.DefaultSelector()
 
     def try_out(self) -> None:
-        """Confine a fork as a run will be. Raises OSError where that does not work here."""
-        told, tell = os.pipe()
+        """Confine a fork as if it were a run. Raises OSError if this fails."""
+        read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
                 self._confine({"names": [], "cpu_s": 1.0, "memory_mb": 64, "tmp_mb": 1, "threads": 8})
             except BaseException as error:
-                os.write(tell, str(error).encode())
+                os.write(write, str(error).encode())
             os._exit(0)
-        os.close(tell)
-        with open(told, "rb") as answer:
-            trouble = answer.read().decode()
+        os.close(write)
+        with open(read, "rb") as pipe:
+            failure = pipe.read().decode()
         os.waitpid(pid, 0)
-        if trouble:
-            raise OSError(trouble)
+        if failure:
+            raise OSError(failure)
 
     def serve(self) -> None:
-        """Fork, kill and report until the socket closes."""
-        woken, wake = os.pipe()
-        for end in (woken, wake):
+        """Serve requests until the socket is closed."""
+        wakeup, wakeup_write = os.pipe()
+        for end in (wakeup, wakeup_write):
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only wakes the loop
         self._selector.register(self._control, selectors.EVENT_READ)
-        self._selector.register(woken, selectors.EVENT_READ)
+        self._selector.register(wakeup, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
                     if not self._accept():
                         return
-                elif key.fd == woken:
-                    os.read(woken, 512)
+                elif key.fd == wakeup:
+                    os.read(wakeup, 512)
                 elif isinstance(key.data, _Run):
                     self._command(key.data)
             self._reap()
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill all runs."""
         for run in self._runs.values():
             os.kill(run.pid, signal.SIGKILL)
 
     def _accept(self) -> bool:
-        """Fork for one request; False where there will be no more."""
-        text, descriptors, _, _ = socket.recv_fds(self._control, LARGEST_REQUEST, len(NAMES) + 1)
+        """Fork for one request. Returns False if the socket is closed."""
+        text, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST, len(NAMES) + 1)
         if not text:
             return False
         request: Request = json.loads(text)
         self._started += 1
-        status, *given = descriptors
+        status, *run_descriptors = descriptors
         try:
             pid = os.fork()
-        except OSError as error:  # out of processes or memory: told as a run that did not start
-            with socket.socket(fileno=status) as refused:
-                refused.sendall(json.dumps({"error": f"fork: {error}"}).encode())
+        except OSError as error:  # out of processes or memory
+            with socket.socket(fileno=status) as reply:
+                reply.sendall(json.dumps({"error": f"fork: {error}"}).encode())
             pid = -1
         if pid == 0:
-            self._become(request, given)
-        for descriptor in given:
+            self._become(request, run_descriptors)
+        for descriptor in run_descriptors:
             os.close(descriptor)
         if pid > 0:
             run = self._runs[pid] = _Run(pid, socket.socket(fileno=status))
@@ -132,11 +146,11 @@ class Zygote:
 
     def _command(self, run: _Run) -> None:
         try:
-            wanted = run.status.recv(1)
+            command = run.status.recv(1)
         except OSError:
-            wanted = b""
-        os.kill(run.pid, signal.SIGINT if wanted else signal.SIGKILL)
-        if not wanted:  # nobody reads: it would be ready for ever
+            command = b""
+        os.kill(run.pid, signal.SIGINT if command else signal.SIGKILL)
+        if not command:  # a closed socket would stay ready
             self._selector.unregister(run.status)
 
     def _reap(self) -> None:
@@ -148,55 +162,55 @@ class Zygote:
             if run.status in self._selector.get_map():
                 self._selector.unregister(run.status)
             report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
-            with suppress(OSError):  # whoever asked has gone
+            with suppress(OSError):  # the caller has ended
                 run.status.sendall(json.dumps(report).encode())
             run.status.close()
 
     def _become(self, request: Request, descriptors: list[int]) -> None:
-        """In the fork: take the descriptors, go behind the rest of the walls, do the job, and never return."""
+        """In the fork: take the descriptors, isolate the process, and run the job. Never returns."""
         try:
-            self._rules = _take(dict(zip(request["names"], descriptors, strict=True)), self._rules)
+            self._rules = _renumber(dict(zip(request["names"], descriptors, strict=True)), self._rules)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._confine(request)
         except BaseException as error:
-            os.write(2, f"the sandbox could not be closed: {error}\n".encode())
+            os.write(2, f"the run could not be isolated: {error}\n".encode())
             os._exit(inside.NOT_CONFINED)
         inside.play()
 
     def _confine(self, request: Request) -> None:
-        named = self._kind in ("namespaces", "user namespaces")
-        if named and request["tmp_mb"]:
-            walls.private_folder(request["tmp_mb"])
-        os.chdir(walls.scratch() if named else "/")
+        namespaces = self._mechanism in ("namespaces", "user namespaces")
+        if namespaces and request["tmp_mb"]:
+            isolation.mount_scratch(request["tmp_mb"])
+        os.chdir(isolation.scratch() if namespaces else "/")
         os.environ["TMPDIR"] = os.getcwd()
-        own = self._change_user() if self._kind == "namespaces" else False
-        self._limit(request, own, named)
-        if self._kind == "none":
+        own_user = self._change_user() if self._mechanism == "namespaces" else False
+        self._limit(request, own_user, namespaces)
+        if self._mechanism == "none":
             return
         kernel.no_new_privileges()
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         if self._rules >= 0:
-            landlock.restrict(self._rules)
+            isolation.restrict(self._rules)
             os.close(self._rules)
         files: dict[str, seccomp.Files] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
-        kernel.install_filter(seccomp.program(os.getpid(), files.get(self._kind, "mounts")))
+        kernel.install_filter(seccomp.program(os.getpid(), files.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
-        """Become a user that owns nothing, whose threads are counted for this run alone; False where one for all has to do."""
+        """Become a user without files. Returns whether it is a separate user, whose threads are counted for this run only."""
         os.setgroups([])
         for user in (_FIRST_USER + self._started % _USERS, _NOBODY):
             try:
                 os.setresgid(user, user, user)
                 os.setresuid(user, user, user)
-            except OSError:  # a container that maps only some users
+            except OSError:  # a container may map only some users
                 continue
             return user != _NOBODY
         raise PermissionError("this container has no user other than root")
 
-    def _limit(self, request: Request, own_user: bool, named: bool) -> None:
+    def _limit(self, request: Request, own_user: bool, namespaces: bool) -> None:
         seconds = math.ceil(request["cpu_s"])
         space = self._base + (request["memory_mb"] << 20)
         file = max(request["tmp_mb"], 0) << 20
@@ -209,51 +223,49 @@ class Zygote:
             (resource.RLIMIT_MEMLOCK, 0, 0),
         ):
             resource.setrlimit(kind, (soft, hard))
-        if named:
+        if namespaces:
             threads = request["threads"] if own_user else _SHARED_THREADS
             resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 
 
-def _take(descriptors: dict[str, int], rules: int) -> int:
-    """Give the descriptors the numbers of `NAMES`, close all others, and return the number that `rules` have now."""
-    kept = {NAMES.index(name): each for name, each in descriptors.items()}
+def _renumber(descriptors: dict[str, int], rules: int) -> int:
+    """Give the descriptors the numbers of `NAMES`, close all others, and return the new number of `rules`."""
+    numbered = {NAMES.index(name): each for name, each in descriptors.items()}
     if rules >= 0:
-        kept[len(NAMES)] = rules
-    aside = {number: fcntl.fcntl(each, fcntl.F_DUPFD, 2 * len(NAMES)) for number, each in kept.items()}
+        numbered[len(NAMES)] = rules
+    copies = {number: fcntl.fcntl(each, fcntl.F_DUPFD, 2 * len(NAMES)) for number, each in numbered.items()}
     for number in range(2 * len(NAMES)):
-        if number in aside:
-            os.dup2(aside[number], number)
+        if number in copies:
+            os.dup2(copies[number], number)
         else:
-            os.closerange(number, number + 1)  # closes what is open, and does not mind what is not
+            os.closerange(number, number + 1)  # ignores descriptors that are not open
     os.closerange(2 * len(NAMES), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return len(NAMES) if rules >= 0 else -1
 
 
-def _mapped() -> int:
-    """Bytes that this process maps, which are a run's to begin with."""
+def _address_space() -> int:
+    """Bytes of address space of this process, which every run inherits."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # bubblewrap shows no /proc
+    except OSError:  # bubblewrap has no /proc
         return _INTERPRETER
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler, so that the signal wakes the loop."""
-
-
-def main(descriptor: int, kind: walls.Walls, source: str) -> None:
-    """Go behind `kind`, say so, and serve. `source` is the folder that the package was imported from."""
+def main(descriptor: int, mechanism: isolation.Mechanism, source: str) -> None:
+    """Isolate this process, report success or the error, and serve requests. `source`: directory that the package was imported from."""
     control = socket.socket(fileno=descriptor)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     sys.set_int_max_str_digits(0)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this goes first
+        file.write("1000")  # the kernel kills this process first if memory runs out
     try:
-        preload()
+        for name in _PRELOADED:
+            with suppress(ImportError):  # the interpreter may have been built without it
+                importlib.import_module(name)
         sys.path.remove(source)
-        zygote = Zygote(control, kind)
+        zygote = Zygote(control, mechanism)
         zygote.try_out()
     except OSError as error:
         control.send(json.dumps({"error": str(error)}).encode())

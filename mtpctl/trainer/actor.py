@@ -81,7 +81,7 @@ class TrainerRank(WeightSource):
     def build(self, folder: str, master: str) -> Parameters:
         """Make the engine from a Hugging Face folder; `master` is the address of rank 0.
 
-        Raises UserError where a loss of the user's own cannot be loaded on this host, or is none.
+        Raises UserError if a user-defined loss or advantage cannot be loaded on this host or fails its check.
         """
         with importing():
             import torch
@@ -89,13 +89,13 @@ class TrainerRank(WeightSource):
             from mtpctl.cluster.rendezvous import use_own_interface
             from mtpctl.convert.hf_folder import HfFolder
             from mtpctl.model.parallel import Rank
-            from mtpctl.rl.own_loss import check_loss
+            from mtpctl.rl.user_objective import check_objective
             from mtpctl.trainer.config import EngineConfig
             from mtpctl.trainer.engine import MegatronEngine
 
         train = self.recipe.train
         if "rl" in train.stages:
-            check_loss(train.rl)
+            check_objective(train.rl)
         if train.threads:
             torch.set_num_threads(train.threads)
         config = EngineConfig(
@@ -283,7 +283,7 @@ class TrainerRank(WeightSource):
         import torch
 
         from mtpctl.model.parallel import summed
-        from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums
+        from mtpctl.rl.corrections import mismatch_metrics, mismatch_sums
 
         def joined(columns: Sequence[npt.ArrayLike]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *columns], dtype=np.float32))

@@ -17,11 +17,10 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.kernels.candidates import CandidateTerm
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
-from mtpctl.rl.advantages import group_advantages
+from mtpctl.rl.advantages import overlong_penalty
 from mtpctl.rl.distillation import candidate_kl, teacher_gain
 from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
-from mtpctl.rl.overlong import overlong_penalty
-from mtpctl.rl.own_loss import loss_of
+from mtpctl.rl.user_objective import compute_advantages, loss_of
 from mtpctl.samples import Logprobs, Sample, VersionSpan, ids_of, logprobs_of, mask_of
 from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.share import BatchTable
@@ -168,7 +167,7 @@ def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context:
     np.minimum.at(worst, of, shaped)
     groups[of] = table.groups
     np.add.at(lengths, of, table.sampled)
-    values = group_advantages(torch.from_numpy(worst), torch.from_numpy(groups), config.advantage, torch.from_numpy(lengths))
+    values = compute_advantages(torch.from_numpy(worst), torch.from_numpy(groups), torch.from_numpy(lengths), config)
     if count and not bool((values.abs() <= torch.finfo(torch.float32).max).all()):
         raise RuntimeFailure(
             f"train.rl.advantage: {config.advantage} computes an advantage beyond the range of float32 from rewards of {worst.min():g} to "

@@ -17,7 +17,7 @@ from mtpctl.environments.environment import environment_of
 from mtpctl.environments.turns import Turns
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import VllmConfig
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.rollout.pool import ReplicaPool
 from tests.controller.test_rl import World, recipe_of, stage_of
 from tests.fakes.chat import NO_CHAT

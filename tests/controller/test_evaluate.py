@@ -17,7 +17,7 @@ from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards.outcome import Outcome, Reward
+from mtpctl.rl.rewards.function import Outcome, Reward
 from mtpctl.samples import GenerationRequest, Sample
 from tests.controller.test_rl import FakeGenerator, Letters, World, recipe_of
 

@@ -23,7 +23,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards.outcome import Answered, Outcome, Reward
+from mtpctl.rl.rewards.function import Answered, Outcome, Reward
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.sample_log import SampleRow

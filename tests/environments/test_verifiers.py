@@ -25,7 +25,7 @@ from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.rollout import VllmConfig
-from mtpctl.rl.rewards.outcome import Outcome
+from mtpctl.rl.rewards.function import Outcome
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen
@@ -275,6 +275,6 @@ def test_an_outcome_keeps_the_names_of_metrics_apart() -> None:
     trace = Made(agent=agent, ok=True, last_error=None, reward=0.5, rewards=rewards, metrics={"reward": 2.0})
     found = outcome_of(Made(traces=[trace], errors=[]), "here")
     assert found == {"reward": 0.5, "mean_": 0.5, "reward_": 2.0}
-    from mtpctl.rl.rewards.outcome import parse
+    from mtpctl.rl.rewards.function import parse
 
     assert Outcome(*parse(found)).reward == 0.5

@@ -10,7 +10,7 @@ from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import CorrectionConfig, RlConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
-from tests.fakes import own_losses
+from tests.fakes import user_losses
 
 NO_MTP = {"num_nextn_predict_layers": 0}
 
@@ -135,7 +135,7 @@ POLICIES = {
     "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
     "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant"),
     "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
-    "own": RlConfig(loss=f"{own_losses.__file__}:squared", entropy_coef=0.01),
+    "own": RlConfig(loss=f"{user_losses.__file__}:squared", entropy_coef=0.01),
     "gspo": RlConfig(loss="gspo", aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

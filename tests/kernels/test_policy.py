@@ -12,8 +12,8 @@ from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
-from mtpctl.rl.own_loss import loss_of
-from tests.fakes import own_losses
+from mtpctl.rl.user_objective import loss_of
+from tests.fakes import user_losses
 from tests.fakes.kernel_agreement import relative
 
 ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7
@@ -55,7 +55,7 @@ def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> L
         {"loss": "decoupled", "entropy_coef": 0.01},
         {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.2, "entropy_coef": 0.01},
         {"loss": "sapo", "aggregate": "sequence", "tau_neg": 2.0, "kl_coef": 0.1},
-        {"loss": f"{own_losses.__file__}:squared", "entropy_coef": 0.01},
+        {"loss": f"{user_losses.__file__}:squared", "entropy_coef": 0.01},
         {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     ],
     ids=lambda settings: str({**settings, "loss": settings["loss"].rpartition("/")[2]}),
@@ -66,7 +66,11 @@ def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: 
     out = linear_logprob(p["hidden"], p["weight"], p["labels"], entropy=True, rows=p["mask"], implementation="reference")
     inputs = loss_inputs(p, out.logprob, out.entropy)
     loss = loss_of(config)
-    unfused = policy_loss(inputs, config) if not config.own_loss else loss(out.logprob, out.entropy, token_terms(inputs, config), config)
+    unfused = (
+        policy_loss(inputs, config)
+        if not is_reference(config.loss)
+        else loss(out.logprob, out.entropy, token_terms(inputs, config), config)
+    )
     right = torch.autograd.grad(unfused.loss_sum * scale, (p["hidden"], p["weight"]))
 
     with torch.no_grad():  # gspo's first pass: its terms look at whole sequences; the other losses' do not look at log-probs at all

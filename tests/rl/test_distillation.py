@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from mtpctl.rl.distillation import MOST, candidate_kl, teacher_gain
+from mtpctl.rl.distillation import MAX_RATIO, candidate_kl, teacher_gain
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
@@ -26,7 +26,7 @@ def test_the_expected_policy_gradient_is_that_of_the_negative_kl(kl: Literal["re
 
 def test_tokens_that_the_policy_hardly_samples_weigh_no_more_than_the_bound() -> None:
     gains = teacher_gain("forward", torch.tensor([-0.1, -0.1, -5.0]), torch.tensor([-200.0, -0.1, -0.1]))
-    assert torch.allclose(gains, torch.tensor([MOST - 1, 0.0, math.exp(-4.9) - 1]), atol=1e-5)
+    assert torch.allclose(gains, torch.tensor([MAX_RATIO - 1, 0.0, math.exp(-4.9) - 1]), atol=1e-5)
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])

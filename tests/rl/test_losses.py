@@ -11,34 +11,8 @@ import torch
 from torch import Tensor
 
 from mtpctl.recipe.rl import RlConfig
-from mtpctl.rl.divergence import kl_estimate
-from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
-
-LENGTHS = (4, 7, 5)
-
-
-def batch(spread: float = 0.4) -> LossInputs:
-    """Three packed responses in float64 with two untrained tokens each; policies apart by `spread`."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noise() -> Tensor:
-        return spread * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
-
-    seq = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
-    old = -torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64) - 0.1
-    mask = torch.ones(sum(LENGTHS), dtype=torch.float64)
-    mask[[0, 1, 4, 6, 11, 15]] = 0
-    return LossInputs(
-        logprob=(old + noise()).requires_grad_(),
-        old_logprob=old,
-        behaviour_logprob=old + noise(),
-        advantage=torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64)[seq],
-        mask=mask,
-        seq_ids=seq,
-        num_sequences=3,
-        entropy=torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64).requires_grad_(),
-        ref_logprob=old + noise(),
-    )
+from mtpctl.rl.losses import LossInputs, kl_estimate, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
+from tests.fakes.policy_batch import LENGTHS, batch
 
 
 def select(inputs: LossInputs, index: Tensor | slice, first: int, count: int) -> LossInputs:
@@ -444,14 +418,41 @@ def test_a_huge_ratio_stays_finite(loss: str) -> None:
     assert math.isfinite(value) and math.isfinite(grad)
 
 
-@pytest.mark.parametrize("config", EVERY_LOSS)
-def test_an_infinity_at_a_token_that_is_not_trained_is_seen_by_no_loss(config: RlConfig) -> None:
-    """Prompts and an environment's tokens may have any log-prob."""
-    inputs = batch()
-    expected = gradient(inputs, config)
-    untrained = inputs.mask == 0
-    strange = inputs.logprob.detach().masked_fill(untrained, -math.inf).requires_grad_()
-    found = gradient(replace(inputs, logprob=strange), config)
-    torch.testing.assert_close(found[~untrained], expected[~untrained])
-    if config.loss != "gspo":  # whose anchor is the log-prob itself
-        assert not found[untrained].any()
+def test_kl_estimates_match_their_formulas() -> None:
+    p, q = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
+    assert kl_estimate(p, q, "k1").item() == pytest.approx(math.log(2))
+    assert kl_estimate(p, q, "k2").item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert kl_estimate(p, q, "k3").item() == pytest.approx(0.5 + math.log(2) - 1)
+
+
+def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(10000) * 5, torch.randn(10000) * 5
+    assert kl_estimate(p, q, "k3").min() > 0
+    assert kl_estimate(p, p, "k3").abs().max() == 0
+
+
+def kl_bias(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bias of the estimator and of its gradient in the logits of p: the exact expectation over the vocabulary minus the true KL."""
+    torch.manual_seed(1)
+    logits = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(9, dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    mean = (logp.exp().detach() * kl_estimate(logp, reference, kind)).sum()  # type: ignore[arg-type]
+    exact = (logp.exp() * (logp - reference)).sum()
+    (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    (exact_gradient,) = torch.autograd.grad(exact, logits)
+    return mean - exact, gradient - exact_gradient
+
+
+def test_k1_and_k3_are_unbiased_and_k2_has_the_true_gradient() -> None:
+    assert kl_bias("k1")[0].abs() < 1e-12
+    assert kl_bias("k3")[0].abs() < 1e-12
+    assert kl_bias("k2")[0].abs() > 1e-3
+    assert kl_bias("k2")[1].abs().max() < 1e-12
+    assert kl_bias("k3")[1].abs().max() > 1e-3
+
+
+def test_k3_of_policies_far_apart_is_finite() -> None:
+    far = kl_estimate(torch.tensor([-500.0]), torch.tensor([0.0]), "k3")
+    assert torch.isfinite(far).all()

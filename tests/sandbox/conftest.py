@@ -1,4 +1,4 @@
-"""A sandbox of each kind of walls that this machine has."""
+"""Sandboxes with each isolation mechanism of this machine."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Iterator
 import pytest
 
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.sandbox.isolation import ORDER, Mechanism
 from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.walls import ORDER, Walls
 
 
 @pytest.fixture(scope="module", params=ORDER)
-def walls(request: pytest.FixtureRequest) -> Walls:
-    kind: Walls = request.param
-    return kind
+def mechanism(request: pytest.FixtureRequest) -> Mechanism:
+    parameter: Mechanism = request.param
+    return parameter
 
 
 @pytest.fixture(scope="module")
-def sandbox(walls: Walls) -> Iterator[Sandbox]:
-    """One of these walls; where they cannot be had, the test is skipped with the reason."""
-    with Sandbox(only=walls) as made:
+def sandbox(mechanism: Mechanism) -> Iterator[Sandbox]:
+    """A sandbox with this mechanism. Skips the test, with the reason, if the mechanism does not work here."""
+    with Sandbox(only=mechanism) as sandbox:
         try:
-            made.walls()
+            sandbox.mechanism()
         except EnvironmentMissing as error:
             pytest.skip(str(error))
-        yield made
+        yield sandbox
 
 
 @pytest.fixture(scope="module")
 def best() -> Iterator[Sandbox]:
-    """The best walls that this machine has."""
-    with Sandbox() as made:
-        made.walls()
-        yield made
+    """A sandbox with the best mechanism of this machine."""
+    with Sandbox() as sandbox:
+        sandbox.mechanism()
+        yield sandbox

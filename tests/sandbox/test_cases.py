@@ -13,9 +13,8 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.cases import Calls, same_decimals, same_floats
 from mtpctl.sandbox.limits import Judgement, Limits, Result
-from mtpctl.sandbox.reward import _calls, score
+from mtpctl.sandbox.reward import Calls, _calls, same_decimals, same_floats, score
 from mtpctl.sandbox.sandbox import Sandbox
 
 SAMPLE = Sample("p", "g", [1])

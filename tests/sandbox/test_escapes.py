@@ -1,4 +1,4 @@
-"""Ways out of the sandbox that one thinks of first, each tried behind every kind of walls that this machine has.
+"""Attempts to escape from the sandbox, each with every isolation mechanism of this machine.
 
 An attempt is a program that prints `reached` when it has got out. It prints `tried` last, so that an attempt
 that failed for a reason of its own is no proof.
@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mtpctl.sandbox.isolation import Mechanism, scratch
 from mtpctl.sandbox.limits import Limits, Result
 from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.walls import Walls, scratch
 
 BRIEF = Limits(cpu_s=2.0, wall_s=8.0)
 
@@ -86,8 +86,8 @@ def test_a_link_in_the_private_folder_leads_nowhere(sandbox: Sandbox) -> None:
     )
 
 
-def test_the_private_folder_is_empty_at_first_and_bounded(sandbox: Sandbox, walls: Walls) -> None:
-    if walls not in ("namespaces", "user namespaces"):
+def test_the_private_folder_is_empty_at_first_and_bounded(sandbox: Sandbox, mechanism: Mechanism) -> None:
+    if mechanism not in ("namespaces", "user namespaces"):
         attempt(sandbox, "open('/tmp/x', 'w')")
         return
     place = scratch()
@@ -181,7 +181,7 @@ __import__('os')._exit(0)
 """
     result = sandbox.run(code, limits=Limits(cpu_s=5, memory_mb=512, threads=16))
     assert int(result.stdout) < 100
-    if sandbox.walls() == "namespaces":
+    if sandbox.mechanism() == "namespaces":
         assert int(result.stdout) < 16
 
 
@@ -215,7 +215,7 @@ def test_proc_shows_no_other_process(sandbox: Sandbox) -> None:
 
 
 def test_the_callers_environment_is_not_there(sandbox: Sandbox) -> None:
-    with Sandbox(only=sandbox.walls()) as fresh:
+    with Sandbox(only=sandbox.mechanism()) as fresh:
         os.environ["MTPCTL_TEST_SECRET"] = "of the caller"
         try:
             found = "import os, ctypes\nprint(dict(os.environ), ctypes.CDLL(None).getenv(b'MTPCTL_TEST_SECRET'))"
@@ -229,7 +229,7 @@ def test_no_descriptor_is_inherited(sandbox: Sandbox) -> None:
     held, other = os.pipe()
     os.set_inheritable(held, True)
     try:
-        with Sandbox(only=sandbox.walls()) as fresh:
+        with Sandbox(only=sandbox.mechanism()) as fresh:
             listed = "import os\nfor n in range(4096):\n    try: os.fstat(n); print(n)\n    except OSError: pass"
             assert fresh.run(listed).stdout.split() == ["0", "1", "2"]
     finally:
@@ -360,7 +360,7 @@ def test_output_without_end_ends_the_run(sandbox: Sandbox) -> None:
 
 def test_all_runs_end_with_the_caller(best: Sandbox) -> None:
     """The caller's end of the request socket closes, however the caller ends."""
-    with Sandbox(only=best.walls()) as doomed:
+    with Sandbox(only=best.mechanism()) as doomed:
         process = doomed.start({"kind": "program", "code": "import time\ntime.sleep(600)"}, Limits(wall_s=600))
         all_of_them = [zygote(doomed), *zygote(doomed).children(recursive=True)]
         while len(all_of_them) < 2 or not process._open:
@@ -373,7 +373,7 @@ def test_all_runs_end_with_the_caller(best: Sandbox) -> None:
 
 
 def test_a_zygote_that_was_killed_takes_its_runs_along_and_is_replaced(best: Sandbox) -> None:
-    with Sandbox(only=best.walls()) as hurt:
+    with Sandbox(only=best.mechanism()) as hurt:
         session = hurt.session(Limits(wall_s=30))
         session.run("x = 1")
         family = zygote(hurt).children(recursive=True)
@@ -387,7 +387,7 @@ def test_a_zygote_that_was_killed_takes_its_runs_along_and_is_replaced(best: San
 
 def test_one_run_sees_nothing_of_another(sandbox: Sandbox) -> None:
     session = sandbox.session()
-    session.run("open('/tmp/left', 'w').write('secret')" if sandbox.walls() in ("namespaces", "user namespaces") else "0")
+    session.run("open('/tmp/left', 'w').write('secret')" if sandbox.mechanism() in ("namespaces", "user namespaces") else "0")
     session.run("held = 'SECRET-' + 'OF-ANOTHER'")
     seek = """
 import gc, os
@@ -417,7 +417,7 @@ def zygote(sandbox: Sandbox) -> psutil.Process:
 def children(sandbox: Sandbox) -> int:
     """Processes below the zygote, once those that have ended are gone."""
     deadline = time.monotonic() + 10
-    expected = {"namespaces": 1, "user namespaces": 1, "bubblewrap": 2}.get(sandbox.walls(), 0)
+    expected = {"namespaces": 1, "user namespaces": 1, "bubblewrap": 2}.get(sandbox.mechanism(), 0)
     while (count := len(zygote(sandbox).children(recursive=True))) > expected and time.monotonic() < deadline:
         time.sleep(0.05)
     return count

@@ -274,7 +274,7 @@ def test_a_right_answer_passes(best: Sandbox, name: str) -> None:
     assert judged.failures == [None], judged
 
 
-def test_right_answers_pass_behind_all_walls(sandbox: Sandbox) -> None:
+def test_correct_answers_pass_with_every_mechanism(sandbox: Sandbox) -> None:
     code, _, tests = RIGHT["exceptions"].partition("\n--\n")
     assert sandbox.judge(code, [tests]).passed == 1.0
 
@@ -413,7 +413,7 @@ def test_a_wrong_answer_passes_nothing_whatever_it_does(best: Sandbox, name: str
     assert len(judged.failures) == len(HIDDEN) and all(judged.failures), judged
 
 
-def test_cheats_pass_nothing_behind_all_walls(sandbox: Sandbox) -> None:
+def test_cheats_fail_with_every_mechanism(sandbox: Sandbox) -> None:
     for name in ("looks for the tests", "tells the verdict itself", "is equal to everything"):
         assert sandbox.judge(CHEATS[name], HIDDEN, limits=BRIEF).passed == 0.0, name
 

@@ -15,10 +15,10 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.samples import Sample
 from mtpctl.sandbox import shared
 from mtpctl.sandbox.environment import Python, shortened
-from mtpctl.sandbox.layers import layers
 from mtpctl.sandbox.limits import Limits
 from mtpctl.sandbox.reward import code_of, same_output, score
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.shared import layers
 
 SAMPLE = Sample("p", "g", [1])
 
@@ -200,7 +200,7 @@ def test_what_holds_here_is_told_in_a_line_each(sandbox: Sandbox) -> None:
     assert all(layer.by and "\n" not in layer.by for layer in found)
 
 
-def test_without_walls_nothing_runs_unless_the_recipe_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_runs_without_isolation_only_if_the_recipe_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.sandbox.sandbox.Sandbox._try", lambda self, kind: "" if kind == "none" and _admit(self) else f"no {kind}")
     with pytest.raises(EnvironmentMissing, match=r"^sandbox: code .* \(namespaces: no namespaces; .*; set reward.args.isolation: none"):
         shared.require("reward.args")

@@ -1,4 +1,4 @@
-"""Attacks on functional cases: answers that try to pass calls whose results they do not compute. None passes behind any walls."""
+"""Attacks on functional cases: answers that try to pass calls whose results they do not compute. None passes with any isolation mechanism."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from mtpctl.sandbox.limits import Limits
 from mtpctl.sandbox.sandbox import Sandbox
-from tests.sandbox.conftest import sandbox, walls  # noqa: F401
+from tests.sandbox.conftest import mechanism, sandbox  # noqa: F401
 from tests.sandbox.test_judging import sections
 from tests.security.test_verdicts import FORGE, SOURCE
 

@@ -1,4 +1,4 @@
-"""Attacks on the verdict: wrong answers that try to pass tests. Behind every kind of walls, none of them passes.
+"""Attacks on the verdict: wrong answers that try to pass tests. None passes with any isolation mechanism.
 
 An attack is an answer and a test, separated by `--`. `SOURCE` is source code that writes verdicts to every descriptor and leaves with
 exit code 0. The test of each attack is one that an honest answer can pass, or would pass without its sandbox.
@@ -13,12 +13,11 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.frames import write_frame
 from mtpctl.sandbox.limits import Limits
+from mtpctl.sandbox.messages import VerdictReader, VerdictWriter, new_key, write_frame
 from mtpctl.sandbox.reward import score
 from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.verdicts import VerdictReader, VerdictWriter, new_key
-from tests.sandbox.conftest import sandbox, walls  # noqa: F401
+from tests.sandbox.conftest import mechanism, sandbox  # noqa: F401
 from tests.sandbox.test_judging import sections
 
 BRIEF = Limits(cpu_s=1.0, wall_s=10.0)
@@ -712,7 +711,7 @@ def f(x): return 0
 if __name__ == '__main__':
     assert f(3) == 9137
 ## replaces its own side
-import mtpctl.sandbox.questions as q, mtpctl.sandbox.values as v, mtpctl.sandbox.verdicts as w
+import mtpctl.sandbox.questions as q, mtpctl.sandbox.values as v, mtpctl.sandbox.messages as w
 v.PLAIN = (object,)
 q.AnswerEnd._serve = lambda s, m, n: s._send({'value': True, 'objects': {'f': ['E', [], 'x']}})
 w.VerdictReader.forged = False
@@ -819,7 +818,7 @@ def test_a_verdict_written_by_other_code_in_the_tests_process_voids_all(sandbox:
 def test_frames_that_are_too_large_are_not_read() -> None:
     import os
 
-    from mtpctl.sandbox.frames import read_frame
+    from mtpctl.sandbox.messages import read_frame
 
     read, write = os.pipe()
     write_frame(write, b"x" * 10)

@@ -48,8 +48,8 @@ def test_what_the_rl_room_logs_is_in_the_catalogue() -> None:
     import torch
 
     from mtpctl.recipe.rl import CorrectionConfig, RlConfig
+    from mtpctl.rl.corrections import mismatch_metrics, mismatch_sums
     from mtpctl.rl.losses import LossInputs, loss_metrics, policy_loss
-    from mtpctl.rl.mismatch import mismatch_metrics, mismatch_sums
 
     one, ids = torch.ones(2), torch.zeros(2, dtype=torch.long)
     out = policy_loss(LossInputs(one, one, one, one, one, ids, 1, entropy=one, ref_logprob=one), RlConfig())

@@ -20,7 +20,7 @@ from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import CANDIDATE, CANDIDATE_LOGPROB, PolicyObjective
 from mtpctl.trainer.update_loss import MEASURED_TOKENS
-from tests.fakes import own_losses
+from tests.fakes import user_losses
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 FEW_ROWS = 10 * 3 * 4 * 64
@@ -33,7 +33,7 @@ LOSSES = {
     "decoupled": RlConfig(loss="decoupled", entropy_coef=0.01),
     "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant", entropy_coef=0.01),
     "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
-    "own": RlConfig(loss=f"{own_losses.__file__}:squared", entropy_coef=0.01),
+    "own": RlConfig(loss=f"{user_losses.__file__}:squared", entropy_coef=0.01),
     "taught": RlConfig(teacher=TeacherConfig(url="http://teacher", topk=3, coef=0.5), aggregate="sequence"),
     "taught, forward": RlConfig(teacher=TeacherConfig(url="http://teacher", topk=3, kl="forward"), entropy_coef=0.01),
     "gspo": RlConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),

@@ -1,5 +1,4 @@
-"""Rewards: the functions that come with mtpctl, and the processes in which they and a user's own run.
+"""Rewards: a user-defined or built-in function of a response, run in worker processes (`pool`).
 
-`rewarder` is what callers use, `pool` keeps the processes, `worker` is what runs in them. The other modules hold one function each, of
-the signature of a user's own: `score(response, problem, sample, **args)`. None needs torch.
+Nothing here imports torch. The workers do not import Ray, transformers or pydantic either.
 """

@@ -1,55 +1,136 @@
-"""Load a reward function by its reference, and call it so that whatever it raises or returns becomes a result."""
+"""Loads a reward function by its reference, and calls it so that every return value and exception becomes a result."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
+from typing import Protocol
 
 from mtpctl.errors import MtpctlError, UserError
-from mtpctl.rl.rewards.outcome import Answered, parse
 from mtpctl.samples import Sample
 from mtpctl.user_code import check_call, describe_error, from_environment, load
 
-GIVEN = ("response", "problem", "sample")
-"""What every reward function is given, in this order, before the recipe's `reward.args` by name."""
+RESERVED_PARTS = frozenset({"mean", "std", "unfiltered_mean", "signal_fraction", "errors", "timeouts", "dropped"})
+"""Metrics below `reward/`, whose names a part must not have."""
+ARGUMENTS = ("response", "problem", "sample")
+"""Positional arguments of every reward function. `reward.args` follow by name."""
+Result = tuple[float | None, dict[str, float], str]
+"""Reward, parts and error of one call, as sent between processes."""
+
+
+class Answered(Protocol):
+    """The fields of `mtpctl.data.problems.Problem` that rewards use."""
+
+    @property
+    def prompt_id(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def answer(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The reward of one response.
+
+    Attributes:
+        reward: None if the call failed and the response is not trained on.
+        parts: further values to log.
+        error: one line with file and line of the user's code; empty if the call succeeded.
+        timed_out: the call exceeded `reward.timeout_s`.
+        seconds: including the wait for a free process.
+    """
+
+    reward: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    timed_out: bool = False
+    seconds: float = 0.0
+
+
+Reward = Callable[[str, Answered, Sample], Awaitable[Outcome]]
+"""Rewards the text of a response, with its problem and its sample."""
+
+
+def parse(value: object) -> tuple[float, dict[str, float]]:
+    """Reward and parts from the return value of a function. Raises ValueError if it is invalid."""
+    if not isinstance(value, Mapping):
+        return _number(value, "returned"), {}
+    if "reward" not in value:
+        raise ValueError(f"returned a dict without the key 'reward': {_shown(value)}")
+    parts = {}
+    for name, part in value.items():
+        if name == "reward":
+            continue
+        if not isinstance(name, str):
+            raise ValueError(f"returned a part {_shown(name)}: no text")
+        if name in RESERVED_PARTS:
+            raise ValueError(f"returned a part {_shown(name)}: reward/{name} is a metric already")
+        parts[name] = _number(part, f"returned as {name!r}")
+    return _number(value["reward"], "returned as 'reward'"), parts
+
+
+def _number(value: object, description: str) -> float:
+    if value is None or isinstance(value, (str, bytes)):
+        raise ValueError(f"{description} {_shown(value)}, which is no number")
+    try:
+        number = float(value)  # type: ignore[arg-type]  # also scalars of numpy and torch, without importing them
+    except OverflowError as error:
+        raise ValueError(f"{description} {_shown(value)}, which is not finite as a float") from error
+    except Exception as error:  # of any type: a tensor of several elements raises RuntimeError
+        raise ValueError(f"{description} {_shown(value)}, which is no number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{description} {number}, which is not finite")
+    return number
+
+
+def _shown(value: object) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # from a custom `__repr__`, or for an integer of too many digits
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a function of the user's own is for: the keys of the recipe that hold it, its arguments and its seconds, and what it is given.
+    """The purpose of a user-defined function.
 
-    `needs_reward`: it has to return a number. Every role is called with a response, a problem and a sample, and takes of them by name.
+    Attributes:
+        function: recipe key with the reference of the function.
+        args: recipe key with its keyword arguments.
+        seconds: recipe key with its time limit.
+        arguments: names of its positional arguments, of those that a call provides.
+        needs_reward: it must return a number.
     """
 
     function: str
     args: str
     seconds: str
-    given: tuple[str, ...] = GIVEN
+    arguments: tuple[str, ...] = ARGUMENTS
     needs_reward: bool = True
 
     @classmethod
     def reward(cls, section: str = "reward") -> Role:
-        """A reward of this section of the recipe."""
+        """A reward in this section of the recipe."""
         return cls(f"{section}.function", f"{section}.args", f"{section}.timeout_s")
 
 
 AGENT = Role("rollout.agent", "rollout.agent_args", "rollout.deadline_s", ("problem", "base_url"), needs_reward=False)
-"""An agent. The address that it asks stands in the place of the response."""
+"""An agent. A call passes the base URL in place of the response."""
 
-EPISODE = Role("rollout.environment", "rollout.environment_args", "rollout.deadline_s", AGENT.given, needs_reward=False)
-"""What plays an environment of another package as an agent does."""
-
-Result = tuple[float | None, dict[str, float], str]
-"""Reward, parts and error of one call, as they are sent from process to process."""
+EPISODE = Role("rollout.environment", "rollout.environment_args", "rollout.deadline_s", AGENT.arguments, needs_reward=False)
+"""An adapter that plays an environment of another package as an agent."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """The function that `reference` names, with its arguments. `coroutine`: its calls are awaited."""
+    """A loaded function with its keyword arguments. `coroutine`: calls must be awaited."""
 
     reference: str
     call: Callable[..., object]
@@ -58,52 +139,48 @@ class RewardFunction:
     role: Role = field(default_factory=Role.reward)
 
     def run(self, response: str, problem: Answered, sample: Sample) -> Result:
-        """Call the function here and now."""
+        """Call the function in this thread."""
         try:
-            value = self.call(*self._given(response, problem, sample), **self.args)
+            value = self._call(response, problem, sample)
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
-        except BaseException as error:  # sys.exit() in a reward ends the call and not the process
-            return self._raised(error)
-        return self._returned(value)
+        except BaseException as error:  # including sys.exit(), which must not end the process
+            return self._failure(error)
+        return self._result(value)
 
     async def wait(self, response: str, problem: Answered, sample: Sample) -> Result:
-        """The same for a coroutine. Lets cancellation through."""
+        """Call and await a coroutine function. Propagates cancellation."""
         try:
-            value = self.call(*self._given(response, problem, sample), **self.args)
+            value = self._call(response, problem, sample)
             assert inspect.isawaitable(value), "an async function"
             value = await value
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            return self._raised(error)
-        return self._returned(value)
+            return self._failure(error)
+        return self._result(value)
 
-    def _given(self, response: str, problem: Answered, sample: Sample) -> list[object]:
-        known: dict[str, object] = {"response": response, "base_url": response, "problem": problem, "sample": sample}
-        return [known[name] for name in self.role.given]
+    def _call(self, response: str, problem: Answered, sample: Sample) -> object:
+        values: dict[str, object] = {"response": response, "base_url": response, "problem": problem, "sample": sample}
+        return self.call(*(values[name] for name in self.role.arguments), **self.args)
 
-    def _raised(self, error: BaseException) -> Result:
+    def _failure(self, error: BaseException) -> Result:
         return None, {}, str(error) if isinstance(error, MtpctlError) else describe_error(error, self.reference)
 
-    def _returned(self, value: object) -> Result:
+    def _result(self, value: object) -> Result:
         if value is None and not self.role.needs_reward:
             return None, {}, ""
         try:
             reward, parts = parse(value)
         except ValueError as error:
-            return None, {}, f"{self._place()} {error}"
+            code, name = self._code(), self.reference.rpartition(":")[2]
+            location = f"{Path(code.co_filename).name}:{code.co_firstlineno}: " if code is not None else ""
+            return None, {}, f"{location}{name} {error}"
         return reward, parts, ""
-
-    def _place(self) -> str:
-        """`judge.py:12: score`: where the function begins, for a mistake in what it returns."""
-        name = self.reference.rpartition(":")[2]
-        code = self._code()
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno}: {name}" if code is not None else name
 
     @property
     def file(self) -> str | None:
-        """The file that the function is written in; None where Python does not know it."""
+        """The source file of the function; None if it is unknown."""
         code = self._code()
         return None if code is None else code.co_filename
 
@@ -112,17 +189,17 @@ class RewardFunction:
 
 
 def load_function(reference: str, args: Mapping[str, object], role: Role | None = None) -> RewardFunction:
-    """Load the function and check its signature; without `role` it is the run's reward. Raises UserError, under the role's key."""
+    """Load the function and check its signature. The default role is the run's reward. Raises UserError with the role's recipe key."""
     role = Role.reward() if role is None else role
-    found = load(reference, role.function)
-    if not callable(found):
-        raise UserError(f"{role.function}: {reference} is no function but {type(found).__name__}")
-    if inspect.isclass(found):
-        raise UserError(f"{role.function}: {reference} is a class; name a function of {', '.join(role.given)}")
-    check_call(found, role.given, {}, role.function, partly=True)
-    check_call(found, role.given, args, role.args)
-    awaited = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
-    return RewardFunction(reference, found, from_environment(args, role.args), awaited, role)
+    function = load(reference, role.function)
+    if not callable(function):
+        raise UserError(f"{role.function}: {reference} is no function but {type(function).__name__}")
+    if inspect.isclass(function):
+        raise UserError(f"{role.function}: {reference} is a class; name a function of {', '.join(role.arguments)}")
+    check_call(function, role.arguments, {}, role.function, partly=True)
+    check_call(function, role.arguments, args, role.args)
+    coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return RewardFunction(reference, function, from_environment(args, role.args), coroutine, role)
 
 
 async def _awaited(value: Awaitable[object]) -> object:

@@ -1,17 +1,22 @@
-"""The reward `math`: whether the answer that a response states equals the answer of its row.
+"""The reward `math`: whether the answer stated in a response equals the answer of its row.
 
-`final_answer` cuts the answers out of the texts, `answer_value` reads them, and `answer_equality` compares them: numbers exactly, several
-values as a whole, and other expressions by the library math-verify.
+This module extracts the text of the answer from a response. `mtpctl.rl.rewards.answers` parses and compares answers: numbers exactly,
+several values as a whole, and other expressions with the library math-verify.
 
-The library limits wall-clock time, in which little may be computed on a busy machine. Here CPU time is limited, and wall-clock time to four
-times that, so that the verdict does not depend on the load. Only main threads receive signals, so workers run reward functions in theirs.
-If sympy hangs in C code, which Python signals do not interrupt, `reward.timeout_s` ends the worker.
+The text of the answer is the first of these that the response has and that can be parsed: the last box, together with the boxes that form a
+list with it; the last line after `#`; the text after "the answer is"; a response that is only an answer; the last value in the text,
+together with the values that form a list or range with it.
+
+The library limits wall-clock time, so its verdict depends on the load of the machine. Here CPU time is limited, and wall-clock time to four
+times that. Only main threads receive signals, so workers run reward functions in their main thread. If sympy hangs in C code, which Python
+signals do not interrupt, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,21 +24,61 @@ from functools import lru_cache
 from math_verify.errors import TimeoutException
 
 from mtpctl.compat import sympy_names
-from mtpctl.rl.rewards.answer_equality import equal
-from mtpctl.rl.rewards.answer_value import Value, readings
-from mtpctl.rl.rewards.final_answer import answer_texts
-from mtpctl.rl.rewards.outcome import Answered
+from mtpctl.rl.rewards.answers import Value, equal, readings
+from mtpctl.rl.rewards.function import Answered
 from mtpctl.samples import Sample
 
 sympy_names.install()
-# The library warns if it is passed no time limit.
+# The library warns if no time limit is passed.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP_S = 60.0
-_OF_THE_CLOCK = 4
+_WALL_CLOCK_FACTOR = 4
+MAX_CHARACTERS = 20_000
+"""Only this many characters at the end of a response are searched. Earlier reasoning does not state the final answer."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{])(\S+?)(?=[\s$.,;]|$))")
+_BLANK = re.compile(r"[\s$]|\\[()\[\], ]|\\q?quad(?![A-Za-z])")
+_WORD_JOIN = re.compile(r"(?:[A-Za-z]+\s+)?(?:,\s*)?(?:and|or)|,|;|\\text\s*\{[^{}]*(?:\b(?:and|or)\b|,)\s*\}")
+_NAMED = re.compile(r"[A-Za-z](?:_(?:\{\w+\}|\w))?\s*=\s*$")
+_AFTER_BOX = re.compile(r"[\s$]*(?:\\\)|\\\])?\s*(\\?%|(?:percent|pct|hundred|thousand|million|billion|trillion)\b)", re.IGNORECASE)
+_MARK = re.compile(r"(?:(?<!\w)#|##)[ \t]*([^#\n]*[^#\s])\s*$")
+_MARKED_LINE = re.compile(r"^####[ \t]*(.*[^\s#])[ \t]*$", re.MULTILINE)
+_ANSWER = re.compile(r"\banswer\b\W{0,4}(?:(?:is|are|equals|would be|should be)\b:?|:|=)[\s*:]*", re.IGNORECASE)
+_COPULA = re.compile(
+    r"^.*\b(?:is|are|equals?|be|gives?|yields?|get|have|has|obtain|makes?)\b:?\s+"
+    r"(?P<rest>(?:[\d$\\(\[{+\-\u2212.]|[A-Za-z]\s*=|(?:between|from|either|both|at|more|less|not)\b).*)$",
+    re.IGNORECASE,
+)
+_CALCULATION = re.compile(r"\d\s*[-+*/\u00d7\u00f7]\s*\d.*=")
+_SENTENCE_END = re.compile(r"[.!?]+(?=\s|$|\*)|\n|\*\*")
+
+_NUMERAL = r"(?:\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+_ATOM = (
+    rf"(?:{_NUMERAL}|\d*\\[dtc]?frac\s*(?:\{{[^{{}}]*\}}\s*\{{[^{{}}]*\}}|\d\d)|\d*\\sqrt\s*(?:\[\d+\])?\{{[^{{}}]*\}}"
+    r"|\([\d\s.,+\-*/^]+\)|\\pi|π)"
+)
+_VALUE = re.compile(
+    r"\$\$(?:[^$]|\\\$)+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]|\\\((?:[^\\]|\\(?!\)))+\\\)|(?<!\\)\$(?!\d+(?:\.\d+)?\s)[^$\n]+\$(?!\d)"
+    rf"|(?:(?<![A-Za-z\d\\])[A-Za-z]\s*=\s*)?(?<![\w.\\])[-+±]?\s?[$€£¥]?{_ATOM}(?:\s*[-+*/^×÷·=]\s*-?{_ATOM})*"
+    r"(?:\s?\\?%|\s?°)?"
+)
+_LINK = re.compile(r"\s*(?:,\s*)?(?:and|or|to|through|&|as\s+well\s+as)\s+|\s*[,;]\s*|\s*(?:,\s*)?(?:and|or)\s*\n\s*")
+_UNIT_LINK = re.compile(r"\s+[A-Za-z]+\s+(?:and|or|to)\s+")
+_BEFORE = re.compile(
+    r"(?:\b(?:between|from|either|both|not|negative|minus|plus|under|over|below|above|except|half(?:\s+of)?|power\s+of"
+    r"|(?:at|no|not)\s+(?:least|most|more|less)(?:\s+than)?|(?:more|less|fewer|greater|smaller|larger)\s+than|±)\s+)+$",
+    re.IGNORECASE,
+)
+_PHRASE = re.compile(r"(?:\s+[A-Za-z]+){1,2}\s+")
+_VERB = re.compile(
+    r"\b(?:is|are|was|were|be|so|then|gives?|gets?|equals?|makes?|leaves?|yields?|has|have|costs?|eats?|pays?|[a-z]+ed)\b",
+    re.IGNORECASE,
+)
+_BEHIND = re.compile(r"\s*(?:percent(?:age)?|pct|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)\b", re.IGNORECASE)
 
 
 def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
-    """1.0 if the answer that the response states equals the row's; 0.0 if not, or after `seconds` of CPU time."""
+    """1.0 if the answer stated in the response equals the row's; 0.0 otherwise, or after `seconds` of CPU time."""
     return float(_equal(response, problem.answer, seconds))
 
 
@@ -57,14 +102,14 @@ def _compare(gold: Value, stated: Value, seconds: float) -> bool:
             return equal(gold, stated)
     except TimeoutException:
         return False
-    except Exception:  # the library and sympy raise various errors for texts that are not mathematics; these are wrong answers
+    except Exception:  # the library and sympy raise various errors for texts that are not mathematics, which are wrong answers
         logging.getLogger(__name__).debug("not comparable: %r and %r", gold, stated, exc_info=True)
         return False
 
 
 @lru_cache(maxsize=512)
 def _gold(answer: str) -> tuple[Value, ...]:
-    """The readings of a row's answer. A worked solution is read like a response."""
+    """Readings of a row's answer. A worked solution is parsed like a response."""
     return readings(answer) if _is_bare(answer) else _stated(answer) or readings(answer)
 
 
@@ -73,7 +118,7 @@ def _is_bare(answer: str) -> bool:
 
 
 def _stated(response: str) -> tuple[Value, ...]:
-    """The readings of the first of the possible answer texts that states a value; if none does, of the first that is a text."""
+    """Readings of the first candidate text that states a value; if none does, of the first candidate."""
     texts: tuple[Value, ...] = ()
     for text in answer_texts(response):
         values = readings(text)
@@ -85,25 +130,142 @@ def _stated(response: str) -> tuple[Value, ...]:
 
 @contextlib.contextmanager
 def _bounded(seconds: float) -> Iterator[None]:
-    """Raise TimeoutException where the body computes for more than so many CPU seconds."""
+    """Raise TimeoutException if the body uses more CPU time than this."""
 
-    def over(*_: object) -> None:
+    def expired(*_: object) -> None:
         raise TimeoutException
 
-    bounds = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, _OF_THE_CLOCK * seconds))
-    before = [signal.signal(number, over) for _, number, _ in bounds]
+    limits = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, _WALL_CLOCK_FACTOR * seconds))
+    handlers = [signal.signal(number, expired) for _, number, _ in limits]
     try:
-        for timer, _, limit in bounds:
+        for timer, _, limit in limits:
             signal.setitimer(timer, limit)
         yield
     finally:
-        for (timer, number, _), handler in zip(bounds, before, strict=True):
+        for (timer, number, _), handler in zip(limits, handlers, strict=True):
             signal.setitimer(timer, 0.0)
             signal.signal(number, handler)
 
 
-# A process reads its first fraction, root or set a hundred times as slowly as the next ones: parsers and sympy load what they need then.
-# So each kind is read once when this module is imported, which is before workers are forked.
+def answer_texts(text: str) -> Iterator[str]:
+    """Candidate texts for the answer of a response, best first."""
+    text = text[-MAX_CHARACTERS:]
+    boxed, unclosed = _boxed(text)
+    if boxed is not None:
+        yield boxed
+        return
+    if unclosed:  # truncated in its last box, which may contain only a part of the answer
+        return
+    if (mark := _MARK.search(text) or _last(_MARKED_LINE, text)) is not None:
+        yield mark[1]
+    if (answer := _last(_ANSWER, text)) is not None:
+        yield _sentence(text, answer.end())
+    stripped = text.strip()
+    line = re.split(r"(?<=[.!?])\s+(?=[A-Z])", stripped.rpartition("\n")[2])[-1]
+    if (match := _COPULA.match(line)) is not None:
+        yield _sentence(line, match.start("rest"))
+    bare = (stripped[:1] in "$\\" and stripped.rstrip(".")[-1:] in "$)]}") or not re.search(r"\$[^$]+\$|\\[(\[]", stripped)
+    if "\n" not in stripped and len(stripped) <= 200 and bare and not _CALCULATION.search(stripped):
+        yield stripped
+    if (last := _last_values(text)) is not None:
+        yield last
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(reversed(list(pattern.finditer(text))), None)
+
+
+def _boxed(text: str) -> tuple[str | None, bool]:
+    """The content of the last box, joined with that of the boxes before it if they form a list; and whether a box is not closed."""
+    boxes, unclosed = [], False
+    closings = _closings(text)
+    for match in _BOX.finditer(text):
+        if match[1] is not None:
+            boxes.append((match.start(), match.end(), match[1]))
+        elif (end := closings.get(match.end() - 1)) is None:
+            unclosed = True
+        else:
+            boxes.append((match.start(), end + 1, text[match.end() : end]))
+    if not boxes:
+        return None, unclosed
+    start, end, content = boxes[-1]
+    contents = [content]
+    for before in reversed(boxes[:-1]):
+        if before[1] > start:  # the box is inside another one
+            start, end, contents = before[0], before[1], [before[2]]
+            continue
+        if not _joins(text[before[1] : start]):
+            break
+        contents.insert(0, before[2])
+        start = before[0]
+    behind = _AFTER_BOX.match(text, end)
+    return ", ".join(dict.fromkeys(contents)) + (f" {behind[1]}" if behind else ""), unclosed
+
+
+def _joins(between: str) -> bool:
+    """Whether two boxes with this text between them form one list."""
+    if len(between) > 80:
+        return False
+    bare = _NAMED.sub("", _BLANK.sub(" ", between).strip()).strip()
+    return not bare or _WORD_JOIN.fullmatch(bare) is not None
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Positions of closed opening braces, mapped to those of their closing braces."""
+    opened: list[int] = []
+    closings = {}
+    for index, character in enumerate(text):
+        if character in "{}" and (index == 0 or text[index - 1] != "\\"):
+            if character == "{":
+                opened.append(index)
+            elif opened:
+                closings[opened.pop()] = index
+    return closings
+
+
+def _sentence(text: str, start: int) -> str:
+    """The text from `start` to the end of its sentence; a displayed formula is not cut."""
+    for opening, closing in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"), ("$", "$")):
+        if text.startswith(opening, start) and (end := text.find(closing, start + len(opening))) > 0:
+            rest = _SENTENCE_END.search(text, end + len(closing))
+            return text[start : rest.start() if rest else len(text)]
+    stop = _SENTENCE_END.search(text, start)
+    return text[start : stop.start() if stop else len(text)]
+
+
+def _last_values(text: str) -> str | None:
+    """The last value of a text with its list or range, the qualifiers before it, and the words for its scale after it."""
+    matches = list(_VALUE.finditer(text))
+    if not matches:
+        return None
+    first = last = len(matches) - 1
+    while first > 0:
+        between = text[matches[first - 1].end() : matches[first].start()]
+        plain = not any(_computes(matches[each][0]) for each in (first - 1, first))
+        if not (_LINK.fullmatch(between) or _UNIT_LINK.fullmatch(between)) or not plain:
+            break
+        first -= 1
+    start, end = matches[first].start(), matches[last].end()
+    if before := _BEFORE.search(text, max(0, start - 60), start):
+        start = before.start()
+    if behind := _BEHIND.match(text, end):
+        end = behind.end()
+    if re.match("[-+\u00b1]\\s", text[start : start + 2]) and re.search(r"\w\s*$", text[max(0, start - 60) : start]):
+        return None  # a sum with a word: width + 2
+    between = text[matches[first - 1].end() : start] if first == last > 0 else ""
+    if not _computes(matches[last][0]) and _PHRASE.fullmatch(between) and not _VERB.search(between):
+        return None  # 5 feet 6
+    return text[start:end]
+
+
+def _computes(value: str) -> bool:
+    """Whether a value is a step of a calculation (`3 * 4 = 12`) instead of an item of a list."""
+    left, equals, _ = value.partition("=")
+    return bool(equals) and re.search(r"\d\s*[-+*/^×÷·)]|^\s*[\d(]", left) is not None
+
+
+# The first fraction, root or set in a process takes a hundred times as long as later ones, because parsers and sympy load modules. So each
+# kind is parsed once at import, before workers are forked.
 for _text in (
     "1",
     r"\frac{1}{2}",

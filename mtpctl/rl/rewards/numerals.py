@@ -1,7 +1,7 @@
-"""Parses the numbers in answers exactly, and records whether they are fully evaluated.
+"""Parses numbers in answers exactly, and records whether they are fully evaluated.
 
-The grammar is that of numerals in LaTeX or plain text: integers, decimals, repeating decimals, scientific notation, fractions, mixed
-numbers, roots, powers, sums and products of those, and the constant pi. Anything else is left to the library (`mtpctl.rl.rewards.math`).
+The grammar covers numerals in LaTeX or plain text: integers, decimals, repeating decimals, scientific notation, fractions, mixed numbers,
+roots, powers, sums and products of those, and pi. Other expressions are left to math-verify (`mtpctl.rl.rewards.answers`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ _MAX_BITS = 20_000
 class Number:
     """A numeric expression.
 
-    `value`: exact, or None if irrational or too large to compute. `approximation`: the same as a float, NaN if unknown. `decimal`: contains
-    a decimal fraction, which may be rounded. `evaluated`: contains no sum, product or power of numerals that could be computed. `numeral`:
-    is a numeral itself, a fraction included. `ten`: is written as a power of ten.
+    Attributes:
+        value: exact, or None if irrational or too large to compute.
+        approximation: as a float, NaN if unknown.
+        decimal: it contains a decimal fraction, which may be rounded.
+        evaluated: it contains no sum, product or power of numerals that could be computed.
+        numeral: it is a numeral itself, possibly a fraction.
+        ten: it is written as a power of ten.
     """
 
     value: Fraction | None
@@ -43,7 +47,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Read a text that is a numeric expression from its first character to its last; None if it is anything else."""
+    """Parse a text that is one numeric expression; None for any other text."""
     tokens, end = [], 0
     text = text.strip()
     while end < len(text):
@@ -63,13 +67,13 @@ def read_number(text: str) -> Number | None:
 def same_number(one: Number, other: Number) -> bool | None:
     """Whether two numbers are equal; None if only algebra can tell.
 
-    Exact numbers must be equal. With a decimal among them, they are equal if they agree to six decimals and to a relative 1e-5.
+    Exact numbers must be equal. If one is a decimal, they must agree to six decimals and within a relative 1e-5.
     """
     if one.value is not None and other.value is not None:
         if not (one.decimal or other.decimal):
             return one.value == other.value
         difference = abs(one.value - other.value)
-        # An exact integer is not a rounded number: 5 and 5.0000001 differ. So half a unit of the sixth decimal is the limit.
+        # Half a unit of the sixth decimal. An exact integer is not a rounded number, so 5 and 5.00001 differ.
         return difference <= Fraction(1, 2_000_000) and difference <= Fraction(1, 100_000) * max(abs(one.value), abs(other.value))
     if math.isnan(one.approximation) or math.isnan(other.approximation):
         return None
@@ -84,7 +88,7 @@ class _NotNumeric(Exception):
 
 
 class _Reader:
-    """A recursive-descent parser over the tokens of `read_number`."""
+    """Recursive-descent parser of the tokens of `read_number`."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self._next = tokens, 0
@@ -97,7 +101,7 @@ class _Reader:
         return ("", "") if self.done else self._tokens[self._next]
 
     def _take(self, *texts: str) -> str:
-        """The next token if it is one of these texts, else an empty string."""
+        """Consume the next token if it is one of these texts; otherwise return an empty string."""
         text = self._peek()[1]
         if text and text in texts:
             self._next += 1
@@ -122,11 +126,9 @@ class _Reader:
         while True:
             if self._take("*", r"\times", r"\cdot", r"\ast", "×", "·"):
                 factors.append(self._factor())
-            elif self._take("/"):
+            elif sign := self._take("/", r"\div", "÷"):
                 divisors.append(self._factor())
-            elif self._take(r"\div", "÷"):
-                divisors.append(self._factor())
-                computable = True
+                computable |= sign != "/"
             elif self._peek()[1] in ("(", r"\frac", r"\sqrt", "√", r"\pi", "π", "{") or self._is_factor():
                 factors.append(self._power())
             else:
@@ -145,7 +147,7 @@ class _Reader:
         return replace(whole, evaluated=whole.evaluated and not computable, numeral=whole.numeral and not computable)
 
     def _is_factor(self) -> bool:
-        """Whether a number follows something else than a number."""
+        """Whether the next token is a number and the last one is not."""
         return self._peek()[0] == "number" and self._tokens[self._next - 1][0] != "number"
 
     def _factor(self) -> Number:
@@ -198,7 +200,7 @@ class _Reader:
         raise _NotNumeric
 
     def _argument(self) -> Number:
-        """The argument of a command: a group, or a single digit of the next numeral."""
+        """The argument of a LaTeX command: a group, or one digit of the next numeral."""
         kind, text = self._peek()
         if kind != "number" or len(text) == 1:
             return self._atom()
@@ -280,7 +282,7 @@ def _raised(base: Number, exponent: Number) -> Number:
 
 
 def _root(value: Fraction, index: int) -> Fraction | None:
-    """The exact root; None if it is irrational, complex or large."""
+    """The exact root; None if irrational, complex or too large."""
     if index < 2 or index > 64 or (value < 0 and index % 2 == 0):
         return None
     parts = [_integer_root(abs(value.numerator), index), _integer_root(value.denominator, index)]

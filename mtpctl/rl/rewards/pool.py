@@ -1,9 +1,12 @@
-"""The processes of one reward function, and which call runs in which of them.
+"""Runs a reward function in worker processes: `Pool` schedules calls, and `Rewarder` applies the recipe.
 
-A plain function runs in up to `workers` processes, one call each; a coroutine in one process, up to `workers` calls at once. A call that
-takes longer than it may is ended with its process, which is replaced; other calls of the same process are begun again. Before that, a call
-that takes far longer than most gives its place to another process, and one that computes far longer than most yields the CPU to others, so
-that hanging ones hold up nobody. Once one has, a spare process stands ready for the next.
+A plain function runs in up to `workers` processes, one call each. A coroutine runs in one process, up to `workers` calls at once. If a call
+exceeds its time limit, its process is killed and replaced, and other calls in that process are restarted.
+
+Hung calls must not delay other calls, long before their time limit. A call that takes much longer than usual no longer counts against the
+number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first hung call, a spare process is
+kept ready. Executors of libraries have none of this: with pebble, 200 calls behind 3 hung ones wait for the time limit (3.2 s instead of
+0.2 s with a limit of 3 s), and errors do not name the line that hangs.
 """
 
 from __future__ import annotations
@@ -13,67 +16,90 @@ import contextlib
 import itertools
 import os
 import signal
+import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from subprocess import Popen
+from types import TracebackType
 from typing import cast
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.rl.rewards.descendants import started_by
-from mtpctl.rl.rewards.frames import Channel
-from mtpctl.rl.rewards.function import Result, Role
-from mtpctl.rl.rewards.outcome import Answered, Outcome
-from mtpctl.rl.rewards.template import Template
-from mtpctl.rl.rewards.watch import Usual, computes, cpu_seconds, memory_left, place_of, restored, yield_cpu
-from mtpctl.rl.rewards.worker import WHERE, WHO, Asked, Blocking, Job, Late, Ready
+from mtpctl.recipe.reward import RewardConfig, reference_of
+from mtpctl.rl.rewards.function import Answered, Outcome, Result, Role
+from mtpctl.rl.rewards.watch import (
+    UsualDuration,
+    cpu_seconds,
+    is_running,
+    memory_left,
+    restore_priority,
+    trace_location,
+    use_idle_priority,
+)
+from mtpctl.rl.rewards.worker import (
+    REPORT_BLOCKING,
+    TRACE,
+    BlockingCall,
+    Channel,
+    Job,
+    LateCall,
+    Ready,
+    Request,
+    Template,
+    descendants,
+)
 from mtpctl.samples import Sample
 
-MOST_WORKERS = 16
-COROUTINES = 256
-"""What `reward.workers` comes to by default: at most so many processes of a plain function, and calls of a coroutine at once."""
-MOST_BESIDE = 256
-"""At most so many processes beside them, in the place of those that hang or only wait."""
+MAX_WORKERS = 16
+MAX_COROUTINES = 256
+"""Defaults of `reward.workers`: maximum number of processes for a plain function, and of concurrent calls of a coroutine."""
+MAX_EXTRA_WORKERS = 256
+"""Maximum number of additional processes while calls are long or only wait."""
 
 _TICK_S = 0.01
-_WAITS_S = 0.1  # after which a call is looked at: whether it computes, or waits for something else
-_GRACE_S = 1.0  # for a worker to say where a late call is; for one of coroutines before that, to say by itself that a call is late
-_STARTS_AT_ONCE, _FAILED_STARTS = 8, 5
+_IDLE_CHECK_S = 0.1  # age of a call after which the pool checks whether it computes or only waits
+_GRACE_S = 1.0  # for a worker to report where a late call is; for a coroutine worker to report by itself that a call is late
+_CONCURRENT_STARTS, _MAX_FAILED_STARTS = 8, 5
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    asked: Asked
-    done: asyncio.Future[Outcome]
+    request: Request
+    result: asyncio.Future[Outcome]
     submitted: float
-    began: float = 0.0
+    started: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """`lent`: its call is so long that another process may work in its place; `waits`: it does not compute meanwhile.
+    """A process and its calls.
 
-    `yields`: the call computes for so long that its priority was lowered; `spent`: the process's CPU seconds when it began; `next_look`:
-    when that is looked at again. `asked`: when the worker was asked where a late call is, 0 before; `trace`: see `Ready`.
+    Attributes:
+        trace: see `Ready`.
+        long: the current call takes much longer than usual, so another process may start in its place.
+        waits: the current call does not compute, so another process may start.
+        deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
+        cpu_before: CPU seconds of the process when the call started.
+        next_check: time of the next check for the last two.
+        trace_requested: when the worker was asked for the location of a late call; 0 before.
     """
 
     channel: Channel
     pid: int = 0
     trace: int = 0
     calls: dict[int, _Call] = field(default_factory=dict)
-    answered: int = 0
-    lent: bool = False
+    completed: int = 0
+    long: bool = False
     waits: bool = False
-    yields: bool = False
-    spent: float = 0.0
-    next_look: float = 0.0
-    asked: float = 0.0
+    deprioritized: bool = False
+    cpu_before: float = 0.0
+    next_check: float = 0.0
+    trace_requested: float = 0.0
 
 
 class Pool:
-    """Runs a reward function in processes of its own. `start` before the first `ask`, `close` at the end, all on one event loop."""
+    """Runs a function in worker processes. Call `start` before the first `call`, and `close` at the end, all on one event loop."""
 
     def __init__(
         self,
@@ -85,103 +111,98 @@ class Pool:
         log: Path | None = None,
         role: Role | None = None,
     ) -> None:
-        """`workers`: None for a number that follows need. `log`: where processes write what they print; default: standard error.
+        """`workers`: None to follow demand. `log`: file for the output of processes; default: standard error.
 
-        `role`: what the function is for; default: the run's reward.
+        `role`: the purpose of the function; default: the run's reward.
         """
         self._job = Job(reference, args, timeout_s, role or Role.reward())
         self._reference, self._timeout_s, self._log = reference, timeout_s, log
-        self._wished = workers
-        self._places = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-        self._slots = 1  # calls at once of one worker
+        self._configured_workers = workers
+        self._max_workers = workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        self._calls_per_worker = 1
         self._template: Template | None = None
-        self._alone: list[Popen[bytes]] = []  # workers that were not forked
+        self._unforked: list[subprocess.Popen[bytes]] = []  # workers that loaded the function themselves
         self._workers: list[_Worker] = []
         self._free: list[_Worker] = []
-        self._waiting: deque[_Call] = deque()
+        self._queue: deque[_Call] = deque()
         self._numbers = itertools.count()
-        self._usual = Usual()
+        self._usual = UsualDuration()
         self._spare: _Worker | None = None
-        self._keeps_spare = False  # once a call has hung
+        self._wants_spare = False  # after the first hung call
         self._starting: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
-        self._ticking: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._forking = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
-        """Load the function in a first process. Raises UserError where it cannot be loaded or called."""
-        self._template = await self._load()
+        """Load the function in a first process. Raises UserError if it cannot be loaded or called."""
+        self._template = await Template.start(self._job, self._log)
         if self._template.loaded.coroutine:
-            self._slots, self._places = self._wished or COROUTINES, 1
+            self._calls_per_worker, self._max_workers = self._configured_workers or MAX_COROUTINES, 1
 
-    async def ask(self, response: str, problem: Answered, sample: Sample) -> Outcome:
-        """Run the function on one response. Raises RuntimeFailure where no process can be started."""
-        call = _Call(
-            Asked(next(self._numbers), response, problem, sample), asyncio.get_running_loop().create_future(), submitted=time.monotonic()
-        )
-        self._waiting.append(call)
+    async def call(self, response: str, problem: Answered, sample: Sample) -> Outcome:
+        """Run the function on one response. Raises RuntimeFailure if no process can be started."""
+        request = Request(next(self._numbers), response, problem, sample)
+        call = _Call(request, asyncio.get_running_loop().create_future(), submitted=time.monotonic())
+        self._queue.append(call)
         self._dispatch()
-        return await call.done
+        return await call.result
 
     async def close(self) -> None:
-        """End all processes. Calls that are under way are cancelled."""
+        """Kill all processes and cancel pending calls."""
         self._closed = True
-        if self._ticking is not None:
-            self._ticking.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        for call in [*self._waiting, *(call for worker in self._workers for call in worker.calls.values())]:
-            call.done.cancel()
+        for call in [*self._queue, *(call for worker in self._workers for call in worker.calls.values())]:
+            call.result.cancel()
         for worker in [*self._workers, *([self._spare] if self._spare else [])]:
-            self._end(worker)
+            self._kill(worker)
         if self._template is not None:
             self._template.close()
-        for process in self._alone:
+        for process in self._unforked:
             process.wait()
 
-    # ------------------------------------------------------------------------------------------------------- starting
-
-    async def _load(self) -> Template:
-        return await Template.start(self._job, self._log)
-
-    def _allowed(self) -> int:
-        """How many processes there may be: as many as there are places, and others for those whose calls are long."""
-        if self._slots > 1:
-            return self._places
-        lent, waiting = sum(w.lent for w in self._workers), sum(w.waits for w in self._workers)
-        # Twice as many as only wait: then there are enough within a second, however few there were.
-        return self._places + min(lent + 2 * waiting, MOST_BESIDE)
+    # ---------------------------------------------------------------------------------------------- starting processes
 
     def _start_workers(self) -> None:
-        """Start as many processes as there are calls without one, and places."""
-        allowed = self._allowed()
-        while len(self._starting) < min(len(self._waiting), _STARTS_AT_ONCE):
+        """Start a process for each queued call, within the limits."""
+        allowed = self._allowed_workers()
+        while len(self._starting) < min(len(self._queue), _CONCURRENT_STARTS):
             count = len(self._workers) + len(self._starting)
-            if count >= allowed or (count >= self._places and not memory_left()):
+            if count >= allowed or (count >= self._max_workers and not memory_left()):
                 return
             if self._spare is not None:
                 spare, self._spare = self._spare, None
                 self._add(spare)
                 return
-            self._begin_start()
+            self._schedule_start()
+
+    def _allowed_workers(self) -> int:
+        """Number of processes allowed now: the maximum, plus one for each that is busy with a long or waiting call."""
+        if self._calls_per_worker > 1:
+            return self._max_workers
+        long, waiting = sum(w.long for w in self._workers), sum(w.waits for w in self._workers)
+        # Doubling the waiting ones reaches enough processes within a second, from any number.
+        return self._max_workers + min(long + 2 * waiting, MAX_EXTRA_WORKERS)
 
     def _keep_spare(self) -> None:
-        """Have a process ready for the next call that hangs."""
+        """Keep a spare worker process, so a hung call can be replaced without startup delay."""
         forkable = self._template is not None and self._template.loaded.forkable
-        wanted = self._keeps_spare and self._spare is None and not self._starting and not self._failed_starts
-        if wanted and forkable and memory_left():
-            self._begin_start()
+        missing = self._wants_spare and self._spare is None and not self._starting and not self._failed_starts
+        if missing and forkable and memory_left():
+            self._schedule_start()
 
-    def _begin_start(self) -> None:
+    def _schedule_start(self) -> None:
         task = asyncio.create_task(self._start_worker())
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
     async def _start_worker(self) -> None:
         ready = asyncio.get_running_loop().create_future()
-        worker = _Worker(Channel(lambda message: None, lambda: None))
 
         def received(message: object) -> None:
             if not ready.done():
@@ -189,40 +210,40 @@ class Pool:
             else:
                 self._received(worker, message)
 
-        def ended() -> None:
+        def closed() -> None:
             if not ready.done():
                 ready.set_result(None)
             else:
                 self._died(worker)
 
-        worker.channel = Channel(received, ended)
+        worker = _Worker(Channel(received, closed))
         try:
             async with self._forking:
                 if self._template is None or not self._template.alive:
-                    self._template = await self._load()
+                    self._template = await Template.start(self._job, self._log)
                 end, template = self._template.worker(), self._template
                 if not template.loaded.forkable:
-                    self._alone = [process for process in self._alone if process.poll() is None] + [template.process]
+                    self._unforked = [process for process in self._unforked if process.poll() is None] + [template.process]
                     self._template = None
             await worker.channel.open(end)
             message = await ready
             if not isinstance(message, Ready):
-                raise RuntimeFailure(f"{self._job.role.function}: no process for {self._reference} could be started; see what it wrote")
+                raise RuntimeFailure(f"{self._job.role.function}: no process for {self._reference} could be started; see its output")
         except asyncio.CancelledError:
             worker.channel.close()
             raise
         except Exception as error:
             self._failed_starts += 1
-            if self._failed_starts >= _FAILED_STARTS:
-                while self._waiting:
-                    if not (call := self._waiting.popleft()).done.done():
-                        call.done.set_exception(error)
-            else:
-                self._keep_ticking()  # which tries again
+            if self._failed_starts < _MAX_FAILED_STARTS:
+                self._keep_ticking()  # retries
+                return
+            while self._queue:
+                if not (call := self._queue.popleft()).result.done():
+                    call.result.set_exception(error)
             return
         self._failed_starts = 0
         worker.pid, worker.trace = message.pid, message.trace
-        if self._keeps_spare and self._spare is None and len(self._workers) >= self._allowed():
+        if self._wants_spare and self._spare is None and len(self._workers) >= self._allowed_workers():
             self._spare = worker
         else:
             self._add(worker)
@@ -232,88 +253,88 @@ class Pool:
         self._free.append(worker)
         self._dispatch()
 
-    # -------------------------------------------------------------------------------------------------------- calling
+    # --------------------------------------------------------------------------------------------------- running calls
 
     def _dispatch(self) -> None:
-        while self._waiting and self._free:
-            call = self._waiting.popleft()
-            if call.done.done():  # cancelled
+        while self._queue and self._free:
+            call = self._queue.popleft()
+            if call.result.done():  # cancelled
                 continue
             worker = self._free[-1]
-            worker.calls[call.asked.number] = call
-            if len(worker.calls) == self._slots:
+            worker.calls[call.request.number] = call
+            if len(worker.calls) == self._calls_per_worker:
                 self._free.pop()
-            call.began = worker.next_look = time.monotonic()
-            worker.spent = cpu_seconds([worker.pid]) if self._slots == 1 else 0.0
+            call.started = worker.next_check = time.monotonic()
+            worker.cpu_before = cpu_seconds([worker.pid]) if self._calls_per_worker == 1 else 0.0
             try:
-                worker.channel.send(call.asked)
-            except Exception as error:  # a problem of the data that cannot be pickled
-                self._settle(worker, call, None, {}, f"{call.asked.problem.prompt_id} cannot be sent to a process: {error}")
-        if self._waiting:
+                worker.channel.send(call.request)
+            except Exception as error:  # a problem that cannot be pickled
+                self._finish(worker, call, None, {}, f"{call.request.problem.prompt_id} cannot be sent to a process: {error}")
+        if self._queue:
             self._start_workers()
         self._keep_spare()
         self._keep_ticking()
 
     def _received(self, worker: _Worker, message: object) -> None:
-        if isinstance(message, Blocking):
-            guilty = None if message.number is None else worker.calls.get(message.number)
-            self._expel(worker, [guilty] if guilty is not None else self._overdue(worker, time.monotonic()), message.place)
+        if isinstance(message, BlockingCall):
+            blocking = None if message.number is None else worker.calls.get(message.number)
+            self._expel(worker, [blocking] if blocking is not None else self._overdue(worker, time.monotonic()), message.location)
             return
-        late = isinstance(message, Late)
-        if isinstance(message, Late):
-            message = (message.number, None, {}, self._too_long(message.place))
+        late = isinstance(message, LateCall)
+        if isinstance(message, LateCall):
+            message = (message.number, None, {}, self._timeout_error(message.location))
         number, reward, parts, error = cast(tuple[int, *Result], message)
         if (call := worker.calls.get(number)) is None:
             return
-        self._settle(worker, call, reward, parts, error, late=late)
-        worker.answered += 1
+        self._finish(worker, call, reward, parts, error, late=late)
+        worker.completed += 1
         self._dispatch()
 
-    def _settle(
+    def _finish(
         self, worker: _Worker, call: _Call, reward: float | None, parts: dict[str, float], error: str, *, late: bool = False
     ) -> None:
-        """Take the call off the worker, and tell its result."""
-        now, was_full = time.monotonic(), len(worker.calls) == self._slots
-        del worker.calls[call.asked.number]
-        if self._slots == 1:
-            self._usual.add(now - call.began, max(cpu_seconds([worker.pid]) - worker.spent, 0.0), worker.answered)
-        if not call.done.done():
-            call.done.set_result(Outcome(reward, parts, error, late, now - call.submitted))
+        """Remove the call from its worker, and set its result."""
+        now, was_full = time.monotonic(), len(worker.calls) == self._calls_per_worker
+        del worker.calls[call.request.number]
+        if self._calls_per_worker == 1:
+            self._usual.add(now - call.started, max(cpu_seconds([worker.pid]) - worker.cpu_before, 0.0), worker.completed)
+        if not call.result.done():
+            call.result.set_result(Outcome(reward, parts, error, late, now - call.submitted))
         if worker not in self._workers:
             return
-        if (worker.asked and self._slots == 1) or (worker.yields and not restored(worker.pid)):
-            self._end(worker)
+        if (worker.trace_requested and self._calls_per_worker == 1) or (worker.deprioritized and not restore_priority(worker.pid)):
+            self._kill(worker)
             return
-        worker.lent, worker.waits, worker.yields = False, False, False
+        worker.long = worker.waits = worker.deprioritized = False
         if was_full:
             self._free.append(worker)
 
     def _died(self, worker: _Worker) -> None:
-        self._forget(worker)
+        self._remove(worker)
         for call in list(worker.calls.values()):
-            self._settle(worker, call, None, {}, f"{self._reference_shown()}: the process that ran it died; see what it wrote")
+            self._finish(worker, call, None, {}, f"{self._short_reference()}: the process that ran it died; see what it wrote")
         self._dispatch()
 
-    def _expel(self, worker: _Worker, guilty: list[_Call], place: str = "") -> None:
-        """End a worker for the calls that took too long, at this `place`; its other calls are the next to be begun again."""
-        self._end(worker)
-        for call in guilty:
-            self._settle(worker, call, None, {}, self._too_long(place), late=True)
-        self._waiting.extendleft(reversed(worker.calls.values()))
+    def _expel(self, worker: _Worker, late: list[_Call], location: str = "") -> None:
+        """Kill a worker because of `late` calls, and restart its other calls first."""
+        self._kill(worker)
+        for call in late:
+            self._finish(worker, call, None, {}, self._timeout_error(location), late=True)
+        self._queue.extendleft(reversed(worker.calls.values()))
         worker.calls.clear()
         self._dispatch()
 
-    def _end(self, worker: _Worker) -> None:
-        self._forget(worker)
-        started = started_by(worker.pid)
+    def _kill(self, worker: _Worker) -> None:
+        self._remove(worker)
+        children = descendants(worker.pid)
         worker.channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
-        for pid in started:  # also what left its group, as programs do that are started in a session of their own
+        for pid in children:  # those that left the group, such as programs in a session of their own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _forget(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         if worker is self._spare:
             self._spare = None
             return
@@ -321,65 +342,110 @@ class Pool:
         if worker in self._free:
             self._free.remove(worker)
 
-    def _too_long(self, place: str) -> str:
-        """`judge.py:12: score took more than 30 s (reward.timeout_s)`: `place` is where it was then, if that is known."""
-        what = f"{place}: {self._reference.rpartition(':')[2]}" if place else self._reference_shown()
-        return f"{what} took more than {self._timeout_s:g} s ({self._job.role.seconds})"
+    def _timeout_error(self, location: str) -> str:
+        """`judge.py:12: score took more than 30 s (reward.timeout_s)`; `location` may be empty."""
+        function = f"{location}: {self._reference.rpartition(':')[2]}" if location else self._short_reference()
+        return f"{function} took more than {self._timeout_s:g} s ({self._job.role.seconds})"
 
-    def _reference_shown(self) -> str:
+    def _short_reference(self) -> str:
         source, _, name = self._reference.rpartition(":")
         return f"{Path(source).name if source.endswith('.py') else source}:{name}"
 
-    # -------------------------------------------------------------------------------------------------------- watching
+    # ------------------------------------------------------------------------------------------------- watching calls
 
     def _keep_ticking(self) -> None:
-        if self._ticking is None and not self._closed:
-            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        if self._timer is None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
-        self._ticking = None
+        self._timer = None
         now = time.monotonic()
         busy = [worker for worker in self._workers if worker.calls]
         for worker in busy:
             if overdue := self._overdue(worker, now):
-                if not worker.asked:
-                    worker.asked = now
-                    self._ask_where(worker)
-                elif (place := place_of(worker.pid, worker.trace) if self._slots == 1 else "") or now - worker.asked > _GRACE_S:
-                    self._expel(worker, overdue, place)
-            elif self._slots == 1:
-                self._look_at(worker, now)
-        if self._waiting:
+                if not worker.trace_requested:
+                    worker.trace_requested = now
+                    self._request_location(worker)
+                    continue
+                location = trace_location(worker.pid, worker.trace) if self._calls_per_worker == 1 else ""
+                if location or now - worker.trace_requested > _GRACE_S:
+                    self._expel(worker, overdue, location)
+            elif self._calls_per_worker == 1:
+                self._check_usage(worker, now)
+        if self._queue:
             self._start_workers()
         self._keep_spare()
-        if busy or self._waiting:
+        if busy or self._queue:
             self._keep_ticking()
 
-    def _ask_where(self, worker: _Worker) -> None:
-        """Have a worker say which call takes too long, and where."""
-        if self._slots > 1:
-            worker.channel.send(WHO)
+    def _request_location(self, worker: _Worker) -> None:
+        """Make the worker report which call is late, and where it is."""
+        if self._calls_per_worker > 1:
+            worker.channel.send(REPORT_BLOCKING)
             return
-        if worker.yields:
-            restored(worker.pid)
+        if worker.deprioritized:
+            restore_priority(worker.pid)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, WHERE)
+            os.kill(worker.pid, TRACE)
 
     def _overdue(self, worker: _Worker, now: float) -> list[_Call]:
-        limit = self._timeout_s + (_GRACE_S if self._slots > 1 else 0.0)
-        return [call for call in worker.calls.values() if now - call.began > limit]
+        limit = self._timeout_s + (_GRACE_S if self._calls_per_worker > 1 else 0.0)
+        return [call for call in worker.calls.values() if now - call.started > limit]
 
-    def _look_at(self, worker: _Worker, now: float) -> None:
-        """Note what the worker's call, which is under way, comes to beside most calls: see `_Worker`."""
+    def _check_usage(self, worker: _Worker, now: float) -> None:
+        """Compare the time and CPU usage of the worker's call with those of recent calls, and update its flags."""
         (call,) = worker.calls.values()
-        age = now - call.began
-        worker.lent = worker.lent or age > self._usual.long_s(worker.answered)
-        if not worker.yields and now >= worker.next_look:
-            started: list[int] = []
-            if age > _WAITS_S:
-                started, worker.next_look = started_by(worker.pid), now + _WAITS_S / 2
-                worker.waits = self._wished is None and not worker.lent and not any(map(computes, [worker.pid, *started]))
-            if cpu_seconds([worker.pid, *started]) - worker.spent > self._usual.burnt_s(worker.answered):
-                worker.lent = worker.yields = True
-                yield_cpu([worker.pid, *started])
-        self._keeps_spare = self._keeps_spare or worker.lent
+        age = now - call.started
+        worker.long = worker.long or age > self._usual.max_seconds(worker.completed)
+        if not worker.deprioritized and now >= worker.next_check:
+            pids = [worker.pid]
+            if age > _IDLE_CHECK_S:
+                pids, worker.next_check = [worker.pid, *descendants(worker.pid)], now + _IDLE_CHECK_S / 2
+                worker.waits = self._configured_workers is None and not worker.long and not any(map(is_running, pids))
+            if cpu_seconds(pids) - worker.cpu_before > self._usual.max_cpu_seconds(worker.completed):
+                worker.long = worker.deprioritized = True
+                use_idle_priority(pids)
+        self._wants_spare = self._wants_spare or worker.long
+
+
+class Rewarder:
+    """Rewards responses with the function that the recipe names: `async with Rewarder(recipe.reward) as reward: await reward(…)`.
+
+    `report` receives one line for the first failure at each location of the function; metrics count all failures. `log`: file for the
+    output of the function.
+    """
+
+    def __init__(self, config: RewardConfig, *, report: Callable[[str], None] = lambda line: None, log: Path | None = None) -> None:
+        self.config, self._report = config, report
+        self._reported: set[str] = set()
+        self._pool = Pool(reference_of(config.function), config.args, workers=config.workers, timeout_s=config.timeout_s, log=log)
+
+    async def __aenter__(self) -> Rewarder:
+        """Load the function. Raises UserError if it cannot be loaded, or called with the recipe's arguments."""
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._pool.close()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._pool.close()
+
+    async def attempt(self, response: str, problem: Answered, sample: Sample) -> Outcome:
+        """The outcome of one response. Ignores `reward.on_error`."""
+        return await self._pool.call(response, problem, sample)
+
+    async def __call__(self, response: str, problem: Answered, sample: Sample) -> Outcome:
+        """Reward one response. After a failure `reward.on_error` decides: reward 0, no reward, or RuntimeFailure."""
+        outcome = await self.attempt(response, problem, sample)
+        if not outcome.error:
+            return outcome
+        on_error, failure = self.config.on_error, f"{outcome.error} ({problem.prompt_id})"
+        if on_error == "stop":
+            raise RuntimeFailure(f"reward.function: {failure}; fix it, or set reward.on_error: zero or drop")
+        if (location := outcome.error.partition(": ")[0]) not in self._reported:
+            self._reported.add(location)
+            effect = "its group is left out" if on_error == "drop" else "the response counts as 0"
+            self._report(f"{failure}: {effect} (reward.on_error: {on_error}); further failures are counted in reward/errors")
+        return outcome if on_error == "drop" else replace(outcome, reward=0.0)

@@ -1,4 +1,4 @@
-"""Watches processes of a reward function from outside: what they are doing, and whether a call takes far longer than the last ones did."""
+"""Observes worker processes from outside: CPU usage and stack of a call, and whether it takes much longer than recent calls."""
 
 from __future__ import annotations
 
@@ -15,100 +15,97 @@ import psutil
 
 from mtpctl.user_code import innermost
 
-_LONG_S, _TIMES = 0.05, 10  # a call is long beyond this many seconds and this many times the median of the last calls
-_FIRST_S, _VERY_FIRST_S = 1.0, 2.0  # the same seconds for the first call of a process, and of all: it may have to load something
-_BURNT_S, _TIMES_MOST = 0.01, 3  # the same in CPU seconds, and times what nearly all of the last calls took
-_YOUNG, _BURNT_YOUNG_S = 5, 0.25  # the first calls of a process are compared among themselves; the bound before there are enough
-_LAST, _LAST_YOUNG = 64, 16
-_NEARLY_ALL = 0.95
-_FREE_MEMORY = 0.1  # below this share of free memory no process is started beside the others
-_FRAME = re.compile(r'File "(.*)", line (\d+) in ')  # of the module faulthandler, the innermost first
+_MIN_S, _MEDIANS = 0.05, 10  # a call is long beyond this many seconds and this many times the median
+_MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # the same for the first call of a process, and of all: it may load something
+_MIN_CPU_S, _PERCENTILES = 0.01, 3  # for CPU time: seconds, and multiples of a high percentile
+_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # the first calls of a process are compared with each other; the bound until there are enough
+_HISTORY, _WARM_UP_HISTORY = 64, 16
+_PERCENTILE = 0.95
+_MIN_FREE_MEMORY = 0.1  # share of memory that must be free to start an additional process
+_FRAME = re.compile(r'File "(.*)", line (\d+) in ')  # output of faulthandler, innermost frame first
 _CALLER = 'mtpctl/rl/rewards/function.py"'
 
 
-class Usual:
-    """How long the last calls of a function took, and when a call counts as long. `answered`: earlier calls of its process."""
+class UsualDuration:
+    """Durations of recent calls, and the bounds beyond which a call is long. `completed`: earlier calls of the same process."""
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_LAST)
-        self._burnt: deque[float] = deque(maxlen=_LAST)
-        self._burnt_young: deque[float] = deque(maxlen=_LAST_YOUNG)
+        self._seconds: deque[float] = deque(maxlen=_HISTORY)
+        self._cpu: deque[float] = deque(maxlen=_HISTORY)
+        self._warm_up_cpu: deque[float] = deque(maxlen=_WARM_UP_HISTORY)
 
-    def add(self, seconds: float, burnt: float, answered: int) -> None:
-        """Note a call that has ended: its seconds on the clock, and its CPU seconds (`burnt`)."""
+    def add(self, seconds: float, cpu: float, completed: int) -> None:
+        """Record a finished call: wall-clock and CPU seconds."""
         self._seconds.append(seconds)
-        (self._burnt if answered >= _YOUNG else self._burnt_young).append(burnt)
+        (self._cpu if completed >= _WARM_UP_CALLS else self._warm_up_cpu).append(cpu)
 
-    def long_s(self, answered: int) -> float:
-        """The seconds on the clock beyond which a call is long."""
-        least = _LONG_S if answered else _FIRST_S if self._seconds else _VERY_FIRST_S
-        return max(least, _TIMES * statistics.median(self._seconds or [0.0]))
+    def max_seconds(self, completed: int) -> float:
+        """Wall-clock seconds beyond which a call is long."""
+        minimum = _MIN_S if completed else _MIN_FIRST_S if self._seconds else _MIN_VERY_FIRST_S
+        return max(minimum, _MEDIANS * statistics.median(self._seconds or [0.0]))
 
-    def burnt_s(self, answered: int) -> float:
-        """The CPU seconds beyond which a call is long; on a busy machine any call is long by the clock.
+    def max_cpu_seconds(self, completed: int) -> float:
+        """CPU seconds beyond which a call is long. On a busy machine every call is long by the clock.
 
-        Where several of the last calls hung, the bound by the median still says what most calls take.
+        The median bounds the percentile, because several of the recent calls may have hung.
         """
-        if answered >= _YOUNG and self._burnt:
-            nearly_all = sorted(self._burnt)[int(_NEARLY_ALL * (len(self._burnt) - 1))]
-            return max(_BURNT_S, min(_TIMES_MOST * nearly_all, _TIMES * statistics.median(self._burnt)))
-        if len(self._burnt_young) < _YOUNG:
-            return _BURNT_YOUNG_S
-        return min(_BURNT_YOUNG_S, max(_BURNT_S, _TIMES_MOST * max(self._burnt_young)))
+        if completed >= _WARM_UP_CALLS and self._cpu:
+            percentile = sorted(self._cpu)[int(_PERCENTILE * (len(self._cpu) - 1))]
+            return max(_MIN_CPU_S, min(_PERCENTILES * percentile, _MEDIANS * statistics.median(self._cpu)))
+        if len(self._warm_up_cpu) < _WARM_UP_CALLS:
+            return _WARM_UP_CPU_S
+        return min(_WARM_UP_CPU_S, max(_MIN_CPU_S, _PERCENTILES * max(self._warm_up_cpu)))
 
 
-def place_of(pid: int, trace: int) -> str:
-    """The line of the user's code that a process of a plain function is at, such as `judge.py:12`.
+def trace_location(pid: int, trace: int) -> str:
+    """The current line of the user's code in the worker of a plain function, such as `judge.py:12`; empty before it wrote its stack.
 
-    `trace`: the descriptor, in that process, of the file that it writes its stack to. Empty before it has done so.
+    `trace`: file descriptor, in that process, of the file for its stack.
     """
     try:
         text = Path(f"/proc/{pid}/fd/{trace}").read_text(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
     frames = [(file, int(line)) for file, line in _FRAME.findall(text.partition(_CALLER)[0])]
     return innermost(frames[::-1], frames[-1][0] if frames else None) if _CALLER in text else ""
 
 
-def yield_cpu(pids: Iterable[int]) -> None:
-    """Let these processes have the CPU only while nobody else wants it (Linux's policy SCHED_IDLE)."""
+def use_idle_priority(pids: Iterable[int]) -> None:
+    """Run these processes only while a CPU is idle (Linux's SCHED_IDLE)."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
-def restored(pid: int) -> bool:
-    """Undo `yield_cpu` for one process. Returns False where only root may do so: the process has to be replaced."""
+def restore_priority(pid: int) -> bool:
+    """Undo `use_idle_priority` for one process. Returns False if this requires root, so the process must be replaced."""
     try:
         os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
     except PermissionError:
         return False
-    except ProcessLookupError:  # the controller learns of its end by its socket
+    except ProcessLookupError:  # the controller learns of its end by the socket
         return True
     return True
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU seconds of these processes so far, without those of their children."""
-    return sum(map(_cpu_seconds, pids))
+    """Total CPU seconds of these processes, without their children."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended
+            total += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3) of glibc
+    return total
 
 
-def _cpu_seconds(pid: int) -> float:
-    try:
-        return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3) of the GNU C library
-    except OSError:  # it has ended
-        return 0.0
-
-
-def computes(pid: int) -> bool:
-    """Whether a process is running, or is ready to run and waits for a CPU."""
+def is_running(pid: int) -> bool:
+    """Whether a process is running, or ready to run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 
 def memory_left() -> bool:
-    """Whether there is enough free memory to start one more process."""
+    """Whether enough memory is free to start another process."""
     memory = psutil.virtual_memory()
-    return bool(memory.available > _FREE_MEMORY * memory.total)
+    return bool(memory.available > _MIN_FREE_MEMORY * memory.total)

@@ -1,51 +1,62 @@
-"""What runs in the processes of reward functions: a template that has loaded the function, and workers that are forked from it.
+"""Worker processes of a reward function: a template that loads the function, and workers that are forked from it.
 
-A fork takes milliseconds where loading sympy takes a second, so that a worker that hangs can be killed and replaced at once. A function
-whose module has started threads cannot be forked safely; then every worker loads it by itself. Whatever a function prints goes to standard
-error. A process ends when the controller closes its socket, or dies, and so does all that it started.
+A fork takes milliseconds, while loading sympy takes a second, so a hung worker can be replaced at once. If the module of the function has
+started threads, forking is unsafe, and every worker loads the module itself. Output of the function goes to standard error. A process ends,
+with all its descendants, when the controller closes its socket or dies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import ctypes
 import faulthandler
 import gc
 import os
+import pickle
 import select
 import signal
 import socket
+import struct
+import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import IO, cast
 
-from mtpctl.errors import MtpctlError
-from mtpctl.rl.rewards.descendants import become_subreaper, exit_with_descendants
-from mtpctl.rl.rewards.frames import receive, send
-from mtpctl.rl.rewards.function import RewardFunction, Role, load_function
-from mtpctl.rl.rewards.outcome import Answered
+from mtpctl.errors import MtpctlError, UserError
+from mtpctl.rl.rewards.function import Answered, RewardFunction, Role, load_function
 from mtpctl.samples import Sample
 from mtpctl.user_code import innermost
 
 FORK, SERVE = b"f", b"s"
-"""What the controller asks of a template: to fork a worker for the socket that comes along, or to become one."""
-WHO = "who"
-"""Asks a worker of coroutines which call its event loop is in."""
-WHERE = signal.SIGRTMAX - 2
-"""Has a worker of a plain function write where it is into its file `Ready.trace`, also where it is stuck in C."""
+"""Requests to a template: fork a worker for the attached socket, or become a worker."""
+REPORT_BLOCKING = "report blocking call"
+"""Request to a coroutine worker: report which call its event loop is executing."""
+TRACE = signal.SIGRTMAX - 2
+"""Signal that makes the worker of a plain function write its stack to `Ready.trace`, even while it is in C code."""
 
-_PR_SET_PDEATHSIG = 1
-_number: contextvars.ContextVar[int] = contextvars.ContextVar("number")
+START_S = 120.0
+"""Seconds that a process may take to load the function, also on a busy machine."""
+
+_ROOT = Path(__file__).resolve().parents[3]
+# -P keeps the working directory off the path, where a user's random.py would shadow the standard library's.
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from mtpctl.rl.rewards.worker import main; main(int(sys.argv[2]))"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_EXIT_S = 5.0
+_LENGTH = struct.Struct("!Q")
+_call_number: contextvars.ContextVar[int] = contextvars.ContextVar("call_number")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a template is told first: the function, its arguments and role, and the seconds that a call of a coroutine may take."""
+    """The first message to a template: the function, its arguments and role, and the time limit for coroutines."""
 
     reference: str
     args: Mapping[str, object]
@@ -55,16 +66,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a template answers: why it could not load the function, or what kind it is and whether the process can be forked."""
+    """Reply of a template: why the function could not be loaded, or its kind, and whether the process can be forked."""
 
-    refused: str = ""
+    error: str = ""
     coroutine: bool = False
     forkable: bool = True
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One call. `number` comes back with its result."""
+class Request:
+    """One call. Its result carries the same `number`."""
 
     number: int
     response: str
@@ -74,97 +85,275 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message of a worker. `trace`: its file descriptor of what `WHERE` writes."""
+    """The first message of a worker. `trace`: file descriptor, in the worker, of the file for its stack."""
 
     pid: int
     trace: int
 
 
 @dataclass(frozen=True)
-class Late:
-    """In the place of a result: the coroutine of a call took longer than it may. `place`: `judge.py:12`, where it waits."""
+class LateCall:
+    """Instead of a result: a coroutine exceeded its time limit while it waited at `location` (`judge.py:12`)."""
 
     number: int
-    place: str
+    location: str
 
 
 @dataclass(frozen=True)
-class Blocking:
-    """What `WHO` is answered with: the call that the event loop is in, if it is in one, and where in it."""
+class BlockingCall:
+    """Reply to `REPORT_BLOCKING`: the call that the event loop is executing, if any, and its location."""
 
     number: int | None
-    place: str
+    location: str
 
 
-def main(end: int) -> None:
-    """Be a template on the socket with this file descriptor, and then whatever the controller asks for."""
+def descendants(pid: int) -> list[int]:
+    """Process ids of all living descendants of a process, whichever of its threads started them."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # the process or a thread has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += map(int, (thread / "children").read_text().split())
+    return [each for child in children for each in (child, *descendants(child))]
+
+
+def exit_with_descendants() -> None:
+    """End this process after killing all its descendants, which would otherwise keep ports and memory."""
+    deadline = time.monotonic() + _EXIT_S
+    while (children := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+    os._exit(0)
+
+
+# Messages are pickles, each prefixed by its length, on a stream socket.
+
+
+def send(end: socket.socket, message: object) -> None:
+    """Send a message on a blocking socket."""
+    end.sendall(_encode(message))
+
+
+def receive(end: socket.socket) -> object:
+    """Receive the next message from a blocking socket. Raises EOFError if the other end is closed."""
+    (length,) = _LENGTH.unpack(_receive_exactly(end, _LENGTH.size))
+    message: object = pickle.loads(_receive_exactly(end, length))
+    return message
+
+
+class Channel(asyncio.Protocol):
+    """The controller's end: calls `received` for each message, and `closed` once when the other end is closed."""
+
+    def __init__(self, received: Callable[[object], None], closed: Callable[[], None]) -> None:
+        self._received, self._closed = received, closed
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    async def open(self, end: socket.socket) -> None:
+        """Take ownership of the socket."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=end)
+
+    def send(self, message: object) -> None:
+        """Send a message without waiting. It is lost if the other end is closed, which `closed` reports."""
+        assert self._transport is not None
+        self._transport.write(_encode(message))
+
+    def close(self) -> None:
+        """Close this end. `closed` is not called after this."""
+        self._closed = lambda: None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+            del self._buffer[:end]
+            self._received(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed()
+
+
+def _encode(message: object) -> bytes:
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+def _receive_exactly(end: socket.socket, length: int) -> bytes:
+    parts, missing = [], length
+    while missing:
+        part = end.recv(min(missing, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+class Template:
+    """A process that has loaded the function, and from which workers are forked. `loaded` describes the function."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, loaded: Loaded) -> None:
+        self.process, self._control, self.loaded = process, control, loaded
+
+    @classmethod
+    async def start(cls, job: Job, log: Path | None) -> Template:
+        """Start a process that loads the function. Raises UserError if it cannot be loaded."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as stack:
+            output: IO[bytes] | None = None if log is None else stack.enter_context(log.open("ab"))
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the trainer handles Ctrl-C
+                # One thread for linear algebra, because there are as many workers as CPUs.
+                env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
+            )
+        reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        def received(message: object) -> None:
+            if not reply.done():
+                reply.set_result(message)
+
+        channel = Channel(received, lambda: received(None))
+        control = ours.dup()  # the channel closes its own
+        try:
+            await channel.open(ours)
+            channel.send(job)
+            loaded = await asyncio.wait_for(reply, START_S)
+        except TimeoutError:
+            error = f"{job.role.function}: loading {job.reference} took more than {START_S:g} s; do less when it is imported"
+            loaded = Loaded(error=error)
+        except BaseException:
+            _kill_group(process)
+            raise
+        finally:
+            channel.close()
+        if not isinstance(loaded, Loaded):
+            error = f"{job.role.function}: the process that loaded {job.reference} died; see what it wrote to standard error"
+            loaded = Loaded(error=error)
+        if loaded.error:
+            control.close()
+            _kill_group(process)
+            raise UserError(loaded.error)
+        return cls(process, control, loaded)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self.process.poll() is None
+
+    def worker(self) -> socket.socket:
+        """The controller's end of a new worker: a fork, or, if it cannot be forked, this process itself."""
+        if not self.loaded.forkable:
+            self._control.send(SERVE)
+            return self._control
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [FORK], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def close(self) -> None:
+        """Kill the process and its forks."""
+        if self.loaded.forkable:
+            self._control.close()
+        _kill_group(self.process)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(descriptor: int) -> None:
+    """Run a template on the socket with this file descriptor; it serves the controller's requests."""
     os.dup2(2, 1)
-    # Ctrl-C reaches every process of the terminal; when these end is the controller's decision.
+    # Ctrl-C reaches every process of the terminal; the controller decides when these end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Programs of a worker that ended before them get this process for a parent, which ends them.
-    become_subreaper()
-    control = socket.socket(fileno=end)
+    # Descendants of a worker that ended before them become children of this process, which ends them.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    control = socket.socket(fileno=descriptor)
     job = cast(Job, receive(control))
     try:
         function = load_function(job.reference, job.args, job.role)
     except MtpctlError as error:
-        send(control, Loaded(refused=str(error)))
+        send(control, Loaded(error=str(error)))
         return
     send(control, Loaded("", function.coroutine, len(os.listdir("/proc/self/task")) == 1))
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared with the workers
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker that is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed workers need no wait
     while True:
-        asked, ends, _, _ = socket.recv_fds(control, 1, 1)
-        if asked == SERVE:
-            # Nobody is there to end it where it hangs in the function.
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if request == SERVE:
+            # The function may hang, so a thread waits for the end of the controller.
             threading.Thread(target=_exit_with, args=(control,), daemon=True).start()
             _serve(control, function, job.timeout_s)
-        if asked != FORK:
+        if request != FORK:
             exit_with_descendants()
         try:
             child = os.fork()
-        except OSError as error:  # no memory, or too many processes: the controller sees the socket closed, and counts it
+        except OSError as error:  # no memory, or too many processes: the controller sees a closed socket
             print(f"reward: no worker could be forked: {error}", file=sys.stderr, flush=True)
             child = -1
         if child == 0:
             control.close()
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.setpgid(0, 0)  # killed with all that it starts
-            _serve(socket.socket(fileno=ends[0]), function, job.timeout_s)
-        os.close(ends[0])
+            os.setpgid(0, 0)  # so that its descendants can be killed with it
+            _serve(socket.socket(fileno=descriptors[0]), function, job.timeout_s)
+        os.close(descriptors[0])
 
 
-def _exit_with(channel: socket.socket) -> None:
-    """Wait until the controller closes the socket or dies, and end this process then."""
-    hung_up = select.poll()
-    hung_up.register(channel, select.POLLRDHUP)
-    hung_up.poll()
+def _exit_with(controller: socket.socket) -> None:
+    """Wait until the controller closes the socket or dies, then end this process."""
+    poll = select.poll()
+    poll.register(controller, select.POLLRDHUP)
+    poll.poll()
     exit_with_descendants()
 
 
-def _serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
-    """Answer calls until the controller closes the socket; never returns."""
+def _serve(controller: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+    """Run calls until the controller closes the socket. Never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     trace = os.memfd_create("trace")
-    faulthandler.register(WHERE, trace, all_threads=False)
+    faulthandler.register(TRACE, trace, all_threads=False)
     try:
-        send(channel, Ready(os.getpid(), trace))
+        send(controller, Ready(os.getpid(), trace))
         if function.coroutine:
-            asyncio.run(_Coroutines(channel, function, timeout_s).run())
+            asyncio.run(_CoroutineWorker(controller, function, timeout_s).run())
         while True:
-            asked = cast(Asked, receive(channel))
-            send(channel, (asked.number, *function.run(asked.response, asked.problem, asked.sample)))
+            request = cast(Request, receive(controller))
+            send(controller, (request.number, *function.run(request.response, request.problem, request.sample)))
     except (EOFError, ConnectionError):
         exit_with_descendants()
 
 
-class _Coroutines:
-    """Runs calls on one event loop. A thread reads the socket, so that it can tell which call blocks the loop."""
+class _CoroutineWorker:
+    """Runs calls on one event loop. A thread reads the socket, so it can report a call that blocks the loop."""
 
-    def __init__(self, channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
-        self._channel, self._function, self._timeout_s = channel, function, timeout_s
-        self._sending = threading.Lock()
+    def __init__(self, controller: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+        self._controller, self._function, self._timeout_s = controller, function, timeout_s
+        self._send_lock = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -174,49 +363,48 @@ class _Coroutines:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
-                asked = receive(self._channel)
-                if asked == WHO:
-                    task, frame = asyncio.current_task(loop), sys._current_frames().get(threading.main_thread().ident or 0)
-                    place = innermost(_frames(reversed(list(traceback.walk_stack(frame)))), self._function.file) if task else ""
-                    self._send(Blocking(task.get_context().get(_number) if task is not None else None, place))
+                request = receive(self._controller)
+                if request == REPORT_BLOCKING:
+                    self._send(self._blocking_call(loop))
                 else:
-                    loop.call_soon_threadsafe(self._begin, cast(Asked, asked))
+                    loop.call_soon_threadsafe(self._start, cast(Request, request))
         except (EOFError, ConnectionError):
             exit_with_descendants()
 
-    def _begin(self, asked: Asked) -> None:
-        task = asyncio.create_task(self._answer(asked))
+    def _blocking_call(self, loop: asyncio.AbstractEventLoop) -> BlockingCall:
+        task, frame = asyncio.current_task(loop), sys._current_frames().get(threading.main_thread().ident or 0)
+        if task is None:
+            return BlockingCall(None, "")
+        return BlockingCall(task.get_context().get(_call_number), self._location(reversed(list(traceback.walk_stack(frame)))))
+
+    def _start(self, request: Request) -> None:
+        task = asyncio.create_task(self._run_call(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, asked: Asked) -> None:
-        _number.set(asked.number)
-        work = asyncio.create_task(self._function.wait(asked.response, asked.problem, asked.sample))
-        done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
+    async def _run_call(self, request: Request) -> None:
+        _call_number.set(request.number)
+        call = asyncio.create_task(self._function.wait(request.response, request.problem, request.sample))
+        done, _ = await asyncio.wait({call}, timeout=self._timeout_s)
         if not done:
-            place = innermost(_frames(_awaiting(work.get_coro())), self._function.file)
-            work.cancel()  # one that does not let itself be cancelled is not waited for
-            self._send(Late(asked.number, place))
-        elif work.cancelled():
-            self._send((asked.number, None, {}, "the coroutine cancelled itself"))
+            location = self._location(_awaited_frames(call.get_coro()))
+            call.cancel()  # without waiting for it, because the coroutine may suppress the cancellation
+            self._send(LateCall(request.number, location))
+        elif call.cancelled():
+            self._send((request.number, None, {}, "the coroutine cancelled itself"))
         else:
-            self._send((asked.number, *work.result()))
+            self._send((request.number, *call.result()))
+
+    def _location(self, frames: Iterable[tuple[FrameType, int]]) -> str:
+        return innermost([(frame.f_code.co_filename, line) for frame, line in frames], self._function.file)
 
     def _send(self, message: object) -> None:
-        with self._sending:
-            send(self._channel, message)
+        with self._send_lock:
+            send(self._controller, message)
 
 
-def _awaiting(coroutine: object) -> Iterator[tuple[FrameType, int]]:
-    """The frames in which a suspended coroutine waits, the outermost first, with their lines."""
+def _awaited_frames(coroutine: object) -> Iterator[tuple[FrameType, int]]:
+    """Frames and lines at which a suspended coroutine waits, outermost first."""
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame, frame.f_lineno
         coroutine = getattr(coroutine, "cr_await", None)
-
-
-def _frames(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[str, int]]:
-    return [(frame.f_code.co_filename, line) for frame, line in walked]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -29,7 +29,7 @@ async def printed(session: Session, code: str) -> str:
 async def run(problem: Problem, base_url: str, tries: int = 2, mended: float = 0.5, isolation: Isolation = "required") -> dict[str, float]:
     """Work on one problem: at most `tries` programs, each run on the row's example. Code that passes the row's hidden tests is worth 1.
 
-    `mended` is what it is worth after an example that went wrong. `isolation`: `none` runs code also where no walls can be had.
+    `mended` is what it is worth after an example that went wrong. `isolation`: `none` allows code to run without isolation.
     """
     client, sandbox = CLIENT.with_options(base_url=base_url), shared(isolation)
     messages: list = [{"role": "user", "content": problem.prompt}]

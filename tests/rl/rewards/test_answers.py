@@ -1,4 +1,4 @@
-"""`exact`: which responses are right."""
+"""The reward `exact`: which responses are correct."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
 from mtpctl.recipe.data import GeneratedTask
 from mtpctl.rl.rewards import exact
-from mtpctl.rl.rewards.exact import final_answer
 from mtpctl.samples import Sample
 
 SAMPLE = Sample("p", "0", [1])
@@ -29,7 +28,7 @@ def problem(answer: str) -> Problem:
         ("#012", "12", 0.0),
         ("#", "12", 0.0),
         ("", "12", 0.0),
-        # A worked answer is read as the response is; a # within a word marks nothing.
+        # A worked solution is parsed like a response. A # within a word is no mark.
         ("48+24=72 #### 72", "48/2=24\n48+24=72\n#### 72", 1.0),
         ("…#### 72", "…#### 72", 1.0),
         ("#72", "so it is\n#### 72 ", 1.0),
@@ -42,14 +41,13 @@ def problem(answer: str) -> Problem:
         ("####", "####", 1.0),
     ],
 )
-def test_exact(response: str, answer: str, reward: float) -> None:
+def test_exact_compares_final_answers(response: str, answer: str, reward: float) -> None:
     assert exact.score(response, problem(answer), SAMPLE) == reward
 
 
 @pytest.mark.parametrize("name", ["addition", "subtraction", "multiplication", "reverse", "sort"])
-def test_worked_solutions_of_generated_tasks_are_right_and_spoiled_ones_wrong(name: str) -> None:
+def test_solutions_of_generated_tasks_are_correct_and_altered_ones_wrong(name: str) -> None:
     train, _ = generate(GeneratedTask(name=name, train_size=50, eval_size=5), seed=0)  # type: ignore[arg-type]
     for each in train:
         assert exact.score(each.target, each, SAMPLE) == 1.0
         assert exact.score(each.target + "0", each, SAMPLE) == 0.0
-        assert final_answer(each.target) == each.answer

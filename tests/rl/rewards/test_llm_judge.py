@@ -13,8 +13,8 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.rl.rewards.outcome import Outcome
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.function import Outcome
+from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.samples import Sample
 
 PROBLEM = Problem("p:1", "What is {response}?", "two")

@@ -10,7 +10,7 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.rl.rewards import math
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.samples import Sample
 
 SAMPLE = Sample("p", "0", [1])

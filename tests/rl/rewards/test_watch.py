@@ -1,35 +1,35 @@
-"""When a call takes far longer than others did."""
+"""Bounds beyond which a call is long, from the durations of recent calls."""
 
 from __future__ import annotations
 
 import pytest
 
-from mtpctl.rl.rewards.watch import Usual
+from mtpctl.rl.rewards.watch import UsualDuration
 
 
-def usual(*burnt: float, answered: int = 50) -> Usual:
-    made = Usual()
-    for seconds in burnt:
-        made.add(seconds, seconds, answered)
-    return made
+def usual(*history: float, completed: int = 50) -> UsualDuration:
+    durations = UsualDuration()
+    for seconds in history:
+        durations.add(seconds, seconds, completed)
+    return durations
 
 
-def test_a_call_computes_for_long_beyond_three_times_what_nearly_all_others_took() -> None:
-    assert usual(*[0.01] * 60).burnt_s(50) == pytest.approx(0.03)
-    assert usual(*[0.01] * 40, *[0.02] * 24).burnt_s(50) == pytest.approx(0.06)
-    assert usual(*[0.0001] * 60).burnt_s(50) == pytest.approx(0.01), "a CPU's clock tells no less than a few milliseconds"
+def test_cpu_bound_is_three_times_a_high_percentile() -> None:
+    assert usual(*[0.01] * 60).max_cpu_seconds(50) == pytest.approx(0.03)
+    assert usual(*[0.01] * 40, *[0.02] * 24).max_cpu_seconds(50) == pytest.approx(0.06)
+    assert usual(*[0.0001] * 60).max_cpu_seconds(50) == pytest.approx(0.01), "the CPU clock has a resolution of milliseconds"
 
 
-def test_calls_that_hung_before_make_no_other_one_short() -> None:
-    assert usual(*[0.01] * 50, *[30.0] * 14).burnt_s(50) == pytest.approx(0.1), "ten times the median"
+def test_cpu_bound_after_hung_calls_is_ten_times_the_median() -> None:
+    assert usual(*[0.01] * 50, *[30.0] * 14).max_cpu_seconds(50) == pytest.approx(0.1), "ten times the median"
 
 
-def test_the_first_calls_of_a_process_are_compared_with_those_of_others() -> None:
-    assert Usual().burnt_s(0) == usual(*[0.01] * 60).burnt_s(0) == pytest.approx(0.25), "nothing is known of them"
-    assert usual(*[0.02] * 8, answered=0).burnt_s(0) == pytest.approx(0.06)
-    assert usual(*[0.2] * 8, answered=0).burnt_s(0) == pytest.approx(0.25)
+def test_first_calls_of_a_process_are_compared_with_first_calls_of_others() -> None:
+    assert UsualDuration().max_cpu_seconds(0) == usual(*[0.01] * 60).max_cpu_seconds(0) == pytest.approx(0.25), "no history"
+    assert usual(*[0.02] * 8, completed=0).max_cpu_seconds(0) == pytest.approx(0.06)
+    assert usual(*[0.2] * 8, completed=0).max_cpu_seconds(0) == pytest.approx(0.25)
 
 
-def test_on_the_clock_a_call_is_long_beyond_ten_times_the_median_and_a_first_one_later() -> None:
-    assert usual(*[0.02] * 9).long_s(1) == pytest.approx(0.2)
-    assert Usual().long_s(0) > usual(0.001).long_s(0) > usual(0.001).long_s(1)
+def test_time_bound_is_ten_times_the_median_and_larger_for_first_calls() -> None:
+    assert usual(*[0.02] * 9).max_seconds(1) == pytest.approx(0.2)
+    assert UsualDuration().max_seconds(0) > usual(0.001).max_seconds(0) > usual(0.001).max_seconds(1)

@@ -1,7 +1,8 @@
-"""The text of an answer as a value: a number or expression, a text, or several of them as a list, set, tuple, interval or range.
+"""Parses and compares answers: numbers, expressions, text, and several of them as a list, set, tuple, interval or range.
 
-A text with several values is never read as one of them. A text that allows two readings ("1,234" is a number, "100,200" may be a list)
-has both, and answers are equal if any of their readings are.
+A text with several values is never parsed as one of them. An ambiguous text has several readings ("1,234" is a number or a list), and
+answers are equal if any of their readings are equal: numbers exactly or within rounding, several values as a whole, and expressions by
+math-verify.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
-from mtpctl.rl.rewards.numerals import Number, read_number
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
+
+from mtpctl.rl.rewards.numerals import Number, read_number, same_number
 
 Kind = Literal["value", "text", "list", "set", "bracket", "range"]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an answer states.
+    """A parsed answer.
 
-    `kind`: `value` (a number or expression), `text`, `list` (order does not matter), `set`, `bracket` (a tuple or an interval, by `marks`,
-    its brackets), or `range` ("5 to 7", without a word about its ends). `source`: the normalized text; of an equation, its last side.
-    `number`: the numeric value. `percent`: the number is followed by a percent sign. `name`: what the value is assigned to, as in `x = 5`.
-    `equation`: the whole equation, and `sides` its sides.
+    Attributes:
+        kind: `value` (a number or expression), `text`, `list` (in any order), `set`, `bracket` (a tuple or interval, with its brackets in
+            `marks`) or `range` ("5 to 7", which leaves open whether the ends are included).
+        source: the normalized text; for an equation, its last side.
+        percent: the number is followed by a percent sign.
+        name: the left side of an assignment such as `x = 5`.
+        equation: the whole equation, and `sides` its sides.
     """
 
     kind: Kind
@@ -38,7 +47,7 @@ class Value:
 
     @property
     def stated(self) -> bool:
-        """Whether it is a value and not only text."""
+        """Whether it states a value, and not only text."""
         return self.kind != "text" and all(item.kind != "text" for item in self.items)
 
 
@@ -120,7 +129,7 @@ _SUBSCRIPT = re.compile(r"(?<=\d)_(?:\{\s*\d+\s*\}|\d+)$")
 
 
 def readings(text: str) -> tuple[Value, ...]:
-    """The possible readings of a text; empty for a text without content."""
+    """All readings of a text; none for a text without content."""
     text = _normalized(text)
     if not text:
         return ()
@@ -153,7 +162,7 @@ def _normalized(text: str) -> str:
 
 
 def _marked(match: re.Match[str]) -> str:
-    """The words of a text command, marked as such; a single letter alone is a variable or a constant, unless it follows a blank."""
+    """The words of a text command, each marked by `\\x02`. A single letter is a variable or constant, unless an exponent follows."""
     content = match[1]
     if re.fullmatch(r"[A-Za-z]", content) and match.string[match.end() : match.end() + 1] != "^":
         return content
@@ -161,7 +170,7 @@ def _marked(match: re.Match[str]) -> str:
 
 
 def _read(text: str) -> Value:
-    """Read a normalized text, in which every comma separates."""
+    """Parse a normalized text in which every comma is a separator."""
     text = text.strip()
     while (bare := _NOISE.sub("", text)) != text:
         text = bare
@@ -171,7 +180,7 @@ def _read(text: str) -> Value:
         parts = _split(text, separators)
         if len(parts) > 1:
             values = [_read(part) for part in parts]
-            # Parts that state values and parts that do not are a sentence, not a list: "6 feet, of which 2 are wet".
+            # A mix of values and text is a sentence, not a list: "6 feet, of which 2 are wet".
             if len({value.stated for value in values}) == 1 and (values[0].stated or not re.search(r"\d", text)):
                 return _list(text, values, separators)
             return Value("text", _bare(text))
@@ -191,7 +200,7 @@ def _range(text: str) -> tuple[Value, Value] | None:
 
 def _list(text: str, values: list[Value], separators: str = ",and") -> Value:
     name, items = "", list[Value]()
-    for value in values:  # `x = 1, 2` states two values of x
+    for value in values:  # `x = 1, 2` assigns two values to x
         name = value.name or name
         if value.kind == "list" and separators == ",and":  # one of the items is 1 \pm 2
             items += value.items
@@ -275,7 +284,7 @@ def _is_word(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """A text for comparison: lower case, without surrounding blanks and punctuation."""
+    """A text for comparison: lower case, without punctuation and redundant blanks."""
     return re.sub(r"[\s.,;:!?'\"\x02]+", " ", text).strip().lower()
 
 
@@ -300,7 +309,7 @@ _SEPARATORS = {
 
 
 def _split(text: str, separators: str) -> list[str]:
-    """Split at separators outside brackets; empty parts are left out."""
+    """Split at separators outside brackets, and drop empty parts."""
     pattern = _SEPARATORS[separators]
     if pattern.search(text) is None:
         return [text]
@@ -313,14 +322,157 @@ def _split(text: str, separators: str) -> list[str]:
         step = 1 if command in (r"\lbrace", r"\begin") else -1
         start = text.find(command)
         while start >= 0:
-            for place in range(start, len(text)):
-                depths[place] += step
+            for index in range(start, len(text)):
+                depths[index] += step
             start = text.find(command, start + 1)
     parts, begin = [], 0
     for match in pattern.finditer(text):
-        place = match.end() - 1
-        if depths[match.start()] <= 0 and depths[place] <= 0:
+        if depths[match.start()] <= 0 and depths[match.end() - 1] <= 0:
             parts.append(text[begin : match.start()].strip())
             begin = match.end()
     parts.append(text[begin:].strip())
     return [part for part in parts if part]
+
+
+_NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
+_QUANTITY = re.compile(r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()]*\))?")
+_ROUNDED = 0.01
+"""Maximum relative difference between the sides of an approximate equation."""
+
+
+def equal(gold: Value, answer: Value) -> bool:
+    """Whether the answer states exactly the values of the gold answer."""
+    if gold.kind == "list" and answer.kind == "list":
+        return _equal_lists(gold, answer)
+    if gold.kind == "set" or answer.kind == "set":
+        return _equal_sets(gold, answer)
+    if gold.kind == "list" or answer.kind == "list":
+        brackets = answer if gold.kind == "list" else gold
+        whole = brackets.kind == "bracket" and (brackets.marks == "()" or (brackets.marks == "[]" and len(brackets.items) > 2))
+        return whole and _in_order(gold.items, answer.items)
+    if gold.kind == "range" or answer.kind == "range":
+        return gold.kind in ("range", "bracket") and answer.kind in ("range", "bracket") and _in_order(gold.items, answer.items)
+    if gold.kind == "bracket" and answer.kind == "bracket":
+        same = gold.marks == answer.marks or (len(gold.items) > 2 and {gold.marks, answer.marks} <= {"()", "[]"})
+        return same and _names_agree(gold, answer) and _in_order(gold.items, answer.items)
+    if gold.kind == "text" or answer.kind == "text":
+        return _letters(gold) == _letters(answer) != ""
+    return _equal_values(gold, answer)
+
+
+def _in_order(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
+    return len(gold) == len(answer) and all(equal(one, other) for one, other in zip(gold, answer, strict=True))
+
+
+def _equal_lists(gold: Value, answer: Value) -> bool:
+    names = [{item.name for item in value.items} for value in (gold, answer)]
+    if {""} in names and max(map(len, names)) > 1:  # `x = 1, y = 2` against `1, 2`
+        return _in_order(gold.items, answer.items)
+    return _matched(_distinct(gold.items), _distinct(answer.items))
+
+
+def _equal_sets(gold: Value, answer: Value) -> bool:
+    if {gold.kind, answer.kind} <= {"set", "list"}:
+        return _matched(_distinct(gold.items), _distinct(answer.items))
+    if len(gold.items or (gold,)) == len(answer.items or (answer,)) == 1:  # {5} and 5
+        return equal((gold.items or (gold,))[0], (answer.items or (answer,))[0])
+    return False
+
+
+def _distinct(items: tuple[Value, ...]) -> tuple[Value, ...]:
+    distinct: list[Value] = []
+    for item in items:
+        if not any(equal(other, item) for other in distinct):
+            distinct.append(item)
+    return tuple(distinct)
+
+
+def _matched(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
+    """Whether the items can be paired so that all pairs are equal."""
+    left = list(answer)
+    if len(left) != len(gold):
+        return False
+    for item in gold:
+        index = next((index for index, other in enumerate(left) if equal(item, other)), None)
+        if index is None:
+            return False
+        del left[index]
+    return True
+
+
+def _names_agree(gold: Value, answer: Value) -> bool:
+    """Whether two assignments have the same name. A value without a name matches every name."""
+    names = [value.name for value in (gold, answer) if re.fullmatch(_QUANTITY, value.name)]
+    return len(names) < 2 or _plain(names[0]) == _plain(names[1])
+
+
+def _letters(value: Value) -> str:
+    return re.sub(r"[\s\x02{}]+|\\text", "", value.source).lower()
+
+
+def _equal_values(gold: Value, answer: Value) -> bool:
+    if not _sides_agree(answer):
+        return False
+    if gold.sides and answer.sides:
+        if re.fullmatch(_QUANTITY, gold.name) and re.fullmatch(_QUANTITY, answer.name):
+            return _plain(gold.name) == _plain(answer.name) and (_same(gold, answer) or _by_library(gold.equation, answer.equation))
+        return (_plain(gold.sides[0]) == _plain(answer.sides[0]) and _same(gold, answer)) or _by_library(gold.equation, answer.equation)
+    if (gold.name and not _is_quantity(gold.name)) or (gold.sides and not gold.name and gold.number is None):  # the equation of a curve
+        return False
+    if answer.name and gold.number is not None and not _is_quantity(answer.name, sums=True):  # 2x = 42 does not state 42
+        return False
+    return _same(gold, answer)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s{}\x02]", "", text)
+
+
+def _is_quantity(side: str, sums: bool = False) -> bool:
+    """Whether a side of an equation names a quantity: letters, f(2), |AB|, S:V, with `sums` also x + y, but not 2x or x + 1."""
+    bare = re.sub(r"_(?:\{[^{}]*\}|\w)|\^(?:\{\d+\}|\d)|\([^()]*\)|\\(?:frac|sqrt)", "", side)
+    return re.search(r"\d" if sums else r"\d|[-+]", bare) is None
+
+
+def _sides_agree(answer: Value) -> bool:
+    """Whether all numeric sides of an equation are equal."""
+    numbers = [number for number in map(read_number, answer.sides) if number is not None]
+    if len(numbers) < 2:
+        return True
+    if r"\approx" not in answer.equation:
+        return all(same_number(numbers[0], number) is not False for number in numbers[1:])
+    return all(abs(number.approximation - numbers[0].approximation) <= _ROUNDED * abs(numbers[0].approximation) for number in numbers[1:])
+
+
+def _same(gold: Value, answer: Value) -> bool:
+    expected, number = gold.number, answer.number
+    if expected is None or number is None:
+        if gold.source == answer.source:
+            return True
+        if expected is not None and expected.value is not None:
+            return False  # an unevaluated function of numbers, or not a number
+        return _by_library(gold.source, answer.source)
+    if expected.evaluated and not number.evaluated:
+        return _plain(gold.source) == _plain(answer.source)
+    factors = [(1, 1)] if gold.percent == answer.percent else [(1, 1), (1, 100) if answer.percent else (100, 1)]
+    for over, under in factors:
+        verdict = same_number(_scaled(expected, over), _scaled(number, under))
+        if verdict or (verdict is None and _by_library(gold.source, answer.source)):
+            return True
+    return False
+
+
+def _scaled(number: Number, divisor: int) -> Number:
+    value = None if number.value is None else number.value / divisor
+    return Number(value, number.approximation / divisor, number.decimal, number.evaluated, number.numeral)
+
+
+def _by_library(gold: str, answer: str) -> bool:
+    left, right = _expression(gold), _expression(answer)
+    return bool(verify(left, right, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+
+
+@lru_cache(maxsize=256)
+def _expression(text: str) -> object:
+    latex = normalize_latex(text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace("\x02", ""), config=_NORMALIZATION)
+    return latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)

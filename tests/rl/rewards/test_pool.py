@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: many at once, a deadline each, every mistake told by the user's file and line."""
+"""Reward functions in worker processes: concurrent calls, time limits, and errors with file and line of the user's code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.rl.rewards.descendants import started_by
-from mtpctl.rl.rewards.outcome import Outcome
-from mtpctl.rl.rewards.rewarder import Rewarder
+from mtpctl.rl.rewards.function import Outcome
+from mtpctl.rl.rewards.pool import Rewarder
+from mtpctl.rl.rewards.worker import descendants
 from mtpctl.samples import Sample
 from tests.environment import with_tree
 from tests.fakes.processes import runs
@@ -60,10 +60,10 @@ async def score(response, problem, sample):
 
 
 def sample() -> Sample:
-    made = Sample("rows.jsonl:1", "0", [1, 2])
-    made.append([3, 4], [-0.5, -1.0], 0)
-    made.append([5], [0.0], 0, trained=False)
-    return made
+    sample = Sample("rows.jsonl:1", "0", [1, 2])
+    sample.append([3, 4], [-0.5, -1.0], 0)
+    sample.append([5], [0.0], 0, trained=False)
+    return sample
 
 
 @pytest.fixture
@@ -78,29 +78,29 @@ def coroutine(tmp_path: Path) -> str:
     return f"{tmp_path / 'judge.py'}:score"
 
 
-def rewarded(config: RewardConfig, *responses: str, told: list[str] | None = None) -> list[tuple[float, Outcome]]:
-    """The outcome of each response, all asked for at once, with the seconds that it took."""
+def rewarded(config: RewardConfig, *responses: str, lines: list[str] | None = None) -> list[tuple[float, Outcome]]:
+    """Outcome and seconds of each response, all requested concurrently."""
 
     async def run() -> list[tuple[float, Outcome]]:
-        async with Rewarder(config, tell=(told if told is not None else []).append) as reward:
+        async with Rewarder(config, report=(lines if lines is not None else []).append) as reward:
             began = time.monotonic()
 
-            async def one(response: str) -> tuple[float, Outcome]:
+            async def timed(response: str) -> tuple[float, Outcome]:
                 outcome = await reward(response, PROBLEM, sample())
                 return time.monotonic() - began, outcome
 
-            return await asyncio.gather(*map(one, responses))
+            return await asyncio.gather(*map(timed, responses))
 
     return asyncio.run(asyncio.wait_for(run(), 100))
 
 
-def test_a_function_of_ones_own_gets_response_problem_sample_and_the_recipes_arguments(plain: str) -> None:
+def test_function_receives_response_problem_sample_and_arguments(plain: str) -> None:
     (_, right), (_, wrong) = rewarded(RewardConfig(function=plain, args={"bonus": 0.25}), "2", "3")
     assert (right.reward, wrong.reward, right.parts["tokens"], right.error) == (1.25, 0.25, 2.0, "")
 
 
 @pytest.mark.parametrize(
-    ("response", "told"),
+    ("response", "message"),
     [
         ("raise", "judge.py:8: ValueError: no"),
         ("nan", "judge.py:3: score returned nan, which is not finite"),
@@ -114,16 +114,16 @@ def test_a_function_of_ones_own_gets_response_problem_sample_and_the_recipes_arg
         ("die", "judge.py:score: the process that ran it died"),
     ],
 )
-def test_what_fails_is_told_by_file_and_line_once_and_others_go_on(plain: str, response: str, told: str) -> None:
+def test_failure_is_reported_once_with_file_and_line_and_other_calls_succeed(plain: str, response: str, message: str) -> None:
     lines: list[str] = []
-    outcomes = [outcome for _, outcome in rewarded(RewardConfig(function=plain), response, "2", response, "2", told=lines)]
+    outcomes = [outcome for _, outcome in rewarded(RewardConfig(function=plain), response, "2", response, "2", lines=lines)]
     assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0, 1.0]
     assert [bool(outcome.error) for outcome in outcomes] == [True, False, True, False]
     (line,) = lines
-    assert line.startswith(told) and "(rows.jsonl:1): the response counts as 0" in line and "\n" not in line
+    assert line.startswith(message) and "(rows.jsonl:1): the response counts as 0" in line and "\n" not in line
 
 
-def test_a_failure_has_no_reward_where_its_group_is_to_be_dropped_and_ends_the_run_where_it_is_to_stop(plain: str) -> None:
+def test_failure_drops_the_group_or_stops_the_run_as_configured(plain: str) -> None:
     ((_, dropped),) = rewarded(RewardConfig(function=plain, on_error="drop"), "raise")
     assert dropped.reward is None and dropped.error
     with pytest.raises(RuntimeFailure, match=r"^reward\.function: judge\.py:8: ValueError.*set reward\.on_error: zero or drop$"):
@@ -140,8 +140,8 @@ def test_a_failure_has_no_reward_where_its_group_is_to_be_dropped_and_ends_the_r
         ),
     ],
 )
-def test_those_that_hang_hold_up_nobody_and_are_told_by_their_line(plain: str, kind: str, workers: int | None, line: int) -> None:
-    """Not even where they are more than there are processes; and what they have started ends with them."""
+def test_hung_calls_do_not_delay_others_and_are_reported_with_their_line(plain: str, kind: str, workers: int | None, line: int) -> None:
+    """More hung calls than processes. Their children are killed with them."""
     config = RewardConfig(function=plain, workers=workers, timeout_s=12)
     before = set(psutil.Process().children(recursive=True))
     found = rewarded(config, *[kind] * 3, *["2"] * 200)
@@ -154,38 +154,38 @@ def test_those_that_hang_hold_up_nobody_and_are_told_by_their_line(plain: str, k
     assert not [each for each in left if runs(each)]
 
 
-def test_calls_that_only_wait_get_more_processes_than_there_are_cpus_unless_the_recipe_has_their_number(plain: str) -> None:
+def test_waiting_calls_get_more_processes_than_cpus_unless_workers_is_set(plain: str) -> None:
     assert max(seconds for seconds, _ in rewarded(RewardConfig(function=plain), *["sleep"] * 40)) < 12, (
-        "one after another: 20 s on two CPUs"
+        "sequential calls take 20 s on two CPUs"
     )
     found = rewarded(RewardConfig(function=plain, workers=3), *["sleep"] * 6)
     assert len({outcome.parts["pid"] for _, outcome in found}) == 3
 
 
-def test_coroutines_run_at_once_in_one_process(coroutine: str) -> None:
+def test_coroutines_run_concurrently_in_one_process(coroutine: str) -> None:
     found = rewarded(RewardConfig(function=coroutine), *["2"] * 200)
-    assert max(seconds for seconds, _ in found) < 10, "one after another: 40 s"
+    assert max(seconds for seconds, _ in found) < 10, "sequential calls take 40 s"
     lines: list[str] = []
-    rewarded(RewardConfig(function=coroutine), "raise", told=lines)
+    rewarded(RewardConfig(function=coroutine), "raise", lines=lines)
     assert lines[0].startswith("judge.py:8: ValueError: no number in it")
 
 
-def test_of_coroutines_the_recipe_bounds_how_many_are_under_way(coroutine: str) -> None:
+def test_workers_bounds_concurrent_coroutines(coroutine: str) -> None:
     found = sorted(seconds for seconds, _ in rewarded(RewardConfig(function=coroutine, workers=2), *["2"] * 6))
     assert found[-1] > 0.6
 
 
-def test_a_coroutine_that_will_not_be_cancelled_or_blocks_the_loop_holds_up_the_others_no_longer_than_its_deadline(coroutine: str) -> None:
+def test_coroutine_that_ignores_cancellation_or_blocks_the_loop_delays_others_at_most_until_its_time_limit(coroutine: str) -> None:
     ((_, hung), *quick) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "hang", *["2"] * 50)
     assert hung.timed_out and max(seconds for seconds, _ in quick) < 4
     assert hung.error.startswith("judge.py:5: score took more than 4 s")
     ((_, blocked), *others) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "block", *["2"] * 50)
     assert blocked.timed_out and blocked.error.startswith("judge.py:7: score took more than 4 s")
-    assert [outcome.reward for _, outcome in others] == [1.0] * 50, "begun again, in another process"
+    assert [outcome.reward for _, outcome in others] == [1.0] * 50, "restarted in another process"
 
 
 @pytest.mark.parametrize(
-    ("text", "args", "told"),
+    ("text", "args", "message"),
     [
         (
             "def score(response): return 1",
@@ -200,23 +200,21 @@ def test_a_coroutine_that_will_not_be_cancelled_or_blocks_the_loop_holds_up_the_
         ("class score: pass", {}, r"reward\.function: .* is a class"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
-    tmp_path: Path, text: str, args: dict[str, object], told: str
-) -> None:
+def test_function_that_cannot_be_called_is_refused_at_the_start(tmp_path: Path, text: str, args: dict[str, object], message: str) -> None:
     (tmp_path / "judge.py").write_text(text)
-    with pytest.raises(UserError, match=told) as found:
+    with pytest.raises(UserError, match=message) as caught:
         rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", args=args), "2")
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_starts_threads_is_loaded_by_every_process_for_itself(tmp_path: Path) -> None:
+def test_module_that_starts_threads_is_loaded_by_every_process(tmp_path: Path) -> None:
     text = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n" + PLAIN
     (tmp_path / "judge.py").write_text(text)
     found = rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", workers=2, timeout_s=6), "hang", "sleep", *["2"] * 20)
     assert found[0][1].timed_out and all(outcome.reward == 1.0 for _, outcome in found[2:])
 
 
-def test_what_a_late_call_started_ends_with_it_also_in_a_session_of_its_own(tmp_path: Path) -> None:
+def test_children_of_a_late_call_are_killed_even_in_their_own_session(tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(
         "import subprocess, sys, threading, time\n"
         "def start(file):\n"
@@ -240,8 +238,8 @@ def test_what_a_late_call_started_ends_with_it_also_in_a_session_of_its_own(tmp_
 CONTROLLER = """\
 import asyncio, sys
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.rl.rewards.rewarder import Rewarder
-from tests.rl.rewards.test_rewarder import PROBLEM, sample
+from mtpctl.rl.rewards.pool import Rewarder
+from tests.rl.rewards.test_pool import PROBLEM, sample
 
 async def run():
     async with Rewarder(RewardConfig(function=sys.argv[1], timeout_s=900)) as reward:
@@ -252,7 +250,7 @@ asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine", "loaded by each"])
-def test_what_a_call_started_ends_with_a_controller_that_is_killed(tmp_path: Path, kind: str) -> None:
+def test_children_of_calls_are_killed_if_the_controller_is_killed(tmp_path: Path, kind: str) -> None:
     wait = "await asyncio.sleep(1000)" if kind == "coroutine" else "time.sleep(1000)"
     (tmp_path / "judge.py").write_text(
         "import asyncio, os, subprocess, sys, threading, time\n"
@@ -271,8 +269,8 @@ def test_what_a_call_started_ends_with_a_controller_that_is_killed(tmp_path: Pat
         try:
             wait_until(lambda: file.exists() or controller.poll() is not None, 60)
             worker, child = map(int, file.read_text().split())
-            wait_until(lambda: bool(started_by(child)), 20)
-            started = [worker, child, *started_by(child)]
+            wait_until(lambda: bool(descendants(child)), 20)
+            started = [worker, child, *descendants(child)]
         finally:
             controller.kill()
     wait_until(lambda: not any(map(runs, started)), 20)
@@ -285,33 +283,33 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_math_that_would_take_for_ever_is_wrong_and_holds_up_nobody() -> None:
+def test_math_that_never_ends_is_wrong_and_does_not_delay_others() -> None:
     config = RewardConfig(function="math", args={"seconds": 1}, timeout_s=20)
     found = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)
     assert [outcome.reward for _, outcome in found] == [0.0] + [1.0] * 50
 
 
-def test_once_a_call_hung_the_next_one_that_does_is_replaced_by_a_process_that_is_there_already(plain: str) -> None:
+def test_second_hung_call_is_replaced_by_the_spare_process(plain: str) -> None:
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
 
     async def run() -> tuple[set[int], float, float]:
-        others = children()  # that earlier tests have left
+        others = children()  # of earlier tests
         async with Rewarder(RewardConfig(function=plain, workers=1, timeout_s=60)) as reward:
             hanging = [asyncio.create_task(reward("spin", PROBLEM, sample()))]
-            await asyncio.sleep(0)  # it is asked for first
+            await asyncio.sleep(0)  # so that it starts first
             before = (await reward("2", PROBLEM, sample())).parts["pid"]
-            while len(there := children() - others) < 4:  # template, hanging, free, spare
+            while len(processes := children() - others) < 4:  # template, hanging, free, spare
                 await asyncio.sleep(0.01)
             hanging.append(asyncio.create_task(reward("spin", PROBLEM, sample())))
             await asyncio.sleep(0)
             after = (await reward("2", PROBLEM, sample())).parts["pid"]
             for task in hanging:
                 task.cancel()
-            return there, before, after
+            return processes, before, after
 
-    there, before, after = asyncio.run(asyncio.wait_for(run(), 60))
-    assert before != after and after in there
+    processes, before, after = asyncio.run(asyncio.wait_for(run(), 60))
+    assert before != after and after in processes
 
 
 BURNS = """\
@@ -324,8 +322,8 @@ def score(response, problem, sample):
 """
 
 
-def test_calls_that_burn_cpu_leave_it_to_the_others(tmp_path: Path) -> None:
-    """One in a hundred, on one CPU. Judged by CPU seconds, of which a busy machine gives all of them less."""
+def test_calls_that_use_much_cpu_run_at_idle_priority(tmp_path: Path) -> None:
+    """One in a hundred, on one CPU. The bound is in CPU seconds, because a busy machine slows all of them."""
     (tmp_path / "judge.py").write_text(BURNS)
     hanging, every = 8, 100
 
@@ -355,7 +353,7 @@ def test_calls_that_burn_cpu_leave_it_to_the_others(tmp_path: Path) -> None:
     assert used < 2 * needed
 
 
-def test_a_process_starts_without_anything_heavy() -> None:
+def test_worker_imports_no_heavy_package() -> None:
     program = "import mtpctl.rl.rewards.worker, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout.split()
     assert not {"torch", "ray", "numpy", "transformers", "sympy", "pydantic"} & set(loaded)

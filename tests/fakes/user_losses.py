@@ -1,4 +1,4 @@
-"""Losses as a user writes them: one that is right, and the mistakes that one makes first."""
+"""User-defined losses and advantages: valid ones, and common mistakes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtpctl.rl.losses import LossOut, TokenTerms, log_ratio_of, loss_from, token
 
 
 def squared(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig, weight: float = 0.5) -> LossOut:
-    """The ratio times the advantage, with a penalty for leaving the anchor in place of a clip."""
+    """Ratio times advantage, with a penalty on the log-ratio instead of a clip."""
     log_ratio = log_ratio_of(logprob, terms)
     surrogate = -terms.advantage * log_ratio.exp() + weight * log_ratio**2
     far = ((log_ratio.detach().abs() > 0.2) & (terms.aggregation > 0)).sum()
@@ -18,12 +18,12 @@ def squared(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: 
 
 
 def plain(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
-    """REINFORCE, summed by hand."""
+    """REINFORCE without `loss_from`."""
     kept = torch.where(terms.aggregation > 0, logprob, 0.0)
     return LossOut(-(terms.advantage * terms.aggregation * kept).sum(), {})
 
 
-def ours(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig, **arguments: object) -> LossOut:
+def built_in(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig, **arguments: object) -> LossOut:
     return token_policy_loss(logprob, entropy, terms, config)
 
 
@@ -75,6 +75,36 @@ def changing_names(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, c
 
 def old_signature(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
     return -(advantage * (logprob - old).exp()).sum()
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor, lengths: Tensor, scale: float = 1.0) -> Tensor:
+    """RLOO by loops."""
+    result = []
+    for index, group in enumerate(groups):
+        others = (groups == group) & (torch.arange(len(groups)) != index)
+        result.append(scale * (rewards[index] - rewards[others].mean()))
+    return torch.stack(result)
+
+
+def advantage_raises(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    return rewards[10]
+
+
+def advantage_list(rewards: Tensor, groups: Tensor, lengths: Tensor) -> list[float]:
+    return rewards.tolist()  # type: ignore[no-any-return]
+
+
+def advantage_per_group(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    return torch.zeros(len(groups.unique()))
+
+
+def advantage_divides(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    centered = torch.stack([reward - rewards[groups == group].mean() for reward, group in zip(rewards, groups, strict=True)])
+    return centered / torch.stack([rewards[groups == group].std() for group in groups])
+
+
+def advantage_in_place(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    return rewards.sub_(rewards.mean())
 
 
 NOT_A_FUNCTION = 3

@@ -1,0 +1,99 @@
+"""Messages on a stream, each prefixed by its length in four bytes; and authenticated verdicts from the tests' process to the caller.
+
+There is one verdict for each test, in order, each with a MAC. The caller generates a random key for each judgement and passes it to the
+tests' process only. A verdict that has a wrong MAC, is out of order, or repeats an earlier one invalidates all verdicts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+
+_MAC_BYTES = 32
+_MAX_VERDICT = 1 << 13
+_MAX_ERROR = 500
+
+
+def read_frame(descriptor: int, max_bytes: int = 1 << 32) -> bytes | None:
+    """The next message; None if the stream has ended. Raises ValueError for a message of more than `max_bytes` bytes."""
+    head = _read(descriptor, 4)
+    if head is None:
+        return None
+    length = int.from_bytes(head, "big")
+    if length > max_bytes:
+        raise ValueError(f"a message of {length} bytes")
+    return _read(descriptor, length)
+
+
+def write_frame(descriptor: int, message: bytes) -> None:
+    """Write a message. Raises OSError if the other end is closed."""
+    left = memoryview(len(message).to_bytes(4, "big") + message)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _read(descriptor: int, length: int) -> bytes | None:
+    parts = []
+    while length:
+        part = os.read(descriptor, min(length, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def new_key() -> str:
+    """A random key for one judgement."""
+    return secrets.token_hex(_MAC_BYTES)
+
+
+class VerdictWriter:
+    """The end in the tests' process."""
+
+    def __init__(self, descriptor: int, key: str) -> None:
+        self._descriptor, self._key, self._count = descriptor, bytes.fromhex(key), 0
+
+    def write(self, error: str) -> None:
+        """Report the result of the next test: `error` is empty if it passed."""
+        verdict = json.dumps(error[:_MAX_ERROR]).encode()
+        write_frame(self._descriptor, _mac(self._key, self._count, verdict) + verdict)
+        self._count += 1
+
+
+class VerdictReader:
+    """The caller's end. `failures`: for each test so far None, or why it failed. `forged`: a verdict was not authentic."""
+
+    def __init__(self, key: str, count: int) -> None:
+        self.failures: list[str | None] = []
+        self.forged = False
+        self._key, self._count = bytes.fromhex(key), count
+        self._stream = bytearray()
+
+    def feed(self, piece: bytes) -> None:
+        """Process received bytes."""
+        self._stream.extend(piece)
+        while not self.forged and len(self._stream) >= 4:
+            end = 4 + int.from_bytes(self._stream[:4], "big")
+            if end > _MAX_VERDICT:
+                self.forged = True
+            elif len(self._stream) >= end:
+                self._accept(bytes(self._stream[4:end]))
+                del self._stream[:end]
+            else:
+                break
+
+    def _accept(self, frame: bytes) -> None:
+        mac, verdict = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
+        number = len(self.failures)
+        if number >= self._count or not hmac.compare_digest(mac, _mac(self._key, number, verdict)):
+            self.forged = True
+            return
+        self.failures.append(json.loads(verdict) or None)
+
+
+def _mac(key: bytes, number: int, verdict: bytes) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "big") + verdict, key=key, digest_size=_MAC_BYTES).digest()
