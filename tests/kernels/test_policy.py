@@ -13,6 +13,7 @@ from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
 from mtpctl.rl.user_objective import loss_of
+from mtpctl.user_code import is_reference
 from tests.fakes import user_losses
 from tests.fakes.kernel_agreement import relative
 

@@ -1,4 +1,4 @@
-"""Answers that are tested: what right ones may do, and what wrong ones try in order to pass."""
+"""Tests of answers: features that correct answers may use, and tricks of wrong answers that must not pass."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import pytest
 
 from mtpctl.sandbox.limits import Judgement, Limits
 from mtpctl.sandbox.sandbox import Sandbox
+from tests.fakes.attacks import sections, successful
 
 BRIEF = Limits(cpu_s=2.0, wall_s=10.0)
 
 
-def sections(text: str) -> dict[str, str]:
-    """The parts of a text by their headings."""
-    parts = [part.partition("\n") for part in text.split("\n## ")[1:]]
-    return {name: body for name, _, body in parts}
-
-
-RIGHT = sections(
+CORRECT = sections(
     """
 ## numbers, texts and containers
 def same(x): return x
@@ -267,15 +262,15 @@ assert (f(3) == np.array([0, 1, 2])).all() and f(4).sum() == 6
 )
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_answer_passes(best: Sandbox, name: str) -> None:
-    code, _, tests = RIGHT[name].partition("\n--\n")
-    judged = best.judge(code, [tests], limits=Limits(memory_mb=2048))
-    assert judged.failures == [None], judged
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_answer_passes(best: Sandbox, name: str) -> None:
+    code, _, tests = CORRECT[name].partition("\n--\n")
+    judgement = best.judge(code, [tests], limits=Limits(memory_mb=2048))
+    assert judgement.failures == [None], judgement
 
 
 def test_correct_answers_pass_with_every_mechanism(sandbox: Sandbox) -> None:
-    code, _, tests = RIGHT["exceptions"].partition("\n--\n")
+    code, _, tests = CORRECT["exceptions"].partition("\n--\n")
     assert sandbox.judge(code, [tests]).passed == 1.0
 
 
@@ -290,7 +285,7 @@ HIDDEN = [
 ]
 """Tests that an answer passes only if it knows the values."""
 
-CHEATS = sections(
+WRONG = sections(
     r"""
 ## is equal to everything
 class Any:
@@ -407,19 +402,13 @@ x = 1
 )
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_wrong_answer_passes_nothing_whatever_it_does(best: Sandbox, name: str) -> None:
-    judged = best.judge(CHEATS[name], HIDDEN, limits=BRIEF)
-    assert len(judged.failures) == len(HIDDEN) and all(judged.failures), judged
+def test_no_wrong_answer_passes_a_test(sandbox: Sandbox) -> None:
+    assert len(WRONG) == 25
+    assert successful(WRONG, lambda code: sandbox.judge(code, HIDDEN, limits=BRIEF), tests=len(HIDDEN)) == {}
 
 
-def test_cheats_fail_with_every_mechanism(sandbox: Sandbox) -> None:
-    for name in ("looks for the tests", "tells the verdict itself", "is equal to everything"):
-        assert sandbox.judge(CHEATS[name], HIDDEN, limits=BRIEF).passed == 0.0, name
-
-
-def test_functions_of_the_tests_can_be_called_by_the_answer_and_nothing_else(best: Sandbox) -> None:
-    """The answer asks for the globals of a function that it was given, by the messages that its own side would never send."""
+def test_answer_can_only_call_functions_of_the_tests(best: Sandbox) -> None:
+    """The answer requests the globals of a function of the tests, with messages that its own end would not send."""
     code = """
 import json, os
 from mtpctl.sandbox.remote import number_of
@@ -437,25 +426,25 @@ def apply(function, x):
     tests = [
         "SECRET = 9137\nreplies = apply(lambda x: x, 1)\nassert len(replies) == 3 and all('TypeError' in each for each in replies), replies"
     ]
-    judged = best.judge(code, tests, limits=BRIEF)
-    assert judged.failures == [None], judged
+    judgement = best.judge(code, tests, limits=BRIEF)
+    assert judgement.failures == [None], judgement
 
 
-def test_failures_are_told_test_by_test(best: Sandbox) -> None:
-    judged = best.judge("def f(x): return x", ["assert f(1) == 1", "assert f(1) == 2, 'not two'", "f()", "g()"])
-    assert judged.passed == 0.25
-    none, two, missing, name = judged.failures
+def test_failures_are_reported_for_each_test(best: Sandbox) -> None:
+    judgement = best.judge("def f(x): return x", ["assert f(1) == 1", "assert f(1) == 2, 'not two'", "f()", "g()"])
+    assert judgement.passed == 0.25
+    none, two, missing, name = judgement.failures
     assert (none, two) == (None, "AssertionError: not two")
     assert missing is not None and missing.startswith("TypeError") and name is not None and name.startswith("NameError")
 
 
-def test_tests_that_had_passed_count_when_a_later_one_hangs(best: Sandbox) -> None:
+def test_passed_tests_count_if_a_later_one_hangs(best: Sandbox) -> None:
     code = "def f(x):\n    while x: pass\n    return 0"
-    judged: Judgement = best.judge(code, ["assert f(0) == 0", "f(1)", "assert f(0) == 0"], limits=Limits(cpu_s=30, wall_s=1.5))
-    assert judged.timed_out and judged.failures == [None, "not ended in time", "not ended in time"]
+    judgement: Judgement = best.judge(code, ["assert f(0) == 0", "f(1)", "assert f(0) == 0"], limits=Limits(cpu_s=30, wall_s=1.5))
+    assert judgement.timed_out and judgement.failures == [None, "not ended in time", "not ended in time"]
 
 
-def test_an_entry_point_may_have_the_name_of_a_built_in(best: Sandbox) -> None:
+def test_entry_point_may_have_the_name_of_a_built_in(best: Sandbox) -> None:
     code = "def sum(x): return 'own'"
     assert best.judge(code, ["assert sum([1]) == 'own'"], entry_point="sum").passed == 1.0
     assert best.judge(code, ["assert sum([1]) == 1"]).passed == 1.0

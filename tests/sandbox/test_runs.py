@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import cast
 
 import pytest
 
@@ -44,39 +44,45 @@ def problem(answer: str = "", **fields: object) -> Problem:
         ("import random, decimal, statistics, zoneinfo\nprint(decimal.Decimal(1) / 4)", "", "0.25\n", 0),
     ],
 )
-def test_programs_run_as_they_would_outside(sandbox: Sandbox, code: str, stdin: str, stdout: str, code_of_exit: int) -> None:
+def test_program_runs_as_outside_the_sandbox(sandbox: Sandbox, code: str, stdin: str, stdout: str, code_of_exit: int) -> None:
     result = sandbox.run(code, stdin=stdin)
     assert (result.stdout, result.exit) == (stdout, code_of_exit), result
 
 
-def test_errors_of_a_program_name_its_line(best: Sandbox) -> None:
-    told = best.run("x = 1\ndef f(): return x / 0\nf()").stderr
-    assert 'File "answer.py", line 2, in f' in told and told.endswith("ZeroDivisionError: division by zero\n") and "inside.py" not in told
+def test_traceback_of_a_program_names_its_line(best: Sandbox) -> None:
+    stderr = best.run("x = 1\ndef f(): return x / 0\nf()").stderr
+    assert (
+        'File "answer.py", line 2, in f' in stderr
+        and stderr.endswith("ZeroDivisionError: division by zero\n")
+        and "inside.py" not in stderr
+    )
 
 
-def test_many_threads_may_ask_at_once(best: Sandbox) -> None:
-    found: dict[int, str] = {}
+def test_runs_may_be_started_by_many_threads(best: Sandbox) -> None:
+    outputs: dict[int, str] = {}
 
     def ask(number: int) -> None:
-        found[number] = best.run(f"print({number})").stdout
+        outputs[number] = best.run(f"print({number})").stdout
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {number: f"{number}\n" for number in range(24)}
+    assert outputs == {number: f"{number}\n" for number in range(24)}
 
 
-def test_a_session_keeps_its_state_and_prints_the_last_expression(sandbox: Sandbox) -> None:
+def test_session_keeps_state_and_prints_the_last_expression(sandbox: Sandbox) -> None:
     session = sandbox.session()
-    said = [session.run(code).text for code in ("x = [1]", "x.append(2); x", "print(sum(x))\nNone", "def f():\n    return x\nf()", "x +")]
-    assert said[:4] == ["", "[1, 2]\n", "3\n", "[1, 2]\n"] and "SyntaxError" in said[4]
+    outputs = [
+        session.run(code).text for code in ("x = [1]", "x.append(2); x", "print(sum(x))\nNone", "def f():\n    return x\nf()", "x +")
+    ]
+    assert outputs[:4] == ["", "[1, 2]\n", "3\n", "[1, 2]\n"] and "SyntaxError" in outputs[4]
     assert session.run("import time\nlen(x)").text == "2\n"
     session.close()
 
 
-def test_a_cell_that_hangs_is_interrupted_and_the_state_is_kept(sandbox: Sandbox) -> None:
+def test_cell_at_its_limit_is_interrupted_and_state_is_kept(sandbox: Sandbox) -> None:
     session = sandbox.session(Limits(cpu_s=60, wall_s=1.0))
     session.run("x = 5")
     hung = session.run("while True: pass")
@@ -87,7 +93,7 @@ def test_a_cell_that_hangs_is_interrupted_and_the_state_is_kept(sandbox: Sandbox
     session.close()
 
 
-def test_a_cell_that_does_not_listen_ends_the_session_and_the_next_one_begins_anew(sandbox: Sandbox) -> None:
+def test_cell_that_ignores_the_interrupt_ends_the_session_and_the_next_starts_another(sandbox: Sandbox) -> None:
     session = sandbox.session(Limits(cpu_s=60, wall_s=1.0))
     session.run("x = 5")
     deaf = session.run("import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass")
@@ -97,7 +103,7 @@ def test_a_cell_that_does_not_listen_ends_the_session_and_the_next_one_begins_an
     session.close()
 
 
-def test_closing_a_session_ends_a_cell_that_runs(best: Sandbox) -> None:
+def test_closing_a_session_ends_the_running_cell(best: Sandbox) -> None:
     session = best.session(Limits(cpu_s=600, wall_s=600))
     session.run("1")
     thread = threading.Thread(target=session.run, args=("while True: pass",))
@@ -122,7 +128,7 @@ FENCE = "```"
         ("x = 1", "x = 1"),
     ],
 )
-def test_the_code_is_the_last_python_block(response: str, code: str) -> None:
+def test_code_is_the_last_python_block(response: str, code: str) -> None:
     assert code_of(response) == code
 
 
@@ -151,27 +157,27 @@ DOUBLE = "def double(x): return 2 * x"
     ],
 )
 def test_code_is_rewarded_by_its_tests(response: str, fields: Mapping[str, object], answer: str, reward: float, passed: float) -> None:
-    found = score(response, problem(answer, **fields), SAMPLE)
-    assert found == {"reward": reward, "passed": passed, "timed_out": 0.0}
+    result = score(response, problem(answer, **fields), SAMPLE)
+    assert result == {"reward": reward, "passed": passed, "timed_out": 0.0}
     assert score(response, problem(answer, **fields), SAMPLE, partial=True)["reward"] == passed
 
 
-def test_an_answer_that_hangs_counts_as_timed_out() -> None:
-    found = score("while True: pass", problem("1"), SAMPLE, timeout_s=0.2)
-    assert found == {"reward": 0.0, "passed": 0.0, "timed_out": 1.0}
+def test_hung_answer_is_counted_as_timed_out() -> None:
+    result = score("while True: pass", problem("1"), SAMPLE, timeout_s=0.2)
+    assert result == {"reward": 0.0, "passed": 0.0, "timed_out": 1.0}
 
 
 @pytest.mark.parametrize("tests", [[], [1, 2], {"inputs": ["1"]}, [{"input": "1"}], "assert (", {"inputs": [], "outputs": []}])
-def test_tests_of_another_form_are_named_with_the_row(tests: object) -> None:
+def test_invalid_tests_are_an_error_with_the_row(tests: object) -> None:
     with pytest.raises(ValueError, match=r"rows.jsonl:1: column cases: ."):
         score("x = 1", problem(cases=tests), SAMPLE, tests="cases")
 
 
-def test_the_environment_keeps_a_session_for_a_response() -> None:
+def test_environment_keeps_a_session_for_each_response() -> None:
     async def talk() -> list[str]:
         first, second = Python(problem()), Python(timeout_s=1.0, max_chars=400)
         assert first.stop == ["</python>"]
-        said = [
+        outputs = [
             await first.reply("so <python>x = 6</python>"),
             await first.reply("and <python>\n```python\nx * 7\n```\n</python>"),
             await second.reply("<python>x</python>"),
@@ -180,43 +186,41 @@ def test_the_environment_keeps_a_session_for_a_response() -> None:
         ]
         first.close()
         second.close()
-        return said
+        return outputs
 
-    said = asyncio.run(talk())
-    assert said[:2] == ["<output>\n</output>\n", "<output>\n42\n</output>\n"]
-    assert "NameError" in said[2]
-    assert said[3].endswith("[timed out]\n</output>\n")
-    assert said[4] == "<output>\n[the session ended, and its variables are gone]\n</output>\n"
+    outputs = asyncio.run(talk())
+    assert outputs[:2] == ["<output>\n</output>\n", "<output>\n42\n</output>\n"]
+    assert "NameError" in outputs[2]
+    assert outputs[3].endswith("[timed out]\n</output>\n")
+    assert outputs[4] == "<output>\n[the session ended, and its variables are gone]\n</output>\n"
 
 
-def test_long_output_is_cut_in_the_middle() -> None:
+def test_long_output_loses_its_middle() -> None:
     assert shortened("a" * 10, 10) == "a" * 10
     assert shortened("a" * 9 + "b" * 9, 8) == "aaaa\n[10 characters left out]\nbbbb"
 
 
-def test_what_holds_here_is_told_in_a_line_each(sandbox: Sandbox) -> None:
-    found = layers(sandbox)
-    assert [layer.name for layer in found] == ["network", "files", "processes", "limits"]
-    assert all(layer.by and "\n" not in layer.by for layer in found)
+def test_layers_are_described_in_one_line_each(sandbox: Sandbox) -> None:
+    restrictions = layers(sandbox)
+    assert [layer.name for layer in restrictions] == ["network", "files", "processes", "limits"]
+    assert all(layer.by and "\n" not in layer.by for layer in restrictions)
 
 
 def test_code_runs_without_isolation_only_if_the_recipe_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.sandbox.sandbox.Sandbox._try", lambda self, kind: "" if kind == "none" and _admit(self) else f"no {kind}")
+    def start(sandbox: Sandbox, mechanism: str) -> str:
+        if mechanism != "none":
+            return f"no {mechanism}"
+        sandbox._control, other = socket.socketpair()
+        other.close()
+        sandbox._mechanism = "none"
+        return ""
+
+    monkeypatch.setattr(Sandbox, "_start_zygote", start)
     with pytest.raises(EnvironmentMissing, match=r"^sandbox: code .* \(namespaces: no namespaces; .*; set reward.args.isolation: none"):
         shared.require("reward.args")
     with pytest.raises(UserError, match=r"^rollout.environment_args.isolation: 'off' is neither required nor none$"):
         shared.require("rollout.environment_args", "off")
     shared.require("reward.args", "none")
-
-
-def _admit(sandbox: Sandbox) -> bool:
-    """As if the zygote had started."""
-    import socket
-
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    sandbox._control, sandbox._kind = ours, cast("object", "none")  # type: ignore[assignment]
-    return True
 
 
 def test_isolation_none_runs_code_with_the_callers_rights(tmp_path: object) -> None:

@@ -1,38 +1,27 @@
 """Attacks on the verdict: wrong answers that try to pass tests. None passes with any isolation mechanism.
 
-An attack is an answer and a test, separated by `--`. `SOURCE` is source code that writes verdicts to every descriptor and leaves with
-exit code 0. The test of each attack is one that an honest answer can pass, or would pass without its sandbox.
+An attack is an answer and a test, separated by `--`. `SOURCE` is source code that writes verdicts to every descriptor and exits with
+code 0. An honest answer can pass the test of an attack, or it would pass without the sandbox.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.limits import Limits
-from mtpctl.sandbox.messages import VerdictReader, VerdictWriter, new_key, write_frame
+from mtpctl.sandbox.limits import Judgement, Limits
+from mtpctl.sandbox.messages import VerdictReader, VerdictWriter, new_key, read_frame, write_frame
 from mtpctl.sandbox.reward import score
 from mtpctl.sandbox.sandbox import Sandbox
+from tests.fakes.attacks import FORGE, SOURCE, sections, successful
 from tests.sandbox.conftest import mechanism, sandbox  # noqa: F401
-from tests.sandbox.test_judging import sections
 
 BRIEF = Limits(cpu_s=1.0, wall_s=10.0)
-
-FORGE = r"""
-import os, json
-for verdict in (b'""', b'null', b'{"passed": true, "error": ""}', b'{"value": true}'):
-    for code in (b'', bytes(32), os.urandom(32)):
-        frame = (len(code + verdict)).to_bytes(4, 'big') + code + verdict
-        for descriptor in range(64):
-            try: os.write(descriptor, frame)
-            except OSError: pass
-os._exit(0)
-"""
-SOURCE = f"(exec({FORGE!r}), 1)[1]"
 
 ATTACKS = sections(
     r"""
@@ -740,18 +729,20 @@ def reply(*values):
 """
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_attack_passes_no_test(sandbox: Sandbox, name: str) -> None:  # noqa: F811
-    code, test = ATTACKS[name].split("\n--\n")
-    code = code.replace("REPLY", REPLY)
-    if re.search(r"\b(SOURCE|FORGE)\b", code):
-        code = f"SOURCE = {SOURCE!r}\nFORGE = {FORGE!r}\n{code}"
-    judged = sandbox.judge(code, [test.replace("SOURCE", repr(SOURCE)), "assert 1 == 2"], limits=BRIEF)
-    assert len(judged.failures) == 2 and all(judged.failures), judged
+def test_no_attack_passes_a_test(sandbox: Sandbox) -> None:  # noqa: F811
+    def judge(attack: str) -> Judgement:
+        code, test = attack.split("\n--\n")
+        code = code.replace("REPLY", REPLY)
+        if re.search(r"\b(SOURCE|FORGE)\b", code):
+            code = f"SOURCE = {SOURCE!r}\nFORGE = {FORGE!r}\n{code}"
+        return sandbox.judge(code, [test.replace("SOURCE", repr(SOURCE)), "assert 1 == 2"], limits=BRIEF)
+
+    assert len(ATTACKS) == 105
+    assert successful(ATTACKS, judge, tests=2) == {}
 
 
-def test_reward_of_the_cyclic_codec_that_is_eval_is_zero() -> None:
-    """The form of HumanEval/38: a round trip through two functions, of which the test calls one with what the other returns."""
+def test_reward_of_a_codec_that_is_eval_is_zero() -> None:
+    """As in HumanEval/38: the test passes the result of one function of the answer to another."""
     check = "def check(candidate):\n    for text in ('abc', 'abcd'):\n        assert candidate(encode_cyclic(text)) == text"
     problem = Problem("rows.jsonl:1", "", "", fields={"tests": check, "entry_point": "decode_cyclic"})
     honest = "def encode_cyclic(s): return s[::-1]\ndef decode_cyclic(s): return s[::-1]"
@@ -761,9 +752,7 @@ def test_reward_of_the_cyclic_codec_that_is_eval_is_zero() -> None:
 
 
 def frames(*verdicts: tuple[int, str], key: str) -> list[bytes]:
-    """What the tests' process writes for each verdict; the number is that of the test."""
-    import os
-
+    """The bytes that the tests' process writes for each verdict, given by the number of its test and the error."""
     written = []
     for number, error in verdicts:
         read, write = os.pipe()
@@ -776,7 +765,7 @@ def frames(*verdicts: tuple[int, str], key: str) -> list[bytes]:
     return written
 
 
-def test_verdicts_of_the_key_are_read_in_any_pieces() -> None:
+def test_authentic_verdicts_are_read_in_any_pieces() -> None:
     key = new_key()
     stream = b"".join(frames((0, ""), (1, "no"), (2, ""), key=key))
     for size in (1, 7, len(stream)):
@@ -787,7 +776,7 @@ def test_verdicts_of_the_key_are_read_in_any_pieces() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 1), (0, 1, 2, 3), (0, 1, 2, 0)])
-def test_a_verdict_that_is_repeated_or_out_of_order_voids_all(order: tuple[int, ...]) -> None:
+def test_verdict_that_is_repeated_or_out_of_order_invalidates_all(order: tuple[int, ...]) -> None:
     key = new_key()
     reader = VerdictReader(key, 3)
     for frame in frames(*((number, "") for number in order), key=key):
@@ -800,7 +789,7 @@ def test_a_verdict_that_is_repeated_or_out_of_order_voids_all(order: tuple[int, 
     [b"\0\0\0\0", b'\0\0\0\x02""', b"\xff\xff\xff\xff", b"\0\0\0\x22" + bytes(32) + b'""', *frames((0, ""), key=new_key())],
     ids=["empty", "text", "length", "zero signature", "other key"],
 )
-def test_a_verdict_without_the_key_voids_all(frame: bytes) -> None:
+def test_verdict_without_the_key_invalidates_all(frame: bytes) -> None:
     key = new_key()
     reader = VerdictReader(key, 2)
     reader.feed(frames((0, ""), key=key)[0])
@@ -808,18 +797,14 @@ def test_a_verdict_without_the_key_voids_all(frame: bytes) -> None:
     assert reader.forged
 
 
-def test_a_verdict_written_by_other_code_in_the_tests_process_voids_all(sandbox: Sandbox) -> None:  # noqa: F811
+def test_verdict_written_by_other_code_in_the_tests_process_invalidates_all(sandbox: Sandbox) -> None:  # noqa: F811
     forged = json.dumps("").encode()
     tests = ["pass", f"import os; os.write(4, (32 + {len(forged)}).to_bytes(4, 'big') + bytes(32) + {forged!r}); os._exit(0)", "pass"]
-    judged = sandbox.judge("x = 1", tests, limits=BRIEF)
-    assert judged.failures == ["a verdict was not authentic"] * 3
+    judgement = sandbox.judge("x = 1", tests, limits=BRIEF)
+    assert judgement.failures == ["a verdict was not authentic"] * 3
 
 
-def test_frames_that_are_too_large_are_not_read() -> None:
-    import os
-
-    from mtpctl.sandbox.messages import read_frame
-
+def test_frame_over_the_size_limit_is_not_read() -> None:
     read, write = os.pipe()
     write_frame(write, b"x" * 10)
     with pytest.raises(ValueError, match="10 bytes"):
