@@ -1,4 +1,4 @@
-"""Configs of a few hub models, so that plans and models with random weights need no download."""
+"""Configs of some hub models and of a toy, so that plans and models with random weights need no download."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ HUB_CONFIGS: dict[str, dict[str, object]] = {
 
 
 def hub_config(hub_id: str) -> dict[str, object]:
-    """The config.json fields of a hub model in `HUB_CONFIGS`. Raises UserError for another, naming those."""
+    """The config.json fields of a hub model. Raises UserError for a model that is not in `HUB_CONFIGS`."""
     if hub_id not in HUB_CONFIGS:
         raise UserError(f"the sizes of {hub_id} are not known without a download; known are {', '.join(HUB_CONFIGS)}")
     return deepcopy(HUB_CONFIGS[hub_id])
@@ -218,8 +218,8 @@ _TOY: dict[str, object] = {
 
 
 def toy_config(**changes: object) -> dict[str, object]:
-    """The config.json fields of a MiMo model of two layers and one MTP layer, with `changes`: vocabulary and context among them.
+    """The config.json fields of a MiMo model with two layers and one MTP layer, with `changes`, such as vocabulary and context.
 
-    `model_type` is one that vLLM reads without `mtpctl.compat.mimo_config`.
+    Its `model_type` is one that vLLM reads without `mtpctl.compat.mimo_config`.
     """
     return {**_TOY, **changes}

@@ -1,4 +1,13 @@
-"""Fields of a Hugging Face config, read by type."""
+"""Read and check fields of a Hugging Face config: typed access, rotary embeddings, and fields that the trainer does not support.
+
+Rotary embeddings are read as transformers and the engines read them. A config may have `rope_scaling` (the older name) and
+`rope_parameters`. If both are present, `rope_scaling` replaces `rope_parameters` as a whole. Fields that the remaining object lacks are
+read from the config itself.
+
+Fields that change what a model computes, and that the trainer does not implement, are rejected: an engine that applies such a field would
+serve another policy than the trained one. A field that neither transformers nor the engines read in the model's family is rejected as well,
+because they do not compute the model that the config describes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,7 @@ from mtpctl.families.shape import RopeScaling
 
 
 class Fields:
-    """Config fields, read by type. The methods raise UserError for a field that is missing or of another type."""
+    """Typed access to config fields. The methods raise UserError for a field that is missing or of another type."""
 
     def __init__(self, raw: Mapping[str, object]) -> None:
         self.raw = raw
@@ -46,7 +55,7 @@ class Fields:
 
 
 def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """The object at `key`, empty if there is none."""
+    """The object at `key`, empty if the key is missing."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"model config: {key} must be an object, got {value!r}")
@@ -54,25 +63,25 @@ def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-"""Required numbers, by kind of scaling."""
+"""Required numbers of each kind of RoPE scaling."""
 
 OPTIONAL = {
     "linear": (),
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""Optional numbers, by kind of scaling."""
+"""Optional numbers of each kind of RoPE scaling."""
 
 MAGNITUDES = ("mscale", "mscale_all_dim")
-"""Further numbers of YaRN; 0 means unset."""
+"""Optional numbers of YaRN for which 0 means unset."""
 
 LAYER_KINDS = ("full_attention", "linear_attention", "sliding_attention", "chunked_attention")
-"""Keys of a config that has rotary embeddings for each kind of layer."""
+"""Keys of a config with different rotary embeddings for each kind of layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeFields:
-    """theta: base of the wavelengths; fraction: rotated share of a head; positions: tokens that the embedding covers."""
+    """theta: base of the wavelengths; fraction: rotated share of a head; positions: maximum sequence length."""
 
     theta: float
     scaling: RopeScaling | None
@@ -90,7 +99,7 @@ def rope_fields(family: Family, config: Mapping[str, object], positions: int) ->
         raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
     fraction = rope.number("partial_rotary_factor", above.number("partial_rotary_factor", family.rotary_fraction))
     if fraction != family.rotary_fraction and (family.rotary_fraction == 1.0 or family.latent):
-        # In these families transformers ignores the field and engines apply it.
+        # In these families transformers ignores the field, but engines apply it.
         raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
     scaling = _scaling(family, rope, positions)
     if scaling is not None:
@@ -99,7 +108,7 @@ def rope_fields(family: Family, config: Mapping[str, object], positions: int) ->
 
 
 def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None:
-    """The scaling fields, checked for the numbers that their kind needs; None if RoPE is not scaled."""
+    """The checked scaling fields, None if RoPE is not scaled."""
     kind, older = (rope.raw.get(name) for name in ("rope_type", "type"))
     if kind is not None and older is not None and kind != older:
         raise UserError(f"model config: rope_type {kind!r} and type {older!r} contradict each other; keep rope_type")
@@ -122,13 +131,13 @@ def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None
         rope.switch("truncate", True)
     if family.latent:
         _check_latent(family, kind, rope)
-    # Everything but linear scaling refers to the length that the model was trained with.
+    # All kinds but linear refer to the length that the model was trained with.
     trained = {} if kind == "linear" else {"original_max_position_embeddings": rope.whole("original_max_position_embeddings", positions)}
     return cast(RopeScaling, {**rope.raw, "rope_type": kind, **trained})
 
 
 def _check_latent(family: Family, kind: str, rope: Fields) -> None:
-    """Reject scalings that engines compute differently from transformers for latent attention: engines support YaRN with mscale only."""
+    """Reject scalings of latent attention that engines compute differently from transformers: they support only YaRN with mscale."""
     if kind != "yarn":
         raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; yarn is")
     if rope.raw.get("attention_factor") is not None:
@@ -140,7 +149,7 @@ def _check_latent(family: Family, kind: str, rope: Fields) -> None:
 
 
 def _covered(scaling: RopeScaling, positions: int) -> int:
-    """The tokens for which engines have rotary embeddings: `max_position_embeddings` counts scaled ones except with linear scaling."""
+    """The positions for which engines have rotary embeddings. `max_position_embeddings` includes the scaling, unless it is linear."""
     if scaling["rope_type"] == "linear":
         return int(positions * scaling["factor"])
     if scaling["rope_type"] == "yarn":
@@ -150,69 +159,50 @@ def _covered(scaling: RopeScaling, positions: int) -> int:
 
 OFF = (None, False, 0, "", "none")
 ONE = (None, 1)
+DISABLED = (
+    # scores and logits
+    *("attn_logit_softcapping", "attn_logit_softcap", "final_logit_softcapping", "logits_soft_cap", "router_logit_softcapping"),
+    *("query_pre_attn_scalar", "attention_multiplier", "attn_temperature_tuning", "llama_4_scaling"),
+    # states
+    *("scale_depth", "layer_scale", "use_parallel_residual", "parallel_attn", "clip_qkv"),
+    # attention
+    *("alibi", "no_rope_layer_interval", "attention_chunk_size", "index_topk", "use_sliding_window"),
+    # biases
+    *("use_bias", "add_bias_linear", "attention_out_bias", "mlp_bias"),
+    # MTP layers
+    "mtp_use_dedicated_embeddings",
+)
+SCALES = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb", "moe_layer_freq")
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    # scores and logits
-    "attn_logit_softcapping": OFF,
-    "attn_logit_softcap": OFF,
-    "final_logit_softcapping": OFF,
-    "logits_soft_cap": OFF,
-    "router_logit_softcapping": OFF,
-    "logit_scale": ONE,
-    "logits_scaling": ONE,
-    "query_pre_attn_scalar": OFF,
-    "attention_multiplier": OFF,
-    "attn_temperature_tuning": OFF,
-    "llama_4_scaling": OFF,
-    # states
-    "embedding_multiplier": ONE,
-    "residual_multiplier": ONE,
-    "scale_emb": ONE,
-    "scale_depth": OFF,
-    "layer_scale": OFF,
-    "use_parallel_residual": OFF,
-    "parallel_attn": OFF,
-    "clip_qkv": OFF,
-    # attention
-    "alibi": OFF,
+    **dict.fromkeys(DISABLED, OFF),
+    **dict.fromkeys(SCALES, ONE),
     "is_causal": (None, True),
     "position_embedding_type": (None, "rope", "rotary"),
-    "no_rope_layer_interval": OFF,
-    "attention_chunk_size": OFF,
     "dual_chunk_attention_config": (*OFF, {}),
-    "index_topk": OFF,
-    "use_sliding_window": OFF,
     "rope_interleave": (None, True),
-    # biases
-    "use_bias": OFF,
-    "add_bias_linear": OFF,
-    "attention_out_bias": OFF,
-    "mlp_bias": OFF,
-    # experts and MTP layers
-    "moe_layer_freq": ONE,
-    "mtp_use_dedicated_embeddings": OFF,
 }
-"""Accepted values of each field, which change nothing. 1 equals 1.0 here, and 0 equals false."""
+"""Accepted values of each field, which do not change the model. 1 equals 1.0 here, and 0 equals false."""
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 WINDOWLESS = ("qwen2", "qwen3", "qwen3-moe", "mimo")
-"""Families whose configs state a `sliding_window` that is used only with `use_sliding_window`."""
+"""Families whose configs have a `sliding_window` that is used only with `use_sliding_window`."""
 
 
 def check_supported(family: Family, fields: Fields, positions: int) -> None:
-    """Raise UserError naming a field that changes what the model computes and that the trainer does not implement."""
+    """Raise UserError for a field that changes what the model computes and that the trainer does not implement."""
     for key in ACTIVATIONS:
         activation = fields.raw.get(key) or "silu"
         if activation not in ("silu", "swish"):
             raise UserError(f"model config: {key} {activation!r} is not supported; silu is")
     _check_biases(family, fields)
-    for key, value in family.required_values:
-        if (said := fields.raw.get(key)) not in (None, value):
-            raise UserError(f"model config: {key} {said!r} is not supported for {family.name}; {value!r} is")
+    for key, required in family.required_values:
+        if (value := fields.raw.get(key)) not in (None, required):
+            raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; {required!r} is")
     for key, neutral in NEUTRAL.items():
-        if (said := fields.raw.get(key)) not in neutral:
-            raise UserError(f"model config: {key} {said!r} is not supported: the trainer would compute the model without it")
+        if (value := fields.raw.get(key)) not in neutral:
+            raise UserError(f"model config: {key} {value!r} is not supported: the trainer would compute the model without it")
     _check_windows(family, fields, positions)
     _check_norms_and_gates(family, fields)
     _check_router(family, fields)
@@ -222,19 +212,21 @@ def _check_biases(family: Family, fields: Fields) -> None:
     for key in family.output_biases:
         if fields.switch(key, False):
             raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
-    wanted = family.qkv_bias is True
-    if "qkv_bias" in fields.raw and fields.switch("qkv_bias", wanted) != wanted:
-        raise UserError(f"model config: qkv_bias {str(not wanted).lower()} is not supported for {family.name}; {str(wanted).lower()} is")
+    expected = family.qkv_bias is True
+    if "qkv_bias" in fields.raw and fields.switch("qkv_bias", expected) != expected:
+        raise UserError(
+            f"model config: qkv_bias {str(not expected).lower()} is not supported for {family.name}; {str(expected).lower()} is"
+        )
 
 
 def _check_windows(family: Family, fields: Fields, positions: int) -> None:
     kinds = fields.raw.get("layer_types")
     if isinstance(kinds, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in kinds):
-        raise UserError("model config: layer_types with windows are not supported: every token attends to all before it")
+        raise UserError("model config: layer_types with windows are not supported: every token attends to all previous tokens")
     window = fields.raw.get("sliding_window")
     unused = window in OFF or family.name in WINDOWLESS or fields.raw.get("use_sliding_window") is False
     if not unused and (not isinstance(window, int) or window < positions):
-        raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all before it")
+        raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all previous tokens")
     layers = fields.raw.get("no_rope_layers")
     if isinstance(layers, list) and not all(layers):
         raise UserError("model config: no_rope_layers is not supported: every layer has rotary embeddings")
@@ -254,12 +246,12 @@ def _check_router(family: Family, fields: Fields) -> None:
     if not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
     score = "sigmoid" if family.moe.router_bias else "softmax"
-    if (said := fields.raw.get("scoring_func")) not in (None, score):
-        raise UserError(f"model config: scoring_func {said!r} is not supported for {family.name}; {score!r} is")
+    if (value := fields.raw.get("scoring_func")) not in (None, score):
+        raise UserError(f"model config: scoring_func {value!r} is not supported for {family.name}; {score!r} is")
     if family.moe.router_bias:
-        if (said := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
-            raise UserError(f"model config: topk_method {said!r} is not supported for {family.name}; 'noaux_tc' is")
+        if (value := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
+            raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; 'noaux_tc' is")
         return
     for key in ("routed_scaling_factor", "n_group", "topk_group"):
-        if (said := fields.raw.get(key)) not in (*OFF, 1):
-            raise UserError(f"model config: {key} {said!r} is not supported for {family.name}; 1 is")
+        if (value := fields.raw.get(key)) not in (*OFF, 1):
+            raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; 1 is")

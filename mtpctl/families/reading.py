@@ -1,4 +1,4 @@
-"""Read a Hugging Face config into a `ModelShape`."""
+"""Read a Hugging Face config into a `ModelShape`, and check it for what an engine refuses or computes differently from the trainer."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mtpctl.families.registry import FAMILIES, Family, MoeFields
 from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, ModelShape, MoeShape
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""Config fields that name the count of MTP layers, at the top or inside `text_config`."""
+"""Config fields with the number of MTP layers, at the top level or in `text_config`."""
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Config fields that name the count of routed experts."""
+"""Config fields with the number of routed experts."""
 
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = 32768
-"""The published MiMo-7B config files state another length than the models were trained with."""
+"""The trained length of MiMo-7B, from which its published config files differ."""
+
+CPU_LATENT = 576
+"""Latent cache width per token that vLLM 0.32's CPU kernel is compiled for: that of DeepSeek-V3."""
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The family of a config, by `architectures`, or by `model_type` where there are none.
-
-    Raises UserError naming what the config says and the families that are known.
-    """
-    named = _architectures(config)
+    """The family of a config, by `architectures`, or by `model_type` if there are none. Raises UserError for an unknown family."""
+    architectures = _architectures(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if any(a in family.architectures for a in named) or (not named and model_type in family.model_types):
+        if any(a in family.architectures for a in architectures) or (not architectures and model_type in family.model_types):
             return family
-    said = f"architectures {named}" if named else f"model_type {model_type!r}"
+    field = f"architectures {architectures}" if architectures else f"model_type {model_type!r}"
     known = ", ".join(f"{family.name} ({family.architectures[0]})" for family in FAMILIES)
-    raise UserError(f"model config: {said} is not a known family; known are {known}")
+    raise UserError(f"model config: {field} is not a known family; known are {known}")
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:
-    """The number of MTP layers that a config names, 0 where it names none."""
+    """The number of MTP layers in a config, 0 if it has no such field."""
     for part in (config, mapping(config, "text_config")):
         for key in MTP_COUNTS:
             if part.get(key):
@@ -47,7 +47,7 @@ def mtp_layers_of(config: Mapping[str, object]) -> int:
 
 
 def stated_positions(config: Mapping[str, object]) -> int:
-    """`max_position_embeddings` as the config should state it: the trained length if the published file is wrong."""
+    """`max_position_embeddings` of a config, corrected if the published file is wrong."""
     family = family_of(config)
     if family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items()):
         return MIMO_7B_POSITIONS
@@ -55,10 +55,7 @@ def stated_positions(config: Mapping[str, object]) -> int:
 
 
 def shape_of(config: Mapping[str, object]) -> ModelShape:
-    """Sizes and conventions of the model that `config` (the fields of config.json) describes.
-
-    Raises UserError for an unknown family, and for a field that is missing or does not fit.
-    """
+    """The model that `config` (the fields of config.json) describes. Raises UserError for an unknown family or an invalid field."""
     family = family_of(config)
     fields = Fields({**config, **mapping(config, "text_config")})
     positions = stated_positions(config)
@@ -111,10 +108,10 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
 
 
 def _architectures(config: Mapping[str, object]) -> list[str]:
-    named = config.get("architectures") or []
-    if not isinstance(named, list):
-        raise UserError(f"model config: architectures must be a list, got {named!r}")
-    return [str(name) for name in named]
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise UserError(f"model config: architectures must be a list, got {architectures!r}")
+    return [str(name) for name in architectures]
 
 
 def _latent(fields: Fields) -> LatentShape:
@@ -133,10 +130,10 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
     if family.dense == "first":
         dense = frozenset(range(min(layers, fields.whole("first_k_dense_replace", 0))))
     else:
-        step, named = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
-        if not isinstance(named, list):
-            raise UserError(f"model config: mlp_only_layers must be a list of layers, got {named!r}")
-        dense = frozenset(i for i in range(layers) if i in named or (i + 1) % step)
+        step, dense_only = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+        if not isinstance(dense_only, list):
+            raise UserError(f"model config: mlp_only_layers must be a list of layers, got {dense_only!r}")
+        dense = frozenset(i for i in range(layers) if i in dense_only or (i + 1) % step)
     shared = {
         "none": 0,
         "shared_expert": fields.whole("shared_expert_intermediate_size", 0),
@@ -164,7 +161,7 @@ def _delta(family: Family, fields: Fields) -> DeltaShape | None:
         value_dim=fields.whole("linear_value_head_dim", 128),
         conv=fields.whole("linear_conv_kernel_dim", 4),
         fused_projections=family.delta == "fused",
-        # Engines read this field in Qwen3.5's configs, and ignore it in Qwen3-Next's.
+        # Engines read this field for Qwen3.5 and ignore it for Qwen3-Next.
         fp32_state=family.delta != "fused" and fields.raw.get("mamba_ssm_dtype") == "float32",
     )
 
@@ -180,35 +177,31 @@ def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[LayerKind
     return tuple(kinds)
 
 
-CPU_LATENT = 576
-"""Elements of a token's latent cache that vLLM 0.32's CPU kernel is compiled for: DeepSeek-V3's own."""
-
-
 def missing_fields(config: Mapping[str, object]) -> Iterator[str]:
-    """Complaints about fields that a config lacks and whose defaults differ between engines and trainer."""
+    """Yield an error for each missing field whose default differs between engines and trainer."""
     text = config.get("text_config")
     for key, value in family_of(config).required_values:
         if config.get(key, text.get(key) if isinstance(text, Mapping) else None) is None:
-            yield f"model config: {key} is missing, and vLLM takes another than the trainer computes; add {key}: {value}"
+            yield f"model config: {key} is missing, and vLLM's default differs from what the trainer computes; add {key}: {value}"
 
 
 def unsupported_by_vllm_cpu(shape: ModelShape, dtype: str) -> Iterator[str]:
-    """Complaints about layers of a model in `dtype` (`fp32` or `bf16`) that vLLM 0.32's CPU kernels do not compute."""
+    """Yield an error for each kind of layer in `dtype` (`fp32` or `bf16`) that vLLM 0.32's CPU kernels do not support."""
     if "linear_attention" in shape.layer_kinds and dtype != "bf16":
-        yield f"train.precision: vLLM on a CPU computes the linear attention of {shape.family} in bf16 alone; set bf16"
-    if shape.latent is not None and (held := shape.latent.kv_rank + shape.latent.rope_dim) != CPU_LATENT:
+        yield f"train.precision: vLLM on a CPU computes the linear attention of {shape.family} only in bf16; set bf16"
+    if shape.latent is not None and (width := shape.latent.kv_rank + shape.latent.rope_dim) != CPU_LATENT:
         yield (
-            f"model config: kv_lora_rank and qk_rope_head_dim make {held}, and vLLM on a CPU computes latent attention of {CPU_LATENT} "
-            f"alone; set them to {CPU_LATENT - 64} and 64, or use a GPU"
+            f"model config: kv_lora_rank and qk_rope_head_dim add up to {width}, but vLLM on a CPU supports only latent attention of "
+            f"{CPU_LATENT}; set them to {CPU_LATENT - 64} and 64, or use a GPU"
         )
 
 
 def check_importable(config: Mapping[str, object]) -> None:
-    """Raise EnvironmentMissing where a package is not installed that vLLM's module of the model's family imports."""
+    """Raise EnvironmentMissing if a package that vLLM's module of the model's family imports is not installed."""
     family = family_of(config)
     for package in family.imports:
         if find_spec(package) is None:
             raise EnvironmentMissing(
-                f"{package}: is not installed, and vLLM needs it to serve {family.name}; install the project anew, "
+                f"{package}: is not installed, and vLLM needs it to serve {family.name}; reinstall the project, "
                 f"or run mtpctl doctor for the release"
             )

@@ -1,4 +1,4 @@
-"""The model families, as data. A new family is a new entry here, and a test of its tensor names."""
+"""The model families as data. A new family is an entry here and a test of its tensor names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 from mtpctl.families.shape import MtpConvention
 
 Flag = bool | str
-"""True or False for all models of a family, or the name of a config field that has it."""
+"""A constant for all models of a family, or the name of the config field with the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
-    """Which experts a family has, and which of its layers are dense: the first ones, or all but every n-th.
+    """The experts of a family. `dense`: whether the first layers are dense, or all but every n-th.
 
-    `unnormalised_topk`: whether routing weights need not sum to 1 (`norm_topk_prob: false`).
+    `unnormalised_topk`: whether routing weights may have any sum (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
@@ -27,13 +27,12 @@ class MoeFields:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of a family have in common, and the config fields that say where they differ.
+    """The common properties of a family's models, and the config fields in which they differ.
 
-    `output_biases`: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
-    `required_values`: config fields and the one value of each that the trainer supports; engines assume another where a config
-    has none, so that it has to be stated.
-    `head_dim`: the width of a head if a config states none; None: the hidden size divided by the heads.
-    `imports`: packages that vLLM's module of the family imports, beyond what vLLM itself needs.
+    output_biases: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
+    required_values: config fields with the only value that the trainer supports. Engines have another default, so the config must have
+    the field. head_dim: default of the config field; None: the hidden size divided by the heads. imports: packages that vLLM's module of
+    the family needs in addition to vLLM's own.
     """
 
     name: str
@@ -79,7 +78,7 @@ _DEEPSEEK_MTP = MtpConvention(
     embedding_copy="model.layers.{n}.embed_tokens.weight",
     head_copy="model.layers.{n}.shared_head.head.weight",
 )
-# GLM-4.5's layers have DeepSeek-V3's names. Between depths DeepSeek-V3's drafter passes the normed state on, GLM-4.5's the one before.
+# GLM-4.5 has DeepSeek-V3's names. Between depths, DeepSeek-V3's drafter passes the normed state, GLM-4.5's the state before the norm.
 _GLM_MTP = replace(_DEEPSEEK_MTP, recycles_prenorm=True)
 _QWEN_MTP = MtpConvention(
     layer="mtp.layers.{k}.",

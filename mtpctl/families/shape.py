@@ -9,9 +9,9 @@ LayerKind = Literal["full_attention", "linear_attention"]
 
 
 class RopeScaling(TypedDict, total=False):
-    """The fields of a config that scale rotary embeddings, as transformers names them; YaRN may leave most of them out.
+    """Config fields that scale rotary embeddings, with the names of transformers. Most are optional.
 
-    `rope_type` and, except with linear scaling, `original_max_position_embeddings` are filled in if the config lacks them.
+    `rope_type` and, except for linear scaling, `original_max_position_embeddings` are always set.
     """
 
     rope_type: str
@@ -29,13 +29,13 @@ class RopeScaling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class MtpConvention:
-    """How a family's MTP layers are named, and what they read.
+    """The tensor names and the inputs of a family's MTP layers.
 
-    Names are templates: `{k}` counts MTP layers from 0, `{n}` counts on from the decoder's layers. A template without a placeholder names
-    a tensor that all depths share. `layer` is the prefix of the transformer layer inside.
+    Names are templates: `{k}` counts MTP layers from 0, `{n}` from the number of decoder layers. A template without a placeholder is a
+    tensor that all depths share. `layer` is the prefix of the transformer layer.
 
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `recycles_prenorm`: later depths read the state before
-    the final norm of the depth above. `blanks_first`: at position 0 engines give the first depth zeros in place of the embedding.
+    the final norm of the previous depth. `blanks_first`: at position 0 engines replace the embedding by zeros in the first depth.
     """
 
     layer: str
@@ -55,13 +55,13 @@ class MtpConvention:
         return "{" not in self.projection
 
     def name(self, template: str, depth: int, layers: int) -> str:
-        """A template filled in for MTP layer `depth` of a model with `layers` decoder layers."""
+        """The name from a template for MTP layer `depth` of a model with `layers` decoder layers."""
         return template.format(k=depth, n=layers + depth)
 
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Mixture of experts: counts, widths, and which decoder layers stay dense."""
+    """Mixture of experts: counts, widths, and the dense decoder layers."""
 
     experts: int
     experts_per_token: int
@@ -86,7 +86,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Gated delta net, the linear attention of Qwen3-Next and Qwen3.5. `fp32_state`: engines keep its state in fp32 in any precision."""
+    """Gated delta net, the linear attention of Qwen3-Next and Qwen3.5. `fp32_state`: engines store its state in fp32."""
 
     key_heads: int
     value_heads: int
@@ -129,10 +129,10 @@ class ModelShape:
 
     @property
     def mtp_reads_prenorm(self) -> bool:
-        """Whether the first MTP layer reads the trunk's state before the final norm, as MiMo does, or after it."""
+        """Whether the first MTP layer reads the trunk's state before the final norm, as in MiMo, or after it."""
         return self.mtp is not None and self.mtp.reads_prenorm
 
     @property
     def full_attention_layers(self) -> int:
-        """Decoder layers that keep a key-value cache growing with the sequence."""
+        """Number of decoder layers with a key-value cache."""
         return sum(kind == "full_attention" for kind in self.layer_kinds)

@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors as its Hugging Face checkpoint has them."""
+"""Names and shapes of the tensors in a model's Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ Named = Iterator[tuple[str, Shape]]
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     """Every tensor of the checkpoint: embedding, decoder layers, final norm, head, MTP layers. A tied head is not stored.
 
-    Experts are named one by one, although some published folders pack them. Vision towers are left out.
+    Each expert has its own tensors, although some published folders pack them. Vision towers are excluded.
     """
-    found: dict[str, Shape] = {f"{shape.prefix}embed_tokens.weight": (shape.vocab, shape.hidden)}
+    tensors: dict[str, Shape] = {f"{shape.prefix}embed_tokens.weight": (shape.vocab, shape.hidden)}
     for index, kind in enumerate(shape.layer_kinds):
         sparse = shape.moe is not None and index not in shape.moe.dense_layers
-        found.update(_layer(shape, f"{shape.prefix}layers.{index}.", kind, sparse))
-    found[f"{shape.prefix}norm.weight"] = (shape.hidden,)
+        tensors.update(_layer(shape, f"{shape.prefix}layers.{index}.", kind, sparse))
+    tensors[f"{shape.prefix}norm.weight"] = (shape.hidden,)
     if not shape.tied:
-        found["lm_head.weight"] = (shape.vocab, shape.hidden)
+        tensors["lm_head.weight"] = (shape.vocab, shape.hidden)
     for depth in range(shape.mtp_layers):
-        found.update(_mtp_layer(shape, depth))
-    return found
+        tensors.update(_mtp_layer(shape, depth))
+    return tensors
 
 
 def aliases(shape: ModelShape) -> dict[str, str]:
-    """Names that hold the same values as another tensor: a tied head, and MTP copies of embedding and head."""
+    """Names of tensors that equal another tensor, with that tensor's name: a tied head, and MTP copies of embedding and head."""
     embedding = f"{shape.prefix}embed_tokens.weight"
-    same = {"lm_head.weight": embedding} if shape.tied else {}
+    head = embedding if shape.tied else "lm_head.weight"
+    names = {"lm_head.weight": embedding} if shape.tied else {}
     if shape.mtp:
         for depth in range(shape.mtp_layers):
-            if shape.mtp.embedding_copy:
-                same[shape.mtp.name(shape.mtp.embedding_copy, depth, shape.layers)] = embedding
-            if shape.mtp.head_copy:
-                same[shape.mtp.name(shape.mtp.head_copy, depth, shape.layers)] = embedding if shape.tied else "lm_head.weight"
-    return same
+            for template, owner in ((shape.mtp.embedding_copy, embedding), (shape.mtp.head_copy, head)):
+                if template:
+                    names[shape.mtp.name(template, depth, shape.layers)] = owner
+    return names
 
 
 def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
-    """Whether a tensor belongs to the trunk or to the MTP layers that draft."""
+    """Whether a tensor belongs to the trunk (`target`) or to the MTP layers (`draft`)."""
     if shape.mtp is None:
         return "target"
     if shape.mtp.layer.startswith("mtp."):
         return "draft" if name.startswith("mtp.") else "target"
     pattern = re.escape(shape.mtp.layer).replace(r"\{k\}", "(?P<k>[0-9]+)").replace(r"\{n\}", "(?P<n>[0-9]+)")
-    found = re.match(pattern, name)
-    if found is None:
+    matched = re.match(pattern, name)
+    if matched is None:
         return "target"
-    return "draft" if "k" in found.groupdict() or int(found["n"]) >= shape.layers else "target"
+    return "draft" if "k" in matched.groupdict() or int(matched["n"]) >= shape.layers else "target"
 
 
 def count_parameters(shape: ModelShape) -> dict[str, int]:
-    """Parameters: `total`, of which `mtp`, `embedding`, `head` and `experts` (routed). Aliases count once."""
+    """Parameter counts: `total`, and the parts `mtp`, `embedding`, `head` and `experts` (routed). Aliases count once."""
     same = aliases(shape)
     sizes = {name: prod(size) for name, size in tensor_shapes(shape).items() if name not in same}
     return {
@@ -75,85 +75,85 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Named:
         yield f"{name}.bias", (rows,)
 
 
-def _layer(shape: ModelShape, at: str, kind: LayerKind, sparse: bool) -> Named:
-    yield f"{at}input_layernorm.weight", (shape.hidden,)
+def _layer(shape: ModelShape, prefix: str, kind: LayerKind, sparse: bool) -> Named:
+    yield f"{prefix}input_layernorm.weight", (shape.hidden,)
     if kind == "linear_attention":
-        yield from _delta(shape, f"{at}linear_attn.")
+        yield from _delta(shape, f"{prefix}linear_attn.")
     elif shape.latent:
-        yield from _latent(shape, f"{at}self_attn.")
+        yield from _latent(shape, f"{prefix}self_attn.")
     else:
-        yield from _attention(shape, f"{at}self_attn.")
-    yield f"{at}post_attention_layernorm.weight", (shape.hidden,)
+        yield from _attention(shape, f"{prefix}self_attn.")
+    yield f"{prefix}post_attention_layernorm.weight", (shape.hidden,)
     if sparse:
-        yield from _experts(shape, f"{at}mlp.")
+        yield from _experts(shape, f"{prefix}mlp.")
     else:
-        yield from _mlp(shape, f"{at}mlp.", shape.ffn)
+        yield from _mlp(shape, f"{prefix}mlp.", shape.ffn)
 
 
-def _attention(shape: ModelShape, at: str) -> Named:
+def _attention(shape: ModelShape, prefix: str) -> Named:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield from _linear(f"{at}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{at}k_proj", kv, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{at}v_proj", kv, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{at}o_proj", shape.hidden, q)
+    yield from _linear(f"{prefix}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
+    yield from _linear(f"{prefix}k_proj", kv, shape.hidden, shape.qkv_bias)
+    yield from _linear(f"{prefix}v_proj", kv, shape.hidden, shape.qkv_bias)
+    yield from _linear(f"{prefix}o_proj", shape.hidden, q)
     if shape.qk_norm:
-        yield f"{at}q_norm.weight", (shape.head_dim,)
-        yield f"{at}k_norm.weight", (shape.head_dim,)
+        yield f"{prefix}q_norm.weight", (shape.head_dim,)
+        yield f"{prefix}k_norm.weight", (shape.head_dim,)
 
 
-def _latent(shape: ModelShape, at: str) -> Named:
+def _latent(shape: ModelShape, prefix: str) -> Named:
     latent = shape.latent
     assert latent is not None
     q = shape.heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank is None:
-        yield from _linear(f"{at}q_proj", q, shape.hidden)
+        yield from _linear(f"{prefix}q_proj", q, shape.hidden)
     else:
-        yield from _linear(f"{at}q_a_proj", latent.q_rank, shape.hidden)
-        yield f"{at}q_a_layernorm.weight", (latent.q_rank,)
-        yield from _linear(f"{at}q_b_proj", q, latent.q_rank)
-    yield from _linear(f"{at}kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, shape.hidden)
-    yield f"{at}kv_a_layernorm.weight", (latent.kv_rank,)
-    yield from _linear(f"{at}kv_b_proj", shape.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
-    yield from _linear(f"{at}o_proj", shape.hidden, shape.heads * latent.value_dim)
+        yield from _linear(f"{prefix}q_a_proj", latent.q_rank, shape.hidden)
+        yield f"{prefix}q_a_layernorm.weight", (latent.q_rank,)
+        yield from _linear(f"{prefix}q_b_proj", q, latent.q_rank)
+    yield from _linear(f"{prefix}kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, shape.hidden)
+    yield f"{prefix}kv_a_layernorm.weight", (latent.kv_rank,)
+    yield from _linear(f"{prefix}kv_b_proj", shape.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    yield from _linear(f"{prefix}o_proj", shape.hidden, shape.heads * latent.value_dim)
 
 
-def _delta(shape: ModelShape, at: str) -> Named:
+def _delta(shape: ModelShape, prefix: str) -> Named:
     delta = shape.delta
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
-    yield f"{at}A_log", (delta.value_heads,)
-    yield f"{at}dt_bias", (delta.value_heads,)
-    yield f"{at}conv1d.weight", (2 * keys + values, 1, delta.conv)
+    yield f"{prefix}A_log", (delta.value_heads,)
+    yield f"{prefix}dt_bias", (delta.value_heads,)
+    yield f"{prefix}conv1d.weight", (2 * keys + values, 1, delta.conv)
     if delta.fused_projections:
-        yield from _linear(f"{at}in_proj_qkvz", 2 * keys + 2 * values, shape.hidden)
-        yield from _linear(f"{at}in_proj_ba", 2 * delta.value_heads, shape.hidden)
+        yield from _linear(f"{prefix}in_proj_qkvz", 2 * keys + 2 * values, shape.hidden)
+        yield from _linear(f"{prefix}in_proj_ba", 2 * delta.value_heads, shape.hidden)
     else:
-        yield from _linear(f"{at}in_proj_qkv", 2 * keys + values, shape.hidden)
-        yield from _linear(f"{at}in_proj_z", values, shape.hidden)
-        yield from _linear(f"{at}in_proj_b", delta.value_heads, shape.hidden)
-        yield from _linear(f"{at}in_proj_a", delta.value_heads, shape.hidden)
-    yield f"{at}norm.weight", (delta.value_dim,)
-    yield from _linear(f"{at}out_proj", shape.hidden, values)
+        yield from _linear(f"{prefix}in_proj_qkv", 2 * keys + values, shape.hidden)
+        yield from _linear(f"{prefix}in_proj_z", values, shape.hidden)
+        yield from _linear(f"{prefix}in_proj_b", delta.value_heads, shape.hidden)
+        yield from _linear(f"{prefix}in_proj_a", delta.value_heads, shape.hidden)
+    yield f"{prefix}norm.weight", (delta.value_dim,)
+    yield from _linear(f"{prefix}out_proj", shape.hidden, values)
 
 
-def _mlp(shape: ModelShape, at: str, ffn: int) -> Named:
-    yield from _linear(f"{at}gate_proj", ffn, shape.hidden)
-    yield from _linear(f"{at}up_proj", ffn, shape.hidden)
-    yield from _linear(f"{at}down_proj", shape.hidden, ffn)
+def _mlp(shape: ModelShape, prefix: str, ffn: int) -> Named:
+    yield from _linear(f"{prefix}gate_proj", ffn, shape.hidden)
+    yield from _linear(f"{prefix}up_proj", ffn, shape.hidden)
+    yield from _linear(f"{prefix}down_proj", shape.hidden, ffn)
 
 
-def _experts(shape: ModelShape, at: str) -> Named:
+def _experts(shape: ModelShape, prefix: str) -> Named:
     moe = shape.moe
     assert moe is not None
-    yield f"{at}gate.weight", (moe.experts, shape.hidden)
+    yield f"{prefix}gate.weight", (moe.experts, shape.hidden)
     if moe.router_bias:
-        yield f"{at}gate.e_score_correction_bias", (moe.experts,)
+        yield f"{prefix}gate.e_score_correction_bias", (moe.experts,)
     for expert in range(moe.experts):
-        yield from _mlp(shape, f"{at}experts.{expert}.", moe.ffn)
+        yield from _mlp(shape, f"{prefix}experts.{expert}.", moe.ffn)
     if moe.shared_ffn:
-        yield from _mlp(shape, f"{at}{moe.shared_name}.", moe.shared_ffn)
+        yield from _mlp(shape, f"{prefix}{moe.shared_name}.", moe.shared_ffn)
         if moe.shared_gate:
-            yield f"{at}{moe.shared_name}_gate.weight", (1, shape.hidden)
+            yield f"{prefix}{moe.shared_name}_gate.weight", (1, shape.hidden)
 
 
 def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
@@ -167,6 +167,6 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
         mtp.head_copy: (shape.vocab, hidden),
         mtp.final_norm: (hidden,),
     }
-    found = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
-    found.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), "full_attention", shape.moe is not None))
-    return found
+    tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
+    tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), "full_attention", shape.moe is not None))
+    return tensors

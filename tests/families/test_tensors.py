@@ -1,4 +1,4 @@
-"""Tensor names and shapes are those that transformers writes, and MTP names those that Megatron-Bridge maps."""
+"""Tensor names and shapes equal those that transformers writes, and MTP names those that Megatron-Bridge maps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def written_by_transformers(kind: str, fields: dict[str, Any], folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Names and shapes on disk of a tiny model, and its config."""
+    """The names and shapes in the checkpoint of a tiny model, and its config."""
     import transformers
 
     if kind in ("Qwen3_5", "Qwen3_5Moe"):
@@ -90,14 +90,14 @@ def written_by_transformers(kind: str, fields: dict[str, Any], folder: Path) -> 
         model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    text = {name: size for name, size in found.items() if not name.startswith("model.visual.")}
-    # transformers leaves MTP layers out, and its classes for DeepSeek and GLM name one where nobody does.
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    text = {name: size for name, size in shapes.items() if not name.startswith("model.visual.")}
+    # transformers omits MTP layers, but its config classes of DeepSeek and GLM have one by default.
     return text, {**model.config.to_dict(), "num_nextn_predict_layers": 0}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_names_and_shapes_are_those_on_disk(case: str, tmp_path: Path) -> None:
+def test_names_and_shapes_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     on_disk, config = written_by_transformers(*CASES[case], tmp_path)
     shape = shape_of(config)
     assert case.startswith(shape.family)
@@ -113,22 +113,22 @@ def mimo(**fields: Any) -> ModelShape:
 def test_mimo_is_qwen2_with_mtp_layers() -> None:
     trunk = shape_of({**TINY, "architectures": ["Qwen2ForCausalLM"]})
     shape = mimo(num_nextn_predict_layers=2)
-    found = tensor_shapes(shape)
-    target = {name: size for name, size in found.items() if section_of(name, shape) == "target"}
+    tensors = tensor_shapes(shape)
+    target = {name: size for name, size in tensors.items() if section_of(name, shape) == "target"}
     assert target == tensor_shapes(trunk)
-    draft = [name for name in found if name not in target]
+    draft = [name for name in tensors if name not in target]
     assert draft and all(name.startswith(("model.mtp_layers.0.", "model.mtp_layers.1.")) for name in draft)
-    assert found["model.mtp_layers.1.input_proj.weight"] == (64, 128)
-    assert found["model.mtp_layers.0.self_attn.q_proj.bias"] == (64,)
+    assert tensors["model.mtp_layers.1.input_proj.weight"] == (64, 128)
+    assert tensors["model.mtp_layers.0.self_attn.q_proj.bias"] == (64,)
 
 
-def test_the_final_norm_and_head_of_the_trunk_belong_to_the_target() -> None:
+def test_final_norm_and_head_of_the_trunk_are_in_the_target_section() -> None:
     shape = mimo()
     assert section_of("lm_head.weight", shape) == "target"
     assert section_of("model.norm.weight", shape) == "target"
 
 
-def test_deepseek_mtp_layers_count_on_from_the_decoder_and_copy_embedding_and_head() -> None:
+def test_deepseek_mtp_layers_follow_the_decoder_layers_and_copy_embedding_and_head() -> None:
     shape = shape_of({**TINY, **ROUTED, **LATENT, "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1})
     assert section_of("model.layers.2.input_layernorm.weight", shape) == "target"
     assert section_of("model.layers.3.input_layernorm.weight", shape) == "draft"
@@ -138,7 +138,7 @@ def test_deepseek_mtp_layers_count_on_from_the_decoder_and_copy_embedding_and_he
         "model.layers.3.shared_head.head.weight": "lm_head.weight",
     }
     assert set(aliases(shape)) <= set(tensor_shapes(shape))
-    # An MTP layer is a sparse one, whatever the first decoder layers are.
+    # MTP layers have experts even if the first decoder layers are dense.
     assert "model.layers.3.mlp.experts.0.gate_proj.weight" in tensor_shapes(shape)
 
 
@@ -149,22 +149,22 @@ def test_a_tied_head_is_an_alias_and_not_stored() -> None:
     assert count_parameters(shape)["total"] == count_parameters(mimo())["total"] - 128 * 64
 
 
-def test_qwen_vl_checkpoints_keep_the_text_model_under_a_prefix_and_mtp_at_the_top() -> None:
+def test_qwen_vl_checkpoints_have_a_prefix_for_the_text_model_but_not_for_mtp() -> None:
     text = {**TINY, **DELTA, "head_dim": 32, "mtp_num_hidden_layers": 1}
     shape = shape_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text})
-    found = tensor_shapes(shape)
-    assert found["model.language_model.layers.1.self_attn.q_proj.weight"] == (2 * 4 * 32, 64)
-    assert found["mtp.fc.weight"] == (64, 128)
+    tensors = tensor_shapes(shape)
+    assert tensors["model.language_model.layers.1.self_attn.q_proj.weight"] == (2 * 4 * 32, 64)
+    assert tensors["mtp.fc.weight"] == (64, 128)
     assert section_of("mtp.fc.weight", shape) == "draft"
     assert section_of("model.language_model.norm.weight", shape) == "target"
 
 
 def bridge_source(module: str) -> str:
-    """Text of a Megatron-Bridge module, found without importing it: that would bring in Megatron."""
+    """The text of a Megatron-Bridge module, read without importing Megatron."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations
-    path = next(found for root in spec.submodule_search_locations if (found := Path(root) / "bridge" / "models" / module).is_file())
-    return path.read_text()
+    paths = (Path(root) / "bridge" / "models" / module for root in spec.submodule_search_locations)
+    return next(path for path in paths if path.is_file()).read_text()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def bridge_source(module: str) -> str:
         ("Qwen3_5ForCausalLM", {**DELTA, "head_dim": 32}, "qwen/qwen35_bridge.py"),
     ],
 )
-def test_mtp_names_are_those_that_megatron_bridge_maps(architecture: str, fields: dict[str, Any], module: str) -> None:
+def test_mtp_names_are_mapped_by_megatron_bridge(architecture: str, fields: dict[str, Any], module: str) -> None:
     shape = shape_of({**TINY, **fields, "architectures": [architecture], "num_nextn_predict_layers": 1})
     source = bridge_source(module)
     draft = [name for name in tensor_shapes(shape) if section_of(name, shape) == "draft"]
@@ -186,7 +186,7 @@ def test_mtp_names_are_those_that_megatron_bridge_maps(architecture: str, fields
             assert f'"{name}"' in source or f'"{starred}"' in source, name
 
 
-def test_counts_of_mimo_7b() -> None:
-    counted = count_parameters(shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL")))
-    # 7.83 B is what a model built of this shape has; the trunk alone is what its authors call 7 B.
-    assert counted == {"total": 7_833_409_536, "mtp": 210_790_400, "embedding": 621_281_280, "head": 621_281_280, "experts": 0}
+def test_parameter_counts_of_mimo_7b() -> None:
+    counts = count_parameters(shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL")))
+    # 7.83 B are the parameters of a model built with this shape; the published 7 B count only the trunk.
+    assert counts == {"total": 7_833_409_536, "mtp": 210_790_400, "embedding": 621_281_280, "head": 621_281_280, "experts": 0}

@@ -460,15 +460,25 @@ def test_a_toy_of_every_family_fits(family: str, dtype: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "changes", "sets", "message"),
     [
-        ("qwen3-next", {}, [], "train.precision: vLLM on a CPU computes the linear attention of qwen3-next in bf16 alone; set bf16"),
+        ("qwen3-next", {}, [], "train.precision: vLLM on a CPU computes the linear attention of qwen3-next only in bf16; set bf16"),
         (
             "qwen3-next",
             {},
             ["train.precision=bf16", "rollout.engine_args={enable_prefix_caching: true}"],
             "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with drafts",
         ),
-        ("deepseek-v3", {"kv_lora_rank": 64}, [], "model config: kv_lora_rank and qk_rope_head_dim make 128, and vLLM on a CPU computes"),
-        ("deepseek-v3", {"scoring_func": None}, [], "model config: scoring_func is missing, and vLLM takes another than the trainer"),
+        (
+            "deepseek-v3",
+            {"kv_lora_rank": 64},
+            [],
+            "model config: kv_lora_rank and qk_rope_head_dim add up to 128, but vLLM on a CPU supports",
+        ),
+        (
+            "deepseek-v3",
+            {"scoring_func": None},
+            [],
+            "model config: scoring_func is missing, and vLLM's default differs from what",
+        ),
         ("deepseek-v3", {"topk_method": None}, ["train.precision=bf16"], "model config: topk_method is missing"),
     ],
 )
