@@ -16,7 +16,7 @@ from mtpctl.bench.sync_results import Options
 from mtpctl.errors import RuntimeFailure
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.protocol import Manifest, PauseMode
+from mtpctl.sync.protocol import Manifest, PauseMode, Section
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.update import SyncReport
@@ -107,6 +107,19 @@ class Trainer:
         async with self._lock:
             self._pipe.send((method, arguments))
             return await self._answer(method)
+
+    async def plan_weights(
+        self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]
+    ) -> Manifest | None:
+        manifest: Manifest | None = await self.call("plan_weights", version, store, members, checksums, sections)
+        return manifest
+
+    async def transfer_weights(self) -> Sent | None:
+        sent: Sent | None = await self.call("transfer_weights")
+        return sent
+
+    async def persist_weights(self) -> None:
+        await self.call("persist_weights")
 
     async def _answer(self, method: str) -> Any:
         while not await asyncio.to_thread(self._pipe.poll, 0.5):

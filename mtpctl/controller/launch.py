@@ -319,8 +319,8 @@ class Run:
 
     async def _begin(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
         """Have the trainer begin a stage, or go on with it from a checkpoint."""
-        reference = str(self.directory.path / "reference")
-        await self.state.until_saved(lambda: trainer.call("begin_stage", stage, reference, resumed is not None))
+        reference = self.directory.path / "reference"
+        await self.state.until_saved(lambda: trainer.begin_stage(stage, reference, resumed=resumed is not None))
         if resumed is not None:
             await self._restore(trainer, resumed)
             changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
@@ -350,7 +350,7 @@ class Run:
 
     async def _restore(self, trainer: TrainerGroup, checkpoint: Path) -> None:
         with self.waits.on(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):
-            await trainer.call("restore", str(checkpoint))
+            await trainer.restore(checkpoint)
 
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
         replay = self.recipe.replay(self.prepared.model.shape)

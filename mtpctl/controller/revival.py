@@ -15,6 +15,7 @@ from mtpctl.controller.waits import Waits
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.session import Telemetry
+from mtpctl.trainer.actor import Parameters
 
 
 class Revival:
@@ -29,7 +30,7 @@ class Revival:
         self.recipe, self.trainer, self.state, self.telemetry, self.waits = recipe, trainer, state, telemetry, waits
         self.folder, self.reference = folder, reference
         self._lost_at: list[float] = []
-        self._counts: dict[str, int] = {}
+        self._counts: Parameters
 
     async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> Path | None:
         """Start the ranks anew and set the run's state back to the newest checkpoint.
@@ -51,7 +52,7 @@ class Revival:
         self._tell_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
         return path
 
-    async def at_start(self, lost: TrainerLost) -> dict[str, int]:
+    async def at_start(self, lost: TrainerLost) -> Parameters:
         """Bring back a trainer that was lost before the first stage, with no state to set back. Returns what `TrainerGroup.build` does."""
 
         async def nothing() -> None: ...
@@ -101,8 +102,8 @@ class Revival:
         stage = self.state.stage
         within_it = self.state.go_back(newest, anew=anew)
         if newest is not None and not within_it:
-            await self.trainer.call("restore", str(newest))
-        await self.state.until_saved(lambda: self.trainer.call("begin_stage", stage, str(self.reference), within_it))
-        if within_it:
-            await self.trainer.call("restore", str(newest))
+            await self.trainer.restore(newest)
+        await self.state.until_saved(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_it))
+        if newest is not None and within_it:
+            await self.trainer.restore(newest)
         return newest if within_it else None

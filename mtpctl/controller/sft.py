@@ -68,7 +68,7 @@ class SftStage:
             began = time.perf_counter()
             sequences = [self._sequence() for _ in range(sft.batch_size)]
             self.state.updating = True
-            metrics = await self.trainer.call("sft_step", sequences)
+            metrics = await self.trainer.sft_step(sequences)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
             if not metrics["skipped"]:

@@ -270,7 +270,7 @@ class RunState:
             self._not_saved(failure, "the next one takes its place")
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         with self.waiting(f"trainer: saving {path.name}"):
-            folder = Path(await trainer.call("begin_save", str(path)))
+            folder = await trainer.begin_save(path)
         # Both are of this moment; rollout goes on while the buffer is written.
         text = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
         async with self._written(trainer, path):
@@ -315,7 +315,7 @@ class RunState:
             yield
         except OSError as error:
             self.saving, self.saved = None, _UNSAVED
-            await trainer.call("abandon_save")
+            await trainer.abandon_save()
             raise SaveFailed(f"checkpoint {path} was not written: {error.strerror}") from error
 
     def copy_metrics(self) -> dict[str, float]:
@@ -349,11 +349,11 @@ class RunState:
             async with self._written(trainer, self.saving):
                 self._entries[BUFFER] = await written
         with self.waiting(f"trainer: writing {self.saving.name}"):
-            whole = await trainer.call("finish_save", wait, self._entries)
+            whole = await trainer.finish_save(wait=wait, entries=self._entries)
         if whole:
             path, step = self.saving, self.saved
             needed = [] if self.copies is None else self.copies.needed
-            await trainer.call("publish_checkpoint", str(path), self.train.keep_checkpoints, needed)
+            await trainer.publish_checkpoint(path, self.train.keep_checkpoints, needed)
             if self.copies is not None:
                 self.copies.take(path)
             self.saving, self.failed_at = None, []

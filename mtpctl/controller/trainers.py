@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Concatenate, Protocol
 
+from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import LOOK_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import one_line, within
 from mtpctl.cluster.process import name_for_one
+from mtpctl.data.prompts import SftSample
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from mtpctl.trainer.actor import TrainerRank
+from mtpctl.sync.protocol import Manifest, Section
+from mtpctl.sync.transports.base import Sent
+from mtpctl.trainer.actor import Parameters, TrainerRank
 from mtpctl.trainer.share import deal
 
 if TYPE_CHECKING:
@@ -50,7 +54,7 @@ async def not_revived(lost: TrainerLost, *, anew: bool = False) -> None:
 
 
 class TrainerGroup:
-    """The trainer ranks, as Ray actors. Every call goes to all of them, and returns the answer of rank 0.
+    """The trainer ranks, as Ray actors. A method that `TrainerRank` has too calls it on every rank, and returns the result of rank 0.
 
     `recipe` is the one that the ranks run by: after the loss of a host it may ask for fewer data-parallel ranks than the run's own.
     `bundles`: the reserved places of the ranks. Without them Ray chooses the places, and no rank can be started anew.
@@ -83,23 +87,58 @@ class TrainerGroup:
             assert isinstance(actor, ActorHandle)
             self.ranks.append(actor)
 
-    async def call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
-        """Call `method` of `TrainerRank` on every rank. Returns the answer of rank 0. A list among `args` is written once for all ranks.
+    async def begin_stage(self, stage: str, reference: Path, *, resumed: bool) -> None:
+        await self._call(TrainerRank.begin_stage, stage, str(reference), resumed)
 
-        Raises TrainerLost where a rank dies, or does not answer within `deadline_s` (default: `cluster.step_deadline_s`), and
-        RuntimeFailure where one raises another error that is no MtpctlError.
-        """
+    async def sft_step(self, rows: list[SftSample]) -> dict[str, float]:
+        return await self._call(TrainerRank.sft_step, rows)
+
+    async def restore(self, checkpoint: Path) -> None:
+        await self._call(TrainerRank.restore, str(checkpoint))
+
+    async def begin_save(self, path: Path) -> Path:
+        return Path(await self._call(TrainerRank.begin_save, str(path)))
+
+    async def finish_save(self, *, wait: bool, entries: Mapping[str, Entry]) -> bool:
+        return await self._call(TrainerRank.finish_save, wait, entries)
+
+    async def abandon_save(self) -> None:
+        await self._call(TrainerRank.abandon_save)
+
+    async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
+        await self._call(TrainerRank.publish_checkpoint, str(path), keep, needed)
+
+    async def plan_weights(
+        self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]
+    ) -> Manifest | None:
+        return await self._call(TrainerRank.plan_weights, version, store, members, checksums, sections)
+
+    async def transfer_weights(self) -> Sent | None:
+        return await self._call(TrainerRank.transfer_weights)
+
+    async def persist_weights(self) -> None:
+        await self._call(TrainerRank.persist_weights)
+
+    async def _call[**P, T](self, method: Callable[Concatenate[TrainerRank, P], T], *args: P.args, **_: P.kwargs) -> T:
+        """Call `method` on every rank with the same arguments. A list is written into the object store once for all ranks."""
         import ray
 
-        given = tuple(ray.put(each) if isinstance(each, list) else each for each in args)
-        return await self._all(method, lambda rank: given, deadline_s or self.recipe.cluster.step_deadline_s)
+        shared = tuple(ray.put(each) if isinstance(each, list) else each for each in args)
+        return await self._call_each(method, lambda rank: shared, self.recipe.cluster.step_deadline_s)
 
-    async def _all(self, method: str, args: Callable[[int], tuple[object, ...]], seconds: float) -> Any:
-        """The same with the arguments that `args` gives for each rank."""
+    async def _call_each[T](self, method: Callable[..., T], args: Callable[[int], tuple[object, ...]], deadline_s: float) -> T:
+        """Call `method` of `TrainerRank` on every rank with the arguments `args(rank)`. Returns the result of rank 0.
+
+        Raises TrainerLost if a rank dies or does not answer within `deadline_s`, and the error of a rank that fails, as a RuntimeFailure
+        unless it is an MtpctlError.
+        """
+        name = method.__name__
         if not self.ranks:
-            raise TrainerLost(f"trainer, {method}: no rank runs")
-        refs = [getattr(actor, method).remote(*args(rank)) for rank, actor in enumerate(self.ranks)]
-        waits = [asyncio.ensure_future(within(ref, seconds, f"trainer rank {i}, {method}")) for i, ref in enumerate(refs)]
+            raise TrainerLost(f"trainer, {name}: no rank runs")
+        refs = [getattr(actor, name).remote(*args(rank)) for rank, actor in enumerate(self.ranks)]
+        waits: list[asyncio.Future[T]] = [
+            asyncio.ensure_future(within(ref, deadline_s, f"trainer rank {i}, {name}")) for i, ref in enumerate(refs)
+        ]
         try:
             return (await asyncio.gather(*waits))[0]
         except RuntimeFailure as error:
@@ -133,10 +172,8 @@ class TrainerGroup:
         """
         table, shares = await asyncio.to_thread(self._put, samples)
         parallel = self.recipe.train.parallel
-        metrics: dict[str, float] = await self._all(
-            "rl_step", lambda rank: (table, shares[parallel.dp_rank(rank)], version), self.recipe.cluster.step_deadline_s
-        )
-        return metrics
+        deadline_s = self.recipe.cluster.step_deadline_s
+        return await self._call_each(TrainerRank.rl_step, lambda rank: (table, shares[parallel.dp_rank(rank)], version), deadline_s)
 
     def _put(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
         """References to the table of these samples and to the share of each data-parallel rank."""
@@ -148,7 +185,7 @@ class TrainerGroup:
         )
         return ray.put(table), [ray.put(made()) for made in shares]
 
-    async def build(self, folder: Path) -> dict[str, int]:
+    async def build(self, folder: Path) -> Parameters:
         """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`.
 
         Raises RuntimeFailure where a rank is not where the plan has it.
@@ -156,8 +193,7 @@ class TrainerGroup:
         deadline = self.recipe.cluster.actor_deadline_s
         await self._seated(deadline)
         master: str = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
-        counts: dict[str, int] = await self.call("build", str(folder), master, deadline_s=deadline)
-        return counts
+        return await self._call_each(TrainerRank.build, lambda rank: (str(folder), master), deadline)
 
     async def _seated(self, deadline_s: float) -> None:
         """Wait until every rank has started, and check that each is in its seat. Raises HostGone where a host is lost meanwhile."""

@@ -116,7 +116,7 @@ async def _sync(
             if actor is not None:
                 stack.push_async_callback(actor.close)
         if source.checkpoint is not None:
-            await trainer.call("restore", str(source.checkpoint))
+            await trainer.restore(source.checkpoint)
         print_progress(
             f"trainer ready: {built['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else "")
         )

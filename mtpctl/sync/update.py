@@ -156,9 +156,15 @@ class State(StrEnum):
 
 
 class Trainer(Protocol):
-    """The trainer ranks. Calls `method` of `WeightSource` on all of them, and returns rank 0's result."""
+    """The trainer ranks. Each method calls that of `WeightSource` on all of them, and returns the result of rank 0."""
 
-    async def call(self, method: str, *args: object) -> object: ...
+    async def plan_weights(
+        self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]
+    ) -> Manifest | None: ...
+
+    async def transfer_weights(self) -> Sent | None: ...
+
+    async def persist_weights(self) -> None: ...
 
 
 class Generators(Protocol):
@@ -258,8 +264,8 @@ class WeightUpdate:
         assert self.state is State.PLAN
         began = time.perf_counter()
         store = str(self.parties.store)
-        manifest = await self.parties.trainer.call("plan_weights", self.version, store, members, self.verify, self.sections)
-        assert isinstance(manifest, Manifest)
+        manifest = await self.parties.trainer.plan_weights(self.version, store, members, self.verify, self.sections)
+        assert manifest is not None, "rank 0 returns the manifest"
         self.manifest = manifest
         self.plan_seconds = time.perf_counter() - began
 
@@ -277,9 +283,8 @@ class WeightUpdate:
 
     async def _send(self) -> Sent | None:
         """Let the trainer push the buckets. Returns None if they are in the store already."""
-        sent = await self.parties.trainer.call("transfer_weights") if self.pushed else None
+        sent = await self.parties.trainer.transfer_weights() if self.pushed else None
         self.state = State.COMMIT
-        assert sent is None or isinstance(sent, Sent)
         return sent
 
     async def _commit(self) -> list[SyncReport]:
@@ -300,5 +305,5 @@ class WeightUpdate:
     async def persist(self) -> None:
         """Let the trainer copy the version for the store. Generation continues meanwhile, but the trainer's next update must wait."""
         if self.state is State.PERSIST:
-            await self.parties.trainer.call("persist_weights")
+            await self.parties.trainer.persist_weights()
             self.state = State.DONE

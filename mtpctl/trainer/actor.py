@@ -150,7 +150,7 @@ class TrainerRank(WeightSource):
             )
         self.engine.restore(path)
 
-    def sft_step(self, rows: list[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
+    def sft_step(self, rows: Sequence[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
         """One supervised update on rows: token ids of a prompt, those of its target, and the target's mask, 1 where it is trained on."""
         from mtpctl.trainer import batch
         from mtpctl.trainer.objective import NextToken

@@ -69,7 +69,7 @@ def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch
     memory = tmp_path / "memory"
 
     class Trainer:
-        async def call(self, method: str, *given: Any, **more: Any) -> None:
+        async def call(self, method: str, *given: Any) -> None:
             if method != "use":
                 (memory / "v00000001").mkdir(parents=True)
                 raise RuntimeError("out of memory")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,9 +26,9 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
 from tests.checkpoint.test_copying import contents, make_checkpoint, make_run
-from tests.controller.test_state import Trainer
 from tests.environment import with_tree
 from tests.fakes.s3_server import BUCKET, S3Server, serving
+from tests.fakes.trainer_group import FakeTrainerGroup
 
 WAIT_S = 30.0
 
@@ -134,11 +134,9 @@ def test_a_bug_is_not_taken_for_a_store_that_fails(run: Path) -> None:
 def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
     """Although the run keeps one alone, and has written others since."""
 
-    class Writing(Trainer):
-        async def call(self, method: str, *args: Any) -> Any:
-            if method == "publish_checkpoint":
-                return publish_checkpoint(Path(args[0]), keep=args[1], needed=args[2])
-            return await super().call(method, *args)
+    class Writing(FakeTrainerGroup):
+        async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
+            publish_checkpoint(path, keep=keep, needed=needed)
 
     async def main() -> None:
         store, run = Store(), make_run(tmp_path / "run")

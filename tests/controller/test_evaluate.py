@@ -19,7 +19,7 @@ from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Outcome, Reward
 from mtpctl.samples import GenerationRequest, Sample
-from tests.controller.test_rl import FakeGenerator, Letters, World, recipe_of
+from tests.fakes.rl_stage import FakeGenerator, Letters, World, recipe_of
 
 
 def with_sets(recipe: Recipe, *, wait: bool = False, **sets: dict[str, Any]) -> Recipe:

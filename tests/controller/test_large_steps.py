@@ -15,7 +15,7 @@ from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.data.problems import Problem
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample, logprobs_of
-from tests.controller.test_rl import World, recipe_of, stage_of
+from tests.fakes.rl_stage import World, recipe_of, stage_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "time_controller.py"
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
-from tests.fakes.checkpoint_folders import add_engine_files, write_checkpoint
+from tests.fakes.checkpoint_folders import write_checkpoint
+from tests.fakes.trainer_group import FakeTrainerGroup
 from tests.jobs.test_rollout import recipe
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
@@ -60,16 +62,9 @@ def drive(
     """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for."""
     asked: list[str] = []
 
-    class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
-            pass
-
-        async def build(self, folder: Path) -> dict[str, Any]:
-            return {"parameters": 1, "trained": 1}
-
-        async def call(self, method: str, *args: Any) -> Any:
+    class Trainer(FakeTrainerGroup):
+        async def called(self, method: str) -> None:
             asked.append(method)
-            return None
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "seated", anywhere)
@@ -209,22 +204,21 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     told: list[Path] = []
 
-    class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
+    class Trainer(FakeTrainerGroup):
+        def __init__(self, recipe: Recipe, *args: Any) -> None:
+            super().__init__(recipe, *args)
             told.append(recipe.run_path)
 
         async def build(self, folder: Path) -> dict[str, Any]:
             told.append(folder)
-            return {"parameters": 1, "trained": 1}
+            return await super().build(folder)
 
-        async def call(self, method: str, *args: Any) -> Any:
-            if method == "begin_stage":
-                told.append(Path(args[1]))
-            elif method == "begin_save":
-                told.append(Path(args[0]))
-                Path(args[0]).mkdir()
-                return args[0]
-            return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else None
+        async def begin_stage(self, stage: str, reference: Path, *, resumed: bool) -> None:
+            told.append(reference)
+
+        async def begin_save(self, path: Path) -> Path:
+            told.append(path)
+            return await super().begin_save(path)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "seated", anywhere)
@@ -242,23 +236,9 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
 def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
-            pass
-
-        async def build(self, folder: Path) -> dict[str, Any]:
-            return {"parameters": 1, "trained": 1}
-
-        async def call(self, method: str, *args: Any) -> Any:
-            if method == "begin_save":
-                self.path = Path(args[0])
-                self.path.mkdir()
-                return args[0]
-            if method == "publish_checkpoint":
-                point_to(Path(args[0]))
-            if method == "finish_save":
-                add_engine_files(self.path)
-            return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0} if method == "sft_step" else method == "finish_save"
+    class Trainer(FakeTrainerGroup):
+        async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
+            point_to(path)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "seated", anywhere)
@@ -285,25 +265,14 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(
     """Here the engines do not start, which the supervised stage beside them hears of after three updates."""
     done, failed = 0, asyncio.Event()
 
-    class Trainer:
-        def __init__(self, recipe: Recipe, placement: Any, bundles: Any) -> None:
-            pass
-
-        async def build(self, folder: Path) -> dict[str, Any]:
-            return {"parameters": 1, "trained": 1}
-
-        async def call(self, method: str, *args: Any) -> Any:
+    class Trainer(FakeTrainerGroup):
+        async def sft_step(self, rows: list[Any]) -> dict[str, float]:
             nonlocal done
-            if method == "begin_save":
-                Path(args[0]).mkdir(parents=True)
-                return args[0]
-            if method == "sft_step":
-                done += 1
-                if done == 3:
-                    failed.set()
-                await asyncio.sleep(0)
-                return {"sft/loss": 1.0, "skipped": 0.0, "perf/tokens": 1.0}
-            return method == "finish_save" or None
+            done += 1
+            if done == 3:
+                failed.set()
+            await asyncio.sleep(0)
+            return await super().sft_step(rows)
 
     class Rows:
         def __init__(self) -> None:

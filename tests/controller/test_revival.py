@@ -10,7 +10,7 @@ import asyncio
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,49 +29,59 @@ from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from tests.controller.test_rl import FakeGenerator, Letters, Rows, World, recipe_of, right_or_wrong
-from tests.controller.test_state import Trainer
 from tests.fakes.checkpoint_folders import SHARD, flip, write_checkpoint
+from tests.fakes.rl_stage import FakeGenerator, Letters, Rows, World, recipe_of, right_or_wrong
+from tests.fakes.trainer_group import FakeTrainerGroup
 
 
-class Mortal(Trainer):
+class Mortal(FakeTrainerGroup):
     """Dies in the calls whose numbers `dies` names, of each method from 1, before or after it has done what it was asked."""
 
     def __init__(self, recipe: Recipe, dies: dict[str, set[int]]) -> None:
         super().__init__()
-        self.recipe, self.dies, self.calls = recipe, dies, Counter[str]()
+        self.recipe, self.dies = recipe, dies
         self.weights, self.alive, self.starts = 1, True, 0
         self.trained: list[list[str]] = []
         self.meanwhile: Callable[[], bool] = lambda: True
 
-    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        self.calls[method] += 1
-        if not self.alive or self.calls[method] in self.dies.get(method, ()):
+    async def called(self, method: str) -> None:
+        await super().called(method)
+        if not self.alive or self.calls.count(method) in self.dies.get(method, ()):
             self.alive = False
             raise TrainerLost(f"trainer rank 0, {method}: ActorDiedError")
-        if method in ("rl_step", "sft_step"):
-            await asyncio.sleep(0.005)
-            batch = [(s.prompt_ids, s.response_ids) for s in args[0]] if method == "rl_step" else args[0]
-            self.weights = zlib.crc32(repr((self.weights, batch)).encode())
-            self.trained.append([s.group_id.partition(".")[0] for s in args[0]] if method == "rl_step" else [str(args[0])])
-            return {"skipped": 0.0, "perf/tokens": 1.0, "sft/loss": 1.0}
-        if method == "restore":
-            saved = json.loads((Path(args[0]) / "weights.json").read_text())
-            self.weights, self.trained = saved["weights"], saved["trained"]
-        elif method == "begin_stage":
-            self.weights, self.trained = 1, []
-        else:
-            found = await super().call(method, *args)
-            if method == "begin_save":
-                (Path(found) / "weights.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained}))
-            elif method == "publish_checkpoint":
-                point_to(Path(args[0]))
-            return found
-        return None
+
+    async def begin_stage(self, stage: str, reference: Path, *, resumed: bool) -> None:
+        await super().begin_stage(stage, reference, resumed=resumed)
+        self.weights, self.trained = 1, []
+
+    async def _train(self, batch: list[Any], names: list[str]) -> None:
+        await asyncio.sleep(0.005)
+        self.weights = zlib.crc32(repr((self.weights, batch)).encode())
+        self.trained.append(names)
+
+    async def sft_step(self, rows: list[Any]) -> dict[str, float]:
+        metrics = await super().sft_step(rows)
+        await self._train(rows, [str(rows)])
+        return metrics
 
     async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
-        found: dict[str, float] = await self.call("rl_step", samples)
-        return found
+        await self.called("rl_step")
+        await self._train([(s.prompt_ids, s.response_ids) for s in samples], [s.group_id.partition(".")[0] for s in samples])
+        return {"skipped": 0.0, "perf/tokens": 1.0}
+
+    async def restore(self, checkpoint: Path) -> None:
+        await super().restore(checkpoint)
+        saved = json.loads((checkpoint / "weights.json").read_text())
+        self.weights, self.trained = saved["weights"], saved["trained"]
+
+    async def begin_save(self, path: Path) -> Path:
+        folder = await super().begin_save(path)
+        (folder / "weights.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained}))
+        return folder
+
+    async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
+        await super().publish_checkpoint(path, keep, needed)
+        point_to(path)
 
     async def start_anew(self, tell: Any, stopping: asyncio.Event) -> None:
         async with asyncio.timeout(10):

@@ -13,8 +13,8 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.samples import Sample
-from tests.controller.test_rl import FakeGenerator, FakeTrainer, World, recipe_of, stage_of
-from tests.controller.test_state import Trainer
+from tests.fakes.rl_stage import FakeGenerator, FakeTrainer, World, recipe_of, stage_of
+from tests.fakes.trainer_group import FakeTrainerGroup
 
 GROUPS, SYNC_EVERY, STEPS = 4, 4, 10
 """Groups an update trains on, updates between two syncs, and updates in all."""
@@ -61,7 +61,7 @@ def test_run_resumed_after_any_update_trains_every_prompt_once(tmp_path: Path, s
         first.state.begin("rl")
         await first.publish()
         await asyncio.wait_for(first.run(), 20)
-        saved = await first.state.checkpoint(cast(TrainerGroup, Trainer()))
+        saved = await first.state.checkpoint(cast(TrainerGroup, FakeTrainerGroup()))
         assert saved is not None
         complete, unfinished = SampleBuffer.load(saved / "buffer.jsonl")
         if not full:

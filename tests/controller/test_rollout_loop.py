@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import Sample, Speculation
-from tests.controller.test_rl import FakeGenerator, World, recipe_of, stage_of
+from tests.fakes.rl_stage import FakeGenerator, World, recipe_of, stage_of
 
 
 class Silent(FakeGenerator):

@@ -16,20 +16,18 @@ from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
 from mtpctl.recipe.schema import Recipe
-from tests.controller.test_rl import Letters, Rows, World
-from tests.controller.test_state import Trainer
+from tests.fakes.rl_stage import Letters, Rows, World
+from tests.fakes.trainer_group import FakeTrainerGroup
 
 
-class Learner(Trainer):
+class Learner(FakeTrainerGroup):
     """Its loss is 1 for five updates, and 0.1 from then on; Ctrl-C comes in update `stop_at`."""
 
     def __init__(self, root: Path, stop_at: int = 0) -> None:
         super().__init__()
         self.root, self.stop_at, self.state = root, stop_at, cast(RunState, None)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        if method != "sft_step":
-            return await super().call(method, *args)
+    async def sft_step(self, rows: list[Any]) -> dict[str, float]:
         if self.state.step + 1 == self.stop_at:
             self.state.stopping.set()
         return {"sft/loss": 1.0 if self.state.step < 5 else 0.1, "skipped": 0.0, "perf/tokens": 4.0}
@@ -61,10 +59,9 @@ def test_the_stage_ends_once_its_last_losses_are_low_enough_over_a_stop_too(tmp_
 
 def test_a_conversation_goes_to_the_trainer_with_the_mask_of_the_assistants_turns(tmp_path: Path) -> None:
     class Recording(Learner):
-        async def call(self, method: str, *args: Any) -> Any:
-            if method == "sft_step":
-                rows.extend(args[0])
-            return await super().call(method, *args)
+        async def sft_step(self, rows: list[Any]) -> dict[str, float]:
+            trained.extend(rows)
+            return await super().sft_step(rows)
 
     class Chat(Letters):
         """A message is its role's first letter and its content."""
@@ -77,7 +74,7 @@ def test_a_conversation_goes_to_the_trainer_with_the_mask_of_the_assistants_turn
         def encode_places(self, text: str) -> tuple[list[int], list[int]]:
             return self.encode(text), list(range(len(text)))
 
-    rows: list[tuple[list[int], list[int], list[int]]] = []
+    trained: list[tuple[list[int], list[int], list[int]]] = []
     messages = [{"role": ("user", "assistant")[number % 2], "content": str(number)} for number in range(4)]
     recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "train": {"sft": {"steps": 1, "batch_size": 1}}})
     prepared = Prepared(cast(Any, None), Chat(), ProblemSets([], [], [Problem("c", "", "", messages=messages)]), 64)
@@ -85,4 +82,4 @@ def test_a_conversation_goes_to_the_trainer_with_the_mask_of_the_assistants_turn
     learner.state = RunState(tmp_path, recipe.train)
     learner.state.begin("sft")
     asyncio.run(SftStage(recipe, prepared, cast(TrainerGroup, learner), cast(Any, Rows(World())), learner.state).run())
-    assert rows == [([*map(ord, "u0a")], [*map(ord, "1u2a3"), 0], [1, 0, 0, 0, 1, 1])]
+    assert trained == [([*map(ord, "u0a")], [*map(ord, "1u2a3"), 0], [1, 0, 0, 0, 1, 1])]

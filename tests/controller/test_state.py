@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,46 +20,12 @@ from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState, ended_stages, 
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
-from tests.fakes.checkpoint_folders import BYTES, SHARD, add_engine_files, flip, write_checkpoint
+from tests.fakes.checkpoint_folders import BYTES, SHARD, flip, write_checkpoint
+from tests.fakes.trainer_group import FakeTrainerGroup
 
 
-class Trainer:
-    """Writes nothing but folders; a save takes until `written` is set, unless somebody waits for it. The next `breaks` saves fail."""
-
-    def __init__(self) -> None:
-        self.path, self.folder = Path(), Path("none")
-        self.written, self.breaks = False, 0
-        self.published: list[str] = []
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "begin_save":
-            assert not self.folder.exists(), "one at a time"
-            self.path = Path(args[0])
-            self.folder = self.path.with_name(self.path.name + ".partial")
-            self.folder.mkdir(parents=True)
-            return str(self.folder)
-        if method == "finish_save":
-            if self.breaks:
-                self.breaks -= 1
-                shutil.rmtree(self.folder)
-                raise SaveFailed(f"checkpoint {self.path} was not written: disk full")
-            if not (args[0] or self.written):
-                return False
-            if (self.folder / "run.json").exists():
-                add_engine_files(self.folder)
-            if self.path.exists():
-                shutil.rmtree(self.path)
-            self.folder.rename(self.path)
-            return True
-        if method == "abandon_save":
-            return shutil.rmtree(self.folder)
-        assert method == "publish_checkpoint"
-        self.published.append(Path(args[0]).name)
-        return None
-
-
-def run(tmp_path: Path, **fields: Any) -> tuple[RunState, Trainer, TrainerGroup]:
-    state, trainer = RunState(tmp_path, TrainConfig(checkpoint_every=2, **fields)), Trainer()
+def run(tmp_path: Path, **fields: Any) -> tuple[RunState, FakeTrainerGroup, TrainerGroup]:
+    state, trainer = RunState(tmp_path, TrainConfig(checkpoint_every=2, **fields)), FakeTrainerGroup()
     state.begin("sft")
     return state, trainer, cast(TrainerGroup, trainer)
 
@@ -100,10 +65,9 @@ def test_by_default_a_checkpoint_is_taken_every_ten_minutes(tmp_path: Path, monk
     """Of which the time that writing takes is no part."""
     clock = Clock(monkeypatch)
 
-    class Slow(Trainer):
-        async def call(self, method: str, *args: Any) -> Any:
+    class Slow(FakeTrainerGroup):
+        async def called(self, method: str) -> None:
             clock.minutes += 4 * (method == "finish_save")
-            return await super().call(method, *args)
 
     async def main() -> None:
         state, trainer = RunState(tmp_path, TrainConfig()), Slow()
@@ -206,7 +170,7 @@ def test_what_could_not_be_written_is_tried_again_after_a_later_update(
         state, trainer, group = run(tmp_path, async_save=beside)
         told: list[str] = []
         state.tell = told.append
-        trainer.breaks, trainer.written = 1, True
+        trainer.failing_saves, trainer.written = 1, True
         for _ in range(2 + beside):
             await step(state, group)
         failed = f"checkpoint {tmp_path}/sft-000002 was not written: disk full"
@@ -229,7 +193,7 @@ def test_a_run_ends_where_checkpoints_cannot_be_written_for_long(tmp_path: Path,
 
     async def main() -> None:
         state, trainer, group = run(tmp_path)
-        trainer.breaks = 3
+        trainer.failing_saves = 3
         for _ in range(2):
             await step(state, group)
         now[0] += GIVE_UP_S
@@ -248,11 +212,11 @@ def test_the_last_checkpoint_of_a_stage_must_be_written_and_may_take_the_place_o
         state, trainer, group = run(tmp_path, async_save=True)
         for _ in range(2):
             await step(state, group)
-        trainer.breaks = 1
+        trainer.failing_saves = 1
         state.end("sft")
         assert await state.checkpoint(group) == tmp_path / "sft-000002-end"
         assert trainer.published == ["sft-000002-end"]
-        trainer.breaks = 1
+        trainer.failing_saves = 1
         with pytest.raises(SaveFailed, match="sft-000002-end was not written: disk full"):
             await state.checkpoint(group)
 

@@ -24,8 +24,8 @@ Answer = Callable[[], Awaitable[object]]
 class Rank:
     """A handle whose calls do as they are told. `here` answers unless the rank is gone."""
 
-    def __init__(self, step: Answer, here: Answer) -> None:
-        self.step, self.here = SimpleNamespace(remote=step), SimpleNamespace(remote=here)
+    def __init__(self, persist_weights: Answer, here: Answer) -> None:
+        self.persist_weights, self.here = SimpleNamespace(remote=persist_weights), SimpleNamespace(remote=here)
 
 
 async def fine() -> ActorLocation:
@@ -57,11 +57,15 @@ def group(*ranks: Rank) -> TrainerGroup:
 @pytest.mark.parametrize(
     ("ranks", "kind", "told"),
     [
-        ([Rank(fine, fine), Rank(dead, dead)], TrainerLost, "trainer rank 1, step: ActorDiedError"),
-        ([Rank(fine, fine), Rank(silent, silent)], TrainerLost, r"trainer rank 1, step: no answer within 0\.2 s"),
+        ([Rank(fine, fine), Rank(dead, dead)], TrainerLost, "trainer rank 1, persist_weights: ActorDiedError"),
+        ([Rank(fine, fine), Rank(silent, silent)], TrainerLost, r"trainer rank 1, persist_weights: no answer within 0\.2 s"),
         ([Rank(raises(ConnectionError("by peer")), fine), Rank(silent, dead)], TrainerLost, r"trainer rank 1: ActorDied.*by peer"),
         ([Rank(raises(ConnectionError("by peer")), fine), Rank(silent, silent)], TrainerLost, r"trainer rank 1: no answer.*by peer"),
-        ([Rank(raises(ValueError("a fault")), fine), Rank(fine, fine)], RuntimeFailure, r"trainer rank 0, step: ValueError: a fault"),
+        (
+            [Rank(raises(ValueError("a fault")), fine), Rank(fine, fine)],
+            RuntimeFailure,
+            r"trainer rank 0, persist_weights: ValueError: a fault",
+        ),
         ([Rank(raises(UserError("train.x: no")), fine), Rank(silent, silent)], UserError, r"train\.x: no"),
         ([Rank(raises(RuntimeFailure("the disk is full")), fine), Rank(silent, silent)], RuntimeFailure, "the disk is full"),
         ([Rank(raises(RuntimeFailure("rl-4 was not written")), fine), Rank(silent, dead)], TrainerLost, "ActorDied.*was not written"),
@@ -73,7 +77,7 @@ def test_a_rank_is_lost_that_is_dead_or_silent_and_not_one_that_has_an_error(
 ) -> None:
     monkeypatch.setattr(trainers, "ALIVE_S", 0.2)
     with pytest.raises(RuntimeFailure if kind is not UserError else UserError, match=told) as found:
-        asyncio.run(group(*ranks).call("step"))
+        asyncio.run(group(*ranks).persist_weights())
     assert type(found.value) is kind
 
 

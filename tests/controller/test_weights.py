@@ -25,7 +25,7 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.protocol import Manifest, SyncError
+from mtpctl.sync.protocol import Manifest, Section, SyncError
 from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.transports.control import Address
 from mtpctl.sync.update import SyncReport
@@ -45,15 +45,23 @@ class Trainer:
         self.members: list[list[str]] = []
         self.fails = ""
 
-    async def call(self, method: str, *args: Any) -> Any:
+    def _called(self, method: str) -> None:
         if method == self.fails:
             raise RuntimeFailure(f"the trainer cannot {method}")
-        if method == "plan_weights":
-            if not args[2]:
-                return manifest(args[0])
-            self.members.append(args[2])
-            return replace(manifest(args[0]), transport="ipc", address="tcp://127.0.0.1:1/group?receivers=1&deadline_s=1")
-        return Sent() if method == "transfer_weights" else None
+
+    async def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest:
+        self._called("plan_weights")
+        if not members:
+            return manifest(version)
+        self.members.append(members)
+        return replace(manifest(version), transport="ipc", address="tcp://127.0.0.1:1/group?receivers=1&deadline_s=1")
+
+    async def transfer_weights(self) -> Sent:
+        self._called("transfer_weights")
+        return Sent()
+
+    async def persist_weights(self) -> None:
+        self._called("persist_weights")
 
 
 class Engine:
@@ -217,13 +225,11 @@ class Announcing(Trainer):
         super().__init__()
         self.meanwhile, self.meeting = meanwhile, host_store("127.0.0.1")
 
-    async def call(self, method: str, *args: Any) -> Any:
-        if method != "plan_weights":
-            return await super().call(method, *args)
-        self.members.append(args[2])
+    async def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest:
+        self.members.append(members)
         await self.meanwhile()
-        address = Address(self.meeting.host, self.meeting.port, f"group-{len(self.members)}", len(args[2]), 30.0)
-        return Manifest(args[0], "nccl", str(address), {})
+        address = Address(self.meeting.host, self.meeting.port, f"group-{len(self.members)}", len(members), 30.0)
+        return Manifest(version, "nccl", str(address), {})
 
 
 def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable[None]]) -> Callable[[Path], None]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.protocol import Manifest, PauseMode, SectionPlan, SyncError, TargetDirty
+from mtpctl.sync.protocol import Manifest, PauseMode, Section, SectionPlan, SyncError, TargetDirty
 from mtpctl.sync.transports.base import Sent
 from mtpctl.sync.update import Parties, State, SyncReport, WeightUpdate, update_target
 
@@ -28,13 +28,19 @@ class World:
     def note(self, what: str) -> None:
         self.calls.append((what, self.update.state))
 
-    async def call(self, method: str, *args: object) -> object:
-        self.note(method)
-        if method == "plan_weights":
-            assert (args[0], args[2:]) == (1, (["engine 0"] if self.update.pushed else [], False, ("target", "draft")))
-            return Manifest(1, self.update.options.transport, "", {})
+    async def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest:
+        self.note("plan_weights")
+        assert (version, members, checksums, sections) == (1, ["engine 0"] if self.update.pushed else [], False, ("target", "draft"))
+        return Manifest(1, self.update.options.transport, "", {})
+
+    async def transfer_weights(self) -> Sent:
+        self.note("transfer_weights")
         await asyncio.sleep(0.01)
-        return Sent(3, 1.0) if method == "transfer_weights" else None
+        return Sent(3, 1.0)
+
+    async def persist_weights(self) -> None:
+        self.note("persist_weights")
+        await asyncio.sleep(0.01)
 
     @contextlib.asynccontextmanager
     async def quiesce(self, mode: PauseMode) -> AsyncIterator[None]:
