@@ -61,7 +61,7 @@ class Ranks:
     """Stands for trainer ranks: takes their shares apart, and counts."""
 
     def rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
-        assert len(share.samples()) == len(share.places)
+        assert len(share.sequences()) == len(share.indices)
         return {"skipped": 0.0, "perf/tokens": float((table.prompts + table.responses).sum()), "bytes": float(share.nbytes)}
 
 

@@ -1,4 +1,9 @@
-"""Readers of megatron-core's checkpoints that run no code from a checkpoint, and report damage in one line."""
+"""Read checkpoints of megatron-core without running code from them, and report damage in one line.
+
+`.metadata` is a pickle, which may call any function that it names. It needs a few data classes of torch; any other name is rejected,
+because its only use would be to run code. Shards contain tensors and small objects, which torch reads with its own allow-list. Importing
+this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +11,14 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO
-
-import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from typing import IO, TYPE_CHECKING
 
 from mtpctl.checkpoint.listing import Damaged
-from mtpctl.compat import torch_checkpoint
 from mtpctl.errors import MtpctlError, UserError
 
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Read the checkpoint at `path` in the block. Raises a one-line UserError if it cannot be read."""
-    torch_checkpoint.install(RestrictedUnpickler)
-    try:
-        yield
-    except CheckpointException as error:
-        cause = next((failure[0] for failure in error.failures.values()), error)
-        if isinstance(cause, MtpctlError):
-            raise cause from error
-        raise _unreadable(path, cause) from error
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, cause: BaseException) -> UserError:
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
-    return UserError(f"{path} cannot be read ({type(cause).__name__}: {lines[0]}); if it is damaged, name another checkpoint")
-
-
-def reader_of(path: Path) -> FileSystemReader:
-    """torch's reader of a checkpoint."""
-    torch_checkpoint.install(RestrictedUnpickler)
-    return FileSystemReader(path)
-
-
-def tensors_in(path: Path) -> dict[str, ShardedTensor]:
-    """The tensors of a checkpoint by their names, without values."""
-    with reading(path):
-        tensors: dict[str, ShardedTensor] = dist_checkpointing.load_tensors_metadata(str(path))
-    return tensors
-
-
-# Reads the `.metadata` of a checkpoint, a pickle, without running code from it.
-#
-# A pickle may call any function that it names. `.metadata` needs a few data classes of torch; any other name is rejected, because its only
-# use would be to run code. Shards contain tensors and small objects, which torch reads with its own allow-list.
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from torch.distributed.checkpoint import FileSystemReader
 
 METADATA = ".metadata"
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
@@ -88,17 +50,14 @@ _TYPES = {
 }
 """Dtypes, which a pickle names as attributes of `torch`."""
 
-Resolve = Callable[[str, str], object]
-"""Maps a module and name to the object to use for it."""
-
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Reads a `.metadata` file. `resolve` returns the object of an allowed name.
+    """Reads a `.metadata` file. `resolve` returns the object of an allowed module and name.
 
     `load` raises UserError for any other name.
     """
 
-    def __init__(self, file: IO[bytes], path: Path, resolve: Resolve) -> None:
+    def __init__(self, file: IO[bytes], path: Path, resolve: Callable[[str, str], object]) -> None:
         super().__init__(file)
         self._path, self._resolve = path, resolve
 
@@ -112,7 +71,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 class _Record:
-    """Stand-in for a torch object: its constructor arguments and its state."""
+    """Placeholder for a torch object: its constructor arguments and its state."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -144,3 +103,49 @@ def shard_sizes(checkpoint: Path) -> dict[str, int]:
     except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
         raise Damaged(METADATA, "is truncated or overwritten") from error
     return sizes
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Read the checkpoint at `path` in the block. Raises a one-line UserError if it cannot be read."""
+    import torch
+    from torch.distributed.checkpoint import CheckpointException
+
+    from mtpctl.compat import torch_checkpoint
+
+    torch_checkpoint.install(RestrictedUnpickler)
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next((failure[0] for failure in error.failures.values()), error)
+        if isinstance(cause, MtpctlError):
+            raise cause from error
+        raise _unreadable(path, cause) from error
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, cause: BaseException) -> UserError:
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
+    return UserError(f"{path} cannot be read ({type(cause).__name__}: {lines[0]}); if it is damaged, name another checkpoint")
+
+
+def reader_of(path: Path) -> FileSystemReader:
+    """torch's reader of a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from mtpctl.compat import torch_checkpoint
+
+    torch_checkpoint.install(RestrictedUnpickler)
+    return FileSystemReader(path)
+
+
+def tensors_in(path: Path) -> dict[str, ShardedTensor]:
+    """The tensors of a checkpoint by their names, without values."""
+    from megatron.core import dist_checkpointing
+
+    with reading(path):
+        tensors: dict[str, ShardedTensor] = dist_checkpointing.load_tensors_metadata(str(path))
+    return tensors

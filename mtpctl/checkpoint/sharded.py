@@ -1,10 +1,10 @@
 """Checkpoints through megatron-core's distributed format: any layout writes, any layout reads.
 
 A checkpoint is a folder: the shards and their metadata, `engine.json` with step counts and the caller's state, and the listing of its files
-with their checksums. It is written under a temporary name and renamed, so that a folder under its own name is whole.
+with their checksums. It is written under a temporary name and renamed, so a folder under its final name is complete.
 
 A thread writes the shards and computes their checksums. `Save` plans the shards and copies them to host memory before the thread starts.
-All collectives run there and in `finish`, so that they never overlap with those of a training step.
+All collectives run in its constructor and in `finish`, so they never overlap with those of a training step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mtpctl.errors import SaveFailed, UserError
 
 _FORMAT = 1
 _INDEX_BYTES = 16 << 20
-"""More than the indices of a checkpoint take."""
+"""Upper bound of the size of a checkpoint's indices."""
 _MOST_RANKS = 64
-"""The most tp ranks over which a vocabulary may be split."""
+"""Maximum number of tp ranks over which a vocabulary is split."""
 
 
 class AdapterRecord(TypedDict):
-    """What a checkpoint of adapters says about them: a fingerprint of the base weights, and the LoRA settings."""
+    """Adapters of a checkpoint: a fingerprint of the base weights, and the LoRA settings."""
 
     base: str
     rank: int
@@ -67,11 +67,11 @@ type ShardedTree = dict[str, dict[str, Sharded]]
 """Section (`model`, `optimizer`) → name → sharded tensor, as megatron-core saves and loads them."""
 
 type WriteBucket = tuple[Path, str, tuple[list[tuple[object, object]], list[tuple[object, torch.Tensor]]]]
-"""What megatron-core writes to one file: the file, a key, and its (bytes, tensors), each with the item of the plan."""
+"""The contents of one file of megatron-core: the file, a key, and (bytes, tensors), each with its item of the plan."""
 
 
 class Slot(Protocol):
-    """An optimizer's state of one parameter: a tensor for each of `kinds`, whole on this rank or sharded over the ranks of `group`."""
+    """The optimizer state of a parameter: a tensor for each of `kinds`, whole on this rank or sharded over the ranks of `group`."""
 
     @property
     def parameter(self) -> torch.Tensor: ...
@@ -86,7 +86,7 @@ class Slot(Protocol):
     def group(self) -> dist.ProcessGroup | None: ...
 
     def whole(self, kind: str) -> torch.Tensor:
-        """In the parameter's shape, fp32. Every rank of the group must call this."""
+        """The tensor in the parameter's shape, fp32. Collective over `group`."""
         ...
 
     def fill(self, kind: str, value: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is written from and restored into.
+    """The source of a checkpoint that is written, or the target of one that is restored.
 
     slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters that the checkpoint holds, None
     for all. adapter: set if these parameters are adapters.
@@ -109,12 +109,12 @@ class Contents:
     adapter: AdapterRecord | None
 
     def tree(self, *, reading: bool) -> ShardedTree:
-        """The sharded tensors. With `reading` those of a sharded optimizer's state are empty, to be loaded into."""
+        """The sharded tensors. reading: create empty tensors for a sharded optimizer's state, to load into."""
         sharded = self.model.sharded_state_dict()
-        held: dict[str, Sharded] = {name: value for name, value in sharded.items() if self.names is None or name in self.names}
-        tree = {"model": held}
+        model: dict[str, Sharded] = {name: value for name, value in sharded.items() if self.names is None or name in self.names}
+        tree = {"model": model}
         if self.slots is not None:
-            tree["optimizer"] = _optimizer_tree(self.slots, held, reading=reading)
+            tree["optimizer"] = _optimizer_tree(self.slots, model, reading=reading)
         return tree
 
     def live(self) -> set[int]:
@@ -125,13 +125,13 @@ class Contents:
 
 
 class Save:
-    """A checkpoint that is being written to `path`. All ranks create it together, and finish it together.
+    """A checkpoint that is being written to `path`. Construction and methods are collective.
 
-    `folder` is its temporary place until it is whole; files that are put there become part of the checkpoint.
+    folder: its temporary folder until it is complete; files that are added there become part of the checkpoint.
     """
 
-    def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, beside: bool = False) -> None:
-        """Plan, copy, and start to write. `beside`: the contents may change while they are written, so what would change is copied."""
+    def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, concurrent: bool = False) -> None:
+        """Plan, copy, and start to write. concurrent: training continues, so tensors that it changes are copied."""
         megatron_core.use_local_queue()
         megatron_core.compute_checksums(Checksum)
         self.path, self.folder = path, path.with_name(path.name + ".partial")
@@ -157,7 +157,7 @@ class Save:
         self._files: list[str] = []
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
-            buckets = _copied(request.preload_fn(), contents.live() if beside else set())
+            buckets = _copied(request.preload_fn(), contents.live() if concurrent else set())
             self._files = [str(file) for file, _, _ in buckets]
             self._thread = threading.Thread(target=self._write, args=(request.async_fn, rank, buckets, results), daemon=True)
             self._thread.start()
@@ -169,15 +169,15 @@ class Save:
             self._error = error
 
     def written(self) -> bool:
-        """Whether every rank has written its part, or failed to."""
-        waiting = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
-        dist.all_reduce(waiting)
-        return not waiting
+        """Whether the threads of all ranks have ended."""
+        writing = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
+        dist.all_reduce(writing)
+        return not writing
 
     def finish(self, others: Mapping[str, Entry] | None = None) -> None:
-        """Wait for the thread, and put the checkpoint in its place. `others`: the entries of files that the caller has put into the folder.
+        """Wait for the thread, and rename the checkpoint to its final path. others: entries of files that the caller has added.
 
-        Raises SaveFailed on every rank where one could not write. Nothing is left of it then, so that its room is free.
+        Raises SaveFailed on every rank if one could not write. The checkpoint is then deleted, so that its disk space is free.
         """
         if self._thread is not None:
             self._thread.join()
@@ -191,7 +191,7 @@ class Save:
         error = self._error
         if dist.get_rank() == 0 and error is None:
             try:
-                _try_room(self.folder)
+                _try_space(self.folder)
             except OSError as failure:
                 error = failure
         _agree(self.path, error)
@@ -221,7 +221,7 @@ class Save:
         return {name: entry for part in parts for name, entry in part.items()}
 
     def abandon(self) -> None:
-        """Wait for the thread, in place of `finish`, and leave nothing of the checkpoint."""
+        """Wait for the thread, and delete the checkpoint."""
         if self._thread is not None:
             self._thread.join()
         megatron_core.take_checksums(self._files)
@@ -230,23 +230,22 @@ class Save:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _try_room(folder: Path) -> None:
-    """Raise OSError where the disk is too full for the indices that rank 0 writes last, while the other ranks wait for it."""
-    trial = folder / "room"
+def _try_space(folder: Path) -> None:
+    """Raise OSError if the disk is too full for the indices that rank 0 writes last, while the other ranks wait for it."""
+    trial = folder / "space"
     try:
         trial.write_bytes(bytes(_INDEX_BYTES))
     finally:
         trial.unlink(missing_ok=True)
 
 
-def _replace(path: Path, whole: Path) -> None:
-    """Rename `whole` to `path`. A folder that is there already is renamed first and deleted last, since deleting takes seconds during
-    which neither would be there."""
+def _replace(path: Path, complete: Path) -> None:
+    """Rename `complete` to `path`. An existing folder is renamed first and deleted last: deleting takes seconds without either."""
     aside = path.with_name(path.name + REPLACED)
     shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
         path.rename(aside)
-    whole.rename(path)
+    complete.rename(path)
     flush(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -257,12 +256,12 @@ def write_record_of_weights(folder: Path) -> None:
 
 
 def _write_record(folder: Path, record: EngineRecord) -> None:
-    """Write `engine.json`, which `restore` reads with the shards."""
+    """Write `engine.json`."""
     (folder / ENGINE).write_text(json.dumps(record))
 
 
 def _agree(path: Path, error: BaseException | None) -> None:
-    """Raise SaveFailed on all ranks where one has an error."""
+    """Raise SaveFailed on all ranks if one has an error."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
@@ -272,16 +271,16 @@ def _agree(path: Path, error: BaseException | None) -> None:
 def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
     """The buckets with copies of the tensors whose storage is in `live`."""
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
-    return [(file, key, (data, [(item, own(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
+    return [(file, key, (data, [(item, copy(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
 
 
 def restore(path: Path, contents: Contents) -> EngineRecord:
-    """Load `path` into the contents. Returns the record with the optimizer's step counts and the caller's state.
+    """Load `path` into the contents. Returns the record with the optimizer's step count and the caller's state.
 
-    Raises UserError, before anything is overwritten, where the folder is not a whole checkpoint, or is one of another model.
+    Raises UserError, before anything is overwritten, if the checkpoint is incomplete or of another model.
     """
     record = _record(path)
     _check_adapter(path, record["adapter"], contents.adapter)
@@ -302,8 +301,8 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
     if saved is None and wanted is None:
         return
     if saved is None or wanted is None:
-        held, mend = ("all weights", "take train.lora out") if saved is None else ("an adapter", "set train.lora")
-        raise UserError(f"{path} holds {held}, which this run does not train; {mend}, or start in another run_dir")
+        contents, fix = ("all weights", "remove train.lora") if saved is None else ("an adapter", "set train.lora")
+        raise UserError(f"{path} holds {contents}, which this run does not train; {fix}, or start in another run_dir")
     if saved["base"] != wanted["base"]:
         raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved['base']}) than these ({wanted['base']})")
     settings: tuple[Literal["rank", "alpha", "targets"], ...] = ("rank", "alpha", "targets")
@@ -313,7 +312,7 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
 
 
 def adapter_of(path: Path) -> AdapterRecord | None:
-    """The record of a checkpoint of adapters, None where it holds weights."""
+    """The record of a checkpoint of adapters; None for a checkpoint of weights."""
     file = path / ENGINE
     return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
@@ -329,26 +328,26 @@ def _record(path: Path) -> EngineRecord:
 
 def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, reading: bool) -> dict[str, Sharded]:
     """The optimizer's tensors, sharded over ranks like the parameters they belong to."""
-    places = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
+    parameters = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     tree = {}
     for number, slot in enumerate(slots):
-        place = places[id(slot.parameter)]
+        parameter = parameters[id(slot.parameter)]
         for kind in slot.kinds:
-            tree[f"{number}.{kind}"] = _like(place, f"optimizer.{kind}.{place.key}", _data(slot, kind, reading))
+            tree[f"{number}.{kind}"] = _like(parameter, f"optimizer.{kind}.{parameter.key}", _data(slot, kind, reading))
     return tree
 
 
 def _data(slot: Slot, kind: str, reading: bool) -> torch.Tensor:
     if slot.group is None:
         return slot.tensors[kind]
-    # In host memory, since on a card there may be no room for the shards of the whole group.
+    # In host memory: the GPU may lack memory for the shards of the whole group.
     return torch.empty(slot.parameter.shape) if reading else slot.whole(kind).cpu()
 
 
-def _like(place: Sharded, key: str, data: torch.Tensor) -> Sharded:
-    if isinstance(place, ShardedTensorFactory):
-        return replace(place, key=key, data=data)
-    return replace(place, key=key, data=data, dtype=data.dtype)
+def _like(parameter: Sharded, key: str, data: torch.Tensor) -> Sharded:
+    if isinstance(parameter, ShardedTensorFactory):
+        return replace(parameter, key=key, data=data)
+    return replace(parameter, key=key, data=data, dtype=data.dtype)
 
 
 def _check_fit(path: Path, tree: ShardedTree) -> None:
@@ -356,13 +355,13 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
     saved = {name: tuple(tensor.global_shape) for name, tensor in tensors_in(path).items()}
     flat = {section: dict(tensors) for section, tensors in tree.items()}
     apply_factories(flat)
-    mine = {
+    local = {
         value.key: _unpadded(tuple(value.global_shape), saved.get(value.key)) if value.allow_shape_mismatch else tuple(value.global_shape)
         for value in nested_values(flat)
         if isinstance(value, ShardedTensor)
     }
     parts: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    dist.all_gather_object(parts, local)
     wanted = {name: shape for part in parts for name, shape in part.items()}
     differ = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
     lacks = [name for name in wanted if name not in saved]
@@ -370,8 +369,8 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
     differ += [f"{name}: saved, not wanted" for name in saved if name not in wanted and not name.startswith("optimizer.")]
     if lacks and len(lacks) == len(differ) and all(name.startswith("optimizer.") for name in lacks):
         raise UserError(
-            f"{path}: its optimizer does not remember {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
-            "steps with; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
+            f"{path}: its optimizer has no state of {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
+            "trains; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
         )
     if any(name.endswith("out_norm.gain") for name in lacks) and any(name.endswith("out_norm.weight") for name in saved):
         raise UserError(
@@ -384,7 +383,7 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
 
 
 def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
-    """`saved` where the two differ by no more than the rows that make a vocabulary divide over tp."""
+    """`saved` if the two differ at most by the rows that pad a vocabulary for tp."""
     if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MOST_RANKS:
         return saved
     return wanted

@@ -22,9 +22,9 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.mappings import LocalTask, names_of, packs_experts
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import aliases, tensor_shapes
-from mtpctl.model import parallel as groups
 from mtpctl.model.build import build_model, complete_config
 from mtpctl.model.lora import attach_adapters
+from mtpctl.model.parallel import ProcessGroups, Rank
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
@@ -38,7 +38,7 @@ class Skeleton:
 
     def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16", lora: LoraConfig | None = None) -> None:
         self.shape = shape = folder.shape
-        groups.start(groups.Rank(), ParallelConfig())
+        self.groups = ProcessGroups(Rank(), ParallelConfig())
         try:
             self.bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
             transformer = complete_config(self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=config)
@@ -49,7 +49,7 @@ class Skeleton:
             names = {*tensor_shapes(shape), *aliases(shape)}
             self.map = ParameterMap(self.bridge, self.model, names)
         except BaseException:
-            groups.stop()
+            self.groups.close()
             raise
         self.parameters = {parameter.name: parameter for parameter in self.map.parameters}
         self.objects = [value for value in state.values() if isinstance(value, ShardedObject)]
@@ -89,7 +89,7 @@ class Skeleton:
         return {found: tensor[: self.shape.vocab] if found in embedding else tensor for found, tensor in made.items()}
 
     def close(self) -> None:
-        groups.stop()
+        self.groups.close()
 
     def __enter__(self) -> Self:
         return self

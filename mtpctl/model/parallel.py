@@ -6,6 +6,7 @@ import datetime
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -31,44 +32,68 @@ class Rank:
     deadline_s: float = 600.0
 
 
-def start(rank: Rank, parallel: ParallelConfig) -> None:
-    """Join the process group and lay out tp, pp, cp, ep and dp over it.
+class ProcessGroups:
+    """All process groups of a rank. They exist from construction until `close`; a process has one such object at a time."""
 
-    Raises RuntimeError where the number of ranks does not fit the layout.
-    """
-    if rank.world_size != parallel.world_size:
-        raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size}")
-    cpu_device.install()
-    if not dist.is_initialized():
-        cuda = torch.cuda.is_available()
-        if cuda and rank.local_rank >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; take fewer ranks")
-        if cuda:
-            torch.cuda.set_device(rank.local_rank)
-        store: dist.Store = dist.HashStore() if rank.world_size == 1 else join_store(rank.master, rank.deadline_s)
-        # megatron-core and its checkpoints read these.
-        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local_rank)}
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=store,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=datetime.timedelta(seconds=rank.deadline_s),
-        )
-        if cuda:
-            # NCCL allocates at a group's first collective. With one rank that is a checkpoint's, and by then engines may have filled the
-            # card, so that the run would end at its first save.
-            dist.all_reduce(torch.zeros(1, device="cuda"))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=expert_tp(parallel),
+    def __init__(self, rank: Rank, parallel: ParallelConfig) -> None:
+        """Join the world group, and create the groups of tp, pp, cp, ep and dp.
+
+        Raises RuntimeError if the number of ranks does not match the layout, or the process has groups already.
+        """
+        if rank.world_size != parallel.world_size:
+            raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size}")
+        if dist.is_initialized():
+            raise RuntimeError("this process already has process groups; close their owner first")
+        cpu_device.install()
+        try:
+            _join(rank)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tp,
+                pipeline_model_parallel_size=parallel.pp,
+                context_parallel_size=parallel.cp,
+                expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=expert_tp(parallel),
+            )
+            # There is no dropout, so tensor-parallel ranks need no separate random states.
+            initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Destroy the groups and their threads. Idempotent."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _join(rank: Rank) -> None:
+    """Create the world group. Raises ClusterResources if the host lacks the rank's GPU."""
+    cuda = torch.cuda.is_available()
+    if cuda and rank.local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; take fewer ranks")
+    if cuda:
+        torch.cuda.set_device(rank.local_rank)
+    store: dist.Store = dist.HashStore() if rank.world_size == 1 else join_store(rank.master, rank.deadline_s)
+    # megatron-core and its checkpoints read these.
+    os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local_rank)}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=datetime.timedelta(seconds=rank.deadline_s),
     )
-    # There is no dropout here, so no random state has to be kept apart for the tensor-parallel ranks.
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    if cuda:
+        # NCCL allocates at a group's first collective. With one rank that would be a checkpoint's, when engines may have filled the GPU.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,10 +130,3 @@ def largest(value: int) -> int:
     found = torch.tensor(value, device=torch.cuda.current_device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return int(found)
-
-
-def stop() -> None:
-    """Leave the process groups."""
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()

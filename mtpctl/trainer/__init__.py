@@ -1,5 +1,6 @@
-"""What runs in a trainer process: the actor, the Megatron engine with its micro-batches and updates, objectives, optimizer, sending.
-Log-prob ranks hold the same engine, to score.
+"""The code of a trainer process: actor, Megatron engine, microbatches, objectives, optimizer, weight sending.
+
+Log-prob ranks use the same engine for scoring.
 """
 
 from mtpctl.compat import megatron_core

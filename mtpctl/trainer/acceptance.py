@@ -1,13 +1,14 @@
-"""How often a drafter would be accepted, told by the trainer from its own batches: drafts sampled from the head, and its first choices.
+"""The acceptance rate that a drafter would have, estimated by the trainer from its own batches for sampled and for greedy drafts.
 
-Per depth, over all tokens, the mean chance that a draft is accepted where the tokens before it are those of the response. And by position
-as an engine counts it (`rollout/spec_accept_rate_k`), which differs twice. A draft is reached only where those before it were accepted.
-And a step begins where the last one ended: behind a draft that was turned down, or behind all of them and the one that follows.
+Per depth, over all tokens: the mean probability that a draft is accepted, given the tokens before it in the response. By position, as an
+engine counts it (`rollout/spec_accept_rate_k`): a draft is only reached if the drafts before it were accepted, and a step begins where the
+last one ended, after a rejected draft, or after all drafts and the bonus token.
 
-With x the sampled tokens, p the trunk's and q the head's distribution: rejection sampling that emits x has kept a draft with probability
-w = min(1, q(x) / p(x)) for sampled drafts, and w = [x is the head's first choice] for the others. From a step's begin, draft d of k is
-reached with the product of w before it, and accepted with Σ min(p, q), or with p at the first choice. Being turned down at d begins a step
-there. So the chances that a step begins at a token follow from those of the tokens before it, exactly, in one walk over the response.
+With x the sampled tokens, p the trunk's and q the head's distribution: if rejection sampling emitted x, it accepted a draft with
+probability w = min(1, q(x) / p(x)) for sampled drafts, and w = [x is the head's first choice] for greedy ones. From the begin of a step,
+draft d of k is reached with the product of w before it, and accepted with Σ min(p, q), or with p of the first choice. A rejection at d
+begins a step there. So the probability that a step begins at a token follows exactly from those of the tokens before it, in one pass over
+the response.
 """
 
 from __future__ import annotations
@@ -21,28 +22,30 @@ from mtpctl.trainer.batch import MicroBatch
 from mtpctl.trainer.objective import Sums
 
 KINDS = {"probabilistic": "", "greedy": "_greedy"}
-"""The kinds of drafts, and what is appended to the names of their metrics."""
+"""The kinds of drafts, and the suffixes of their metrics."""
 
 
 @dataclass
 class DepthChances:
-    """Of one depth, over the R response tokens: whether a draft is measured there, and by the kind of drafts the chance that one is
-    accepted, and the chance that one was kept where the sampled token was emitted."""
+    """Probabilities of one depth over the R response tokens, by the kind of drafts.
 
-    there: Tensor
+    measured: whether the token is measured. accepted: that a draft is accepted. kept: that a draft was accepted, given the sampled token.
+    """
+
+    measured: Tensor
     accepted: dict[str, Tensor]
     kept: dict[str, Tensor]
 
 
 @dataclass
 class Walk:
-    """Of one kind of drafts: steps, and accepted drafts by position, in the mean over what an engine may draw."""
+    """Expected steps, and expected accepted drafts by position, of one kind of drafts."""
 
     steps: float = 0.0
     accepted: list[float] = field(default_factory=list)
 
     def add(self, accepted: list[list[float]], kept: list[list[float]], length: int) -> None:
-        """A turn of `length` tokens. accepted, kept: for each depth, one chance a token; those of its first `depth` tokens are not read."""
+        """Add a turn of `length` tokens. accepted, kept: for each depth a probability per token; its first `depth` tokens are not read."""
         depths = len(accepted)
         self.accepted = self.accepted or [0.0] * depths
         begins = [1.0] + [0.0] * length
@@ -62,14 +65,14 @@ class Walk:
 
 
 def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, drafts: int = 0) -> Sums:
-    """The sums behind `mtp/expected_*`, over the first `tokens` response tokens of the micro-batch, which are those of whole sequences.
+    """The sums behind `mtp/expected_*` over the first `tokens` response tokens of the microbatch, which are whole sequences.
 
-    drafts: draft tokens a step, of which those at a trained depth are told; 0: one for each depth.
+    drafts: draft tokens per step, of which those at a trained depth are estimated; 0: one per depth.
     """
     device = micro.labels.device
     sums: dict[str, float | Tensor] = {}
     for number, depth in enumerate(depths, start=1):
-        sums[f"tokens_{number}"] = depth.there.sum()
+        sums[f"tokens_{number}"] = depth.measured.sum()
         for kind, suffix in KINDS.items():
             sums[f"accept{suffix}_{number}"] = depth.accepted[kind].sum()
     mask = micro.mask[:tokens].tolist()
@@ -90,8 +93,7 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, 
 
 
 def acceptance_metrics(sums: dict[str, float], depths: int) -> dict[str, float]:
-    """`mtp/expected_accept_k` of all depths, and `mtp/expected_rate_k` of those that draft, of both kinds of drafts; empty where nothing
-    was measured."""
+    """`mtp/expected_accept_k` of all depths, and `mtp/expected_rate_k` of the depths that draft; empty if nothing was measured."""
     metrics: dict[str, float] = {}
     for suffix in KINDS.values():
         for number in range(1, depths + 1):
@@ -104,14 +106,14 @@ def acceptance_metrics(sums: dict[str, float], depths: int) -> dict[str, float]:
 
 
 def _turns(mask: list[float], ends: set[int]) -> list[tuple[int, int]]:
-    """Runs of sampled tokens, cut where a response ends."""
+    """Runs of sampled tokens, split where a response ends."""
     turns: list[tuple[int, int]] = []
     begin: int | None = None
-    for place in range(len(mask) + 1):
-        sampled = place < len(mask) and mask[place] > 0
-        if begin is not None and (not sampled or place in ends):
-            turns.append((begin, place))
+    for index in range(len(mask) + 1):
+        sampled = index < len(mask) and mask[index] > 0
+        if begin is not None and (not sampled or index in ends):
+            turns.append((begin, index))
             begin = None
         if begin is None and sampled:
-            begin = place
+            begin = index
     return turns

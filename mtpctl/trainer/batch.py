@@ -1,12 +1,11 @@
-"""From samples to packed micro-batches: what a forward pass reads, and which of its rows predict a response token.
+"""Sequences, and the packed microbatches that a forward pass reads.
 
-Sizes: T tokens of a micro-batch, R response tokens among them, D MTP depths.
+Sizes: T tokens of a microbatch, R response tokens among them, D MTP depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,14 +21,16 @@ from mtpctl.model.parallel import summed
 from mtpctl.plan.flops import card_peak, step_flops
 from mtpctl.routes import Routes, RouteShape
 
+_ALIGNMENT = 16
+"""Arrays of one copy start at multiples of this many bytes, more than any kernel requires."""
+
 
 @dataclass
 class Sequence:
-    """One prompt with its response.
+    """A prompt with its response. Anything that numpy converts to the arrays is accepted for them.
 
-    token_ids are int32, loss_mask is bool, columns are float32; whatever numpy makes such arrays of may be given. loss_mask and every
-    column run over the response: one entry a response token. A mask of 0 marks tokens that nobody sampled (tool output), which no loss
-    sees. routes: the experts that its first tokens are sent to (`mtpctl.routes`). name: what errors call it.
+    loss_mask and the columns have one row per response token. A mask of 0 marks tokens that the policy did not sample (tool output), which
+    are excluded from all losses. routes: the experts of its first tokens (see `mtpctl.routes`). name: used in error messages.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -49,8 +50,7 @@ class Sequence:
             columns: Mapping[str, npt.ArrayLike] = ...,
             routes: Routes | None = None,
             name: str = "",
-        ) -> None:
-            """What a dataclass takes, with anything in the place of an array that numpy makes one of."""
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         self.token_ids, self.loss_mask = np.asarray(self.token_ids, np.int32), np.asarray(self.loss_mask, np.bool_)
@@ -65,21 +65,21 @@ class Sequence:
 
     @property
     def trained(self) -> int:
-        """Response tokens that a loss sees."""
+        """Number of response tokens in the loss."""
         return int(np.count_nonzero(self.loss_mask))
 
     def drafted(self, depth: int) -> int:
-        """How many tokens of the response `depth` can be asked to draft: those behind the first `depth` of each turn.
+        """Number of response tokens that `depth` drafts: all except the first `depth` of each turn.
 
-        A turn is a run of sampled tokens. What stands before it is read in one go, from which the target samples the turn's first token;
-        the first draft is of the second one, and drafts of a depth k begin k - 1 tokens further.
+        A turn is a run of sampled tokens. The target samples its first token after prefilling what precedes it. The first draft is the
+        second token, and drafts of depth k start k - 1 tokens later.
         """
         return sum(max(0, len(turn) - depth) for turn in self.loss_mask.tobytes().split(b"\0"))
 
 
 @dataclass
 class DraftRows:
-    """Rows of one MTP depth: hidden states at `rows` predict `labels`, entries `tokens` of the R response tokens."""
+    """Rows of one MTP depth: hidden states at `rows` predict `labels`, which are entries `tokens` of the R response tokens."""
 
     rows: Tensor
     labels: Tensor
@@ -88,12 +88,12 @@ class DraftRows:
 
 @dataclass
 class MicroBatch:
-    """One packed forward pass.
+    """The input of one packed forward pass.
 
-    input_ids [T]; rows and labels [R]: hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R], the
-    sequence of each response token within this micro-batch; columns: name → [R]; order: the sequences' places in the
-    list they came from; drafts: one `DraftRows` a depth, over tokens that a drafter can be asked for. idle: it stands in on a
-    rank that has nothing to do while others work; no loss sees its tokens, and their scores are not used.
+    input_ids [T]; rows and labels [R]: the hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R]: the sequence of each
+    response token within this microbatch; columns: name → [R, …]; order: indices of the sequences in the list that was packed; lengths:
+    response tokens of each; drafts: one `DraftRows` per depth. dummy: a rank without sequences computes this microbatch while others
+    work; it has no loss, and its scores are not used.
     """
 
     input_ids: Tensor
@@ -106,145 +106,136 @@ class MicroBatch:
     order: list[int]
     lengths: list[int]
     drafts: list[DraftRows]
-    idle: bool = False
+    dummy: bool = False
 
 
 def check(sequences: list[Sequence], shape: ModelShape) -> None:
-    """Raise UserError for what the model cannot read: on a card a token id outside the vocabulary ends the process without a word, and so
-    does the number of an expert that is not there."""
+    """Raise UserError for token ids, experts or lengths that the model does not have: on a GPU they end the process without a message."""
     experts = RouteShape.of(shape)
     for i, sequence in enumerate(sequences):
         if sequence.routes is not None:
-            what = experts.fault(sequence.routes, len(sequence.token_ids)) if experts else f"{shape.family} has no experts to route to"
-            if what:
-                raise UserError(f"sample {sequence.name or i}: {what}")
+            fault = experts.fault(sequence.routes, len(sequence.token_ids)) if experts else f"{shape.family} has no experts to route to"
+            if fault:
+                raise UserError(f"sample {sequence.name or i}: {fault}")
         if len(sequence.token_ids) > shape.max_positions:
             raise UserError(
                 f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
                 "lower rollout.max_tokens or rollout.context"
             )
         if not 0 <= sequence.token_ids.min() <= sequence.token_ids.max() < shape.vocab:
-            strange = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
-            raise UserError(f"sequence {i} has token id {strange}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?")
+            unknown = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
+            raise UserError(f"sequence {i} has token id {unknown}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?")
 
 
 def pack(
     sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str, *, cp_rank: int = 0, cp: int = 1, tp: int = 1
 ) -> MicroBatch:
-    """Lay `sequences[i] for i in order` out as one micro-batch, whose tokens divide over the blocks of `cp` ranks and a rank's over `tp`.
+    """Pack `sequences[i] for i in order` into a microbatch, whose tokens divide over the blocks of `cp` ranks and a rank's over `tp`.
 
-    Where they do not, a sample of token 0 follows the others; it stands apart, and no loss sees it.
+    If they do not divide, a padding sample of token 0 is appended, which is excluded from attention and losses.
     """
     chosen = [sequences[i] for i in order]
     lengths = [len(s.token_ids) for s in chosen]
     responses = [len(s.loss_mask) for s in chosen]
-    # The rows of a response are those of the tokens before its own: they end one before the end of the sequence.
+    # A response token is predicted at the row of the token before it, so the rows end one before the end of the sequence.
     ends = np.cumsum(lengths)
-    opens = np.cumsum(responses) - responses
-    rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - opens, responses)
+    starts = np.cumsum(responses) - responses
+    rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - starts, responses)
     ids = [s.token_ids for s in chosen]
-    if spare := -sum(lengths) % (blocks(cp) * tp):
-        ids.append(np.zeros(spare, np.int32))
-        lengths.append(spare)
+    if padding := -sum(lengths) % (blocks(cp) * tp):
+        ids.append(np.zeros(padding, np.int32))
+        lengths.append(padding)
     row = np.concatenate(ids, dtype=np.int64)
     labels = row[rows + 1]
     mask = np.concatenate([s.loss_mask for s in chosen])
-    # Where each token stands in its turn; -1 where nobody sampled it.
+    # The index of each token in its turn; -1 if the policy did not sample it.
     index = np.arange(len(rows))
     begin = np.where(mask, 0, index + 1)
-    begin[opens] = np.maximum(begin[opens], opens)
-    placed = index - np.maximum.accumulate(begin)
+    begin[starts] = np.maximum(begin[starts], starts)
+    in_turn = index - np.maximum.accumulate(begin)
     arrays = [row, rows, labels, mask.astype(np.float32), np.repeat(np.arange(len(chosen)), responses)]
     names = chosen[0].columns.keys()
     arrays += [np.concatenate([s.columns[name] for s in chosen]) for name in names]
     for depth in range(1, depths + 1):
-        tokens = np.flatnonzero(placed >= depth)
+        tokens = np.flatnonzero(in_turn >= depth)
         arrays += [rows[tokens] - depth, labels[tokens], tokens]
-    there = iter(uploaded(arrays, device))
-    packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=spare)
+    tensors = iter(to_device(arrays, device))
+    packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=padding)
     return MicroBatch(
-        input_ids=next(there),
-        packing=_routed(packing, chosen),
-        rows=next(there),
-        labels=next(there),
-        mask=next(there),
-        seq_ids=next(there),
-        columns={name: next(there) for name in names},
+        input_ids=next(tensors),
+        packing=_with_routes(packing, chosen),
+        rows=next(tensors),
+        labels=next(tensors),
+        mask=next(tensors),
+        seq_ids=next(tensors),
+        columns={name: next(tensors) for name in names},
         order=order,
         lengths=responses,
-        drafts=[DraftRows(next(there), next(there), next(there)) for _ in range(depths)],
+        drafts=[DraftRows(next(tensors), next(tensors), next(tensors)) for _ in range(depths)],
     )
 
 
-def _routed(packing: Packing, chosen: list[Sequence]) -> Packing:
-    first = next((s.routes for s in chosen if s.routes is not None), None)
+def _with_routes(packing: Packing, sequences: list[Sequence]) -> Packing:
+    first = next((s.routes for s in sequences if s.routes is not None), None)
     if first is None:
         return packing
-    # torch indexes no uint16.
-    of_row = np.zeros((sum(packing.sample_lengths), *first.shape[1:]), np.uint8 if first.dtype == np.uint8 else np.int16)
-    routed = np.zeros(len(of_row), np.bool_)
-    place = 0
-    for sequence in chosen:
+    # torch cannot index with uint16.
+    routes = np.zeros((sum(packing.sample_lengths), *first.shape[1:]), np.uint8 if first.dtype == np.uint8 else np.int16)
+    routed = np.zeros(len(routes), np.bool_)
+    start = 0
+    for sequence in sequences:
         if sequence.routes is not None:
-            end = place + len(sequence.routes)
-            of_row[place:end], routed[place:end] = sequence.routes, True
-        place += len(sequence.token_ids)
+            end = start + len(sequence.routes)
+            routes[start:end], routed[start:end] = sequence.routes, True
+        start += len(sequence.token_ids)
     device, own = packing.tokens.device, packing.tokens.cpu().numpy()
-    # Of the whole row where a rank has all of it: no copy then.
-    mine = (of_row, routed) if packing.ranks == 1 else (of_row[own], routed[own])
-    there, which = uploaded(mine, device)
-    return replace(packing, routes=there, routed=which)
+    local = (routes, routed) if packing.ranks == 1 else (routes[own], routed[own])
+    local_routes, local_routed = to_device(local, device)
+    return replace(packing, routes=local_routes, routed=local_routed)
 
 
-def idle(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
-    """The shortest of the sequences with nothing to train, laid out as `pack` does."""
+def dummy_batch(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
+    """The shortest of the sequences, packed as `pack` does, with an empty loss mask."""
     shortest = min(sequences, key=lambda s: len(s.token_ids))
-    unseen = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
-    made = pack([unseen], [0], depths, device, **layout)
-    return replace(made, packing=replace(made.packing, spare=len(made.input_ids)), idle=True)
+    masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
+    micro = pack([masked], [0], depths, device, **layout)
+    return replace(micro, packing=replace(micro.packing, spare=len(micro.input_ids)), dummy=True)
 
 
-# Arrays of the host, brought to a device together.
-
-ALIGNED = 16
-"""Each array begins at a multiple of so many bytes, more than any kernel asks for."""
-
-
-def uploaded(arrays: Rows[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    """Arrays that nobody else holds as tensors on the device, of the same shapes and dtypes, in the order given.
-
-    To a card they go in one copy: each one takes the host longer than the bytes of a micro-batch take to travel.
-    """
+def to_device(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:
+    """The arrays as tensors on the device. On a CPU the tensors share the arrays' memory."""
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(each) for each in arrays]
     return in_one_copy(arrays, device)
 
 
-def in_one_copy(arrays: Rows[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    """`uploaded`, by one copy to any device. The tensors share one storage."""
+def in_one_copy(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:
+    """Like `to_device`, in one copy: launching a copy takes the host longer than transferring the bytes of a microbatch.
+
+    The tensors share one storage.
+    """
     starts, size = [], 0
     for each in arrays:
         starts.append(size)
-        size += -(-each.nbytes // ALIGNED) * ALIGNED
-    # From pinned memory, so that the host does not wait until the card comes to the copy.
-    together = torch.empty(size, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
-    here = together.numpy()
+        size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # Pinned, so that the host does not wait for the copy.
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    host = buffer.numpy()
     for start, each in zip(starts, arrays, strict=True):
-        here[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
-    there = together.to(device, non_blocking=True)
+        host[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    moved = buffer.to(device, non_blocking=True)
     return [
-        there[start : start + each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
+        moved[start : start + each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
         for start, each in zip(starts, arrays, strict=True)
     ]
 
 
-# The counts over all sequences of an update, those of other ranks included, by which losses are divided.
-
-
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts over all sequences of an update. `trained`: response tokens that are trained on; `drafted`: those of them that each MTP depth
-    can be asked to draft."""
+    """Counts over all sequences of an update, by which losses are divided.
+
+    trained: response tokens in the loss; drafted: those of them that each MTP depth drafts.
+    """
 
     sequences: int
     tokens: int
@@ -252,26 +243,22 @@ class Totals:
     drafted: tuple[int, ...]
 
     @classmethod
-    def of(cls, sequences: Rows[Sequence], depths: int) -> Totals:
-        """The counts over these sequences alone. depths: MTP layers."""
+    def of(cls, sequences: Collection[Sequence], depths: int) -> Totals:
         drafted = tuple(sum(s.drafted(depth) for s in sequences) for depth in range(1, depths + 1))
         return cls(len(sequences), sum(len(s.token_ids) for s in sequences), sum(s.trained for s in sequences), drafted)
 
     def over_ranks(self) -> Totals:
-        """The counts summed over the data-parallel ranks, each of which has sequences of its own. A collective: all ranks call it."""
+        """The counts summed over data-parallel ranks, each of which has different sequences. Collective."""
         sequences, tokens, trained, *drafted = map(int, summed([self.sequences, self.tokens, self.trained, *self.drafted]))
         return Totals(sequences, tokens, trained, tuple(drafted))
-
-
-# How much of its cards an update used: model FLOP/s over their peak (MFU, arXiv:2204.02311, appendix B).
 
 
 def utilisation(
     shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, seconds: float, card: str, cards: int
 ) -> float | None:
-    """Share of the bf16 peak of `cards` cards that an update of all weights on `sequences` used in `seconds`; recomputation does not count.
+    """Model FLOPs utilization (arXiv:2204.02311, appendix B) of an update of all weights in bf16; recomputation does not count.
 
-    `depths`: MTP depths that are trained. None for a card whose peak is not known.
+    depths: MTP depths that are trained. Returns None for a device whose peak is unknown.
     """
     peak = card_peak(card)
     if peak is None:
@@ -280,6 +267,6 @@ def utilisation(
 
 
 def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
-    """Operations of a forward and backward pass over these sequences, with so many MTP depths trained. See `step_flops`."""
+    """FLOPs of a forward and backward pass over these sequences, with `depths` MTP depths trained (see `step_flops`)."""
     rows, *drafts = (sum(s.drafted(depth) for s in sequences) for depth in range(depths + 1))
     return step_flops(shape, [len(s.token_ids) for s in sequences], rows, drafts, isolated=isolated)

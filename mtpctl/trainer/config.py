@@ -1,4 +1,4 @@
-"""Settings of an engine, in a module without torch for callers that only state them."""
+"""Settings of an engine, and the requests and results of scoring. Imports no torch, so that the log-prob server can share it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mtpctl.samples import Logprobs
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of.
+    """Settings of an engine.
 
-    `train=False` builds no gradient buffers. With `random_seed` weights are drawn on the device instead of loaded. With `lora`
-    the trunk is frozen and adapters train in its place, first drawn from `adapter_seed`; MTP layers train as they would without.
-    `drafts`: draft tokens a step whose acceptance is to be expected; 0: one for each MTP depth.
+    train: if False, no gradient buffers are created. random_seed: initialize random weights on the device instead of loading. lora: freeze
+    the trunk and train adapters, initialized from `adapter_seed`; MTP layers train as without. drafts: draft tokens per step whose
+    acceptance is estimated; 0: one per MTP depth.
     """
 
     parallel: ParallelConfig
@@ -37,12 +37,9 @@ class EngineConfig:
     drafts: int = 0
 
 
-# What the engine is asked for when it scores a sequence, and what it answers. Needs no torch, so that the log-prob server shares it.
-
-
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """What one sequence is scored for. topk: how many of the likeliest tokens to name; mtp: whether to score the MTP depths as well."""
+    """Options of one sequence. topk: number of most likely tokens to return; mtp: whether to score the MTP depths."""
 
     temperature: float = 1.0
     topk: int = 0
@@ -51,9 +48,9 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class DraftScores:
-    """One MTP depth over the response: the log-prob of each token, and whether the depth would have drafted it greedily.
+    """One MTP depth over the response: each token's log-prob, and whether greedy drafting would have proposed it.
 
-    None where no drafter can be asked: the first tokens of each turn, up to the depth, and tokens outside the mask.
+    None for tokens that are not drafted: the first tokens of each turn, up to the depth, and tokens outside the mask.
     """
 
     logprobs: list[float | None]
@@ -62,10 +59,10 @@ class DraftScores:
 
 @dataclass(slots=True)
 class TokenScores:
-    """One sequence, an entry for each response token: its log-prob, and the entropy of the distribution it was drawn from (nats).
+    """Scores of one sequence, an entry per response token: log-prob, and entropy of the distribution (nats).
 
-    topk_ids and topk_logprobs are [tokens, k], likeliest first; drafts: one a depth. All three are empty where not asked for. routes: those
-    that the pass took; None where not asked for.
+    topk_ids and topk_logprobs [tokens, k]: most likely tokens first; drafts: one per depth; routes: those of the pass. They are empty or
+    None unless requested.
     """
 
     logprobs: Logprobs

@@ -1,4 +1,4 @@
-"""The model as data-parallel ranks train it: gradient buffers, and their reduction over ranks."""
+"""Gradient buffers and router loads, and their reduction over ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from mtpctl.trainer.offload import allocate, release
 class Gradients:
     """The fp32 buffers of all gradients, which the pipeline schedule reduces after its last backward pass.
 
-    The first gradients of linear layers, of experts and of the head in an update replace what their buffers hold. The buffers of all other
-    weights are zeroed at the start of an update, and all gradients are added to them. That saves writing zeros to buffers that are larger
-    than anything else that a micro-batch reads, and reading these zeros back.
+    In each update the first gradients of linear layers, experts and head overwrite their buffers, which saves zeroing and reading memory
+    that is larger than anything else that a microbatch reads. The buffers of all other weights are zeroed at the start of an update.
     """
 
     def __init__(self, module: MtpModel, config: TransformerConfig, *, distributed_optimizer: bool, head_by_kernels: bool) -> None:
-        """`head_by_kernels`: all gradients of the head's weight are written by `mtpctl.kernels`, and none by autograd."""
-        # Megatron-Bridge keeps configs that it has exported under, and must not keep the model's process groups with them.
+        """head_by_kernels: all gradients of the head's weight are written by `mtpctl.kernels`, none by autograd."""
+        # A weak reference: Megatron-Bridge caches configs that it has exported with, which must not keep the process groups alive.
         config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -47,31 +46,31 @@ class Gradients:
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
         layers = [part for part in _linear_layers(module) if part.weight not in of_experts and is_buffered(part.weight)]
-        # Layers that tp splits run upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
+        # Layers split by tp run upstream's backward pass, which calls this function; `ReplicatedLinear` has its own.
         fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
-        self._replaced: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
-        """Buffers that are replaced, those of experts aside."""
+        self._overwritten: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
+        """Buffers that the first gradients overwrite, except those of experts."""
         if head_by_kernels and module.post_process and not module.share_embeddings_and_output_weights:
             head = module.output_layer.weight
-            self._replaced += [head.main_grad] if is_buffered(head) else []
-        self._others_gradients: list[Tensor] = []
-        self._others_key: tuple[int, ...] = ()
+            self._overwritten += [head.main_grad] if is_buffered(head) else []
+        self._zeroed: list[Tensor] = []
+        self._zeroed_key: tuple[int, ...] = ()
 
     @property
     def _buffers(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]]
 
     def clear(self) -> None:
-        """Begin an update: forget the gradients of the last one. Allocates the buffers where `release` has freed them."""
+        """Start an update: discard the previous gradients. Allocates buffers that `release` has freed."""
         allocate(self._buffers)
-        replaced = [stack for experts in self._experts for stack in experts.stacks()]
-        for stack in replaced:
+        stacks = [stack for experts in self._experts for stack in experts.stacks()]
+        for stack in stacks:
             stack.mark_stale()
-        for buffer in self._replaced:
+        for buffer in self._overwritten:
             mark_stale(buffer)
-        _zero(self._gradients_of_others(replaced))
+        _zero(self._buffers_to_zero(stacks))
         for weight in self._others:
-            weight.grad_added_to_main_grad = False  # what the head's kernels set, and upstream's layers where tp splits them
+            weight.grad_added_to_main_grad = False  # Set by the head's kernels, and by upstream's layers that are split by tp.
         for group in [*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups]:
             group.reset()
 
@@ -80,28 +79,28 @@ class Gradients:
         release(self._buffers)
 
     def finish(self, model: list[torch.nn.Module], **options: object) -> None:
-        """megatron-core's gradient reductions without its division by tokens, since losses are divided by global counts already."""
+        """Run megatron-core's gradient reductions without its division by tokens: losses are already divided by global counts."""
         stale = [buffer for experts in self._experts for stack in experts.stacks() for buffer in stack.stale_buffers()]
-        _zero([*stale, *(buffer for buffer in self._replaced if take_stale(buffer))])
+        _zero([*stale, *(buffer for buffer in self._overwritten if take_stale(buffer))])
         with without_router_updates():
             finalize_model_grads(model, None, **options)
 
-    def _gradients_of_others(self, replaced: list[Stack]) -> list[Tensor]:
-        """The parts of the buffers outside of the gradients of these weights, found again only where the buffers have moved."""
+    def _buffers_to_zero(self, stacks: list[Stack]) -> list[Tensor]:
+        """The parts of the buffers that are not overwritten. Computed again only if the buffers were reallocated."""
         buffers = self._buffers
-        key = (len(replaced), *(buffer.data_ptr() for buffer in buffers))
-        if key != self._others_key:
-            left = [*self._replaced, *(grad for stack in replaced for grad in stack.buffers)]
-            places = sorted((grad.data_ptr(), grad.nbytes) for grad in left)
-            self._others_gradients = [part for buffer in buffers for part in _outside(buffer, places)]
-            self._others_key = key
-        return self._others_gradients
+        key = (len(stacks), *(buffer.data_ptr() for buffer in buffers))
+        if key != self._zeroed_key:
+            overwritten = [*self._overwritten, *(grad for stack in stacks for grad in stack.buffers)]
+            ranges = sorted((grad.data_ptr(), grad.nbytes) for grad in overwritten)
+            self._zeroed = [part for buffer in buffers for part in _outside(buffer, ranges)]
+            self._zeroed_key = key
+        return self._zeroed
 
 
 def _finish(gradients: weakref.ref[Gradients], model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: object) -> None:
-    found = gradients()
-    assert found is not None, "a model trains for as long as its gradients are there"
-    found.finish(model, **options)
+    target = gradients()
+    assert target is not None, "the gradients outlive the training of the model"
+    target.finish(model, **options)
 
 
 def _zero(tensors: list[Tensor]) -> None:
@@ -110,14 +109,14 @@ def _zero(tensors: list[Tensor]) -> None:
 
 
 def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear | ReplicatedLinear]:
-    """The linear layers whose gradients are put into buffers by `accumulate_weight_grad`. The head's are put there by its own kernels."""
+    """The linear layers whose gradients `accumulate_weight_grad` adds to buffers. The head's are added by its own kernels."""
     return [part for part in module.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)]
 
 
-def _outside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """The parts of a flat buffer outside of these places, each an address and a number of bytes, sorted by address."""
+def _outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """The parts of a flat buffer outside of these ranges of (address, bytes), which are sorted by address."""
     start, size = buffer.data_ptr(), buffer.element_size()
-    inside = [((at - start) // size, nbytes // size) for at, nbytes in places if 0 <= at - start < buffer.nbytes]
+    inside = [((at - start) // size, nbytes // size) for at, nbytes in ranges if 0 <= at - start < buffer.nbytes]
     ends = [0, *(at + length for at, length in inside)]
     starts = [*(at for at, _ in inside), buffer.numel()]
     return [buffer[end:begin] for end, begin in zip(ends, starts, strict=True) if begin > end]
@@ -127,33 +126,30 @@ def _outside(buffer: Tensor, places: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 class Balance:
-    """The routers of this rank's part of a model. All ranks call every method together."""
+    """Metrics of how an update's tokens spread over the experts, and the router biases that follow from them. Methods are collective."""
 
     def __init__(self, model: torch.nn.Module, bias_update: float) -> None:
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.bias_update, self.tokens = bias_update, 0
 
     def begin(self, tokens: int) -> None:
-        """An update begins on so many tokens, those of all ranks together."""
+        """Start an update on this number of tokens of all ranks."""
         self.tokens = tokens
         Router.begin(self.routers, tokens)
 
     @torch.no_grad()
     def finish(self, *, applied: bool) -> dict[str, float]:
-        """Metrics of the update, none for a model without experts. Biases move where the optimizer's step was applied."""
+        """Metrics of the update; empty without experts. Biases are updated if the optimizer's step was applied."""
         loads = self._loads()
         if applied and self.bias_update:
             for router, load in zip(self.routers, loads, strict=True):
-                # An expert with more than the mean becomes less likely, one with less becomes likelier (DeepSeek-V3, arXiv 2412.19437,
-                # section 2.1.2). A router that this update did not ask has no load at all, and keeps its bias.
+                # Experts above the mean load become less likely, those below become more likely (DeepSeek-V3, arXiv 2412.19437, section
+                # 2.1.2). A router that this update did not use has no load, and keeps its bias.
                 router.expert_bias += self.bias_update * (load.mean() - load).sign().float()
         return self._metrics(loads) | self._agreement()
 
     def _agreement(self) -> dict[str, float]:
-        """`moe/replay_agreement`: how many of the experts that were replayed this rank's routers, and all others, would have chosen too.
-
-        Empty where nothing was replayed.
-        """
+        """`moe/replay_agreement`: the share of replayed experts that the routers would have chosen too. Empty if nothing was replayed."""
         counts = torch.zeros(2, dtype=torch.long, device=torch.cuda.current_device())
         for router in self.routers:
             counts += router.replayed
@@ -163,7 +159,7 @@ class Balance:
         return {"moe/replay_agreement": agreed / replayed} if replayed else {}
 
     def _loads(self) -> Tensor:
-        """Rows of each router's experts [routers, E], over all ranks that share the routers."""
+        """Rows per expert of each router [routers, E], over all ranks that share the routers."""
         if not self.routers:
             return torch.zeros(0, 1, dtype=torch.double, device=torch.cuda.current_device())
         loads = torch.stack([router.load for router in self.routers])
@@ -174,15 +170,15 @@ class Balance:
     def _metrics(self, loads: Tensor) -> dict[str, float]:
         rows = loads.sum(1)
         relative = loads / loads.mean(1, keepdim=True).clamp(min=1)
-        wanted = torch.tensor([router.topk * router.passes * self.tokens for router in self.routers], device=loads.device)
-        asked = rows > 0  # MTP layers that do not train are not asked
-        # torch warns of the deviation of nothing, which a stage without routers asks for.
+        expected = torch.tensor([router.topk * router.passes * self.tokens for router in self.routers], device=loads.device)
+        used = rows > 0  # MTP layers that do not train are not computed.
+        # torch warns about the deviation of an empty tensor, which a stage without routers would have.
         deviation = relative.std(1, correction=0) if self.routers else rows
-        parts = [relative.amax(1), deviation, asked.double(), asked * wanted.double(), rows]
+        parts = [relative.amax(1), deviation, used.double(), used * expected.double(), rows]
         sums = torch.stack(parts).sum(1)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-        largest, spread, layers, due, given = sums.tolist()
+        largest, spread, layers, expected_rows, routed_rows = sums.tolist()
         if not layers:
             return {}
-        return {"moe/load_max": largest / layers, "moe/load_cv": spread / layers, "moe/dropped": 1 - given / due}
+        return {"moe/load_max": largest / layers, "moe/load_cv": spread / layers, "moe/dropped": 1 - routed_rows / expected_rows}

@@ -1,7 +1,4 @@
-"""The Megatron engine of one rank: updates, log-probs, export.
-
-One engine serves SFT, RL updates and log-prob recompute, with and without MTP, on gloo and NCCL.
-"""
+"""The Megatron engine of one rank: updates, log-probs, export and checkpoints, on gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -22,11 +19,10 @@ from mtpctl.convert.adapters import export_adapter, fingerprint
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.choice import ONE_PASS
-from mtpctl.model import parallel as groups
 from mtpctl.model.build import build_model, complete_config
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
-from mtpctl.model.parallel import summed
+from mtpctl.model.parallel import ProcessGroups, Rank, summed
 from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
@@ -43,18 +39,18 @@ from mtpctl.trainer.update_loss import UpdateLoss
 
 
 class MegatronEngine:
-    """A model on this rank, with what trains and scores it. All ranks call every method together, with the same arguments.
+    """A model on this rank, its optimizer and its scoring. Methods are collective.
 
-    Sequences alone may differ: a dp rank can be given its own, in the place of all.
+    All ranks pass the same arguments, except for sequences: a dp rank may pass its own only.
     """
 
-    def __init__(self, folder: HfFolder, config: EngineConfig, rank: groups.Rank | None = None) -> None:
+    def __init__(self, folder: HfFolder, config: EngineConfig, rank: Rank | None = None) -> None:
         self.config, self.folder = config, folder
-        groups.start(rank or groups.Rank(), config.parallel)
+        self.groups = ProcessGroups(rank or Rank(), config.parallel)
         try:
             self._build()
         except BaseException:
-            groups.stop()
+            self.groups.close()
             raise
 
     def _build(self) -> None:
@@ -102,12 +98,12 @@ class MegatronEngine:
 
     @property
     def module(self) -> MtpModel:
-        """The model without its data-parallel wrapping."""
+        """The model without its data-parallel wrapper."""
         return self.model.module if self.config.train else self.model
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Bring the parameters to the device. Where they are offloaded they go back to host memory when the outermost block ends."""
+        """Load the parameters to the device. Offloaded parameters return to host memory when the outermost block ends."""
         self._users += 1
         if self.host is not None:
             self.host.load(self.module.parameters())
@@ -129,17 +125,16 @@ class MegatronEngine:
         self.base = fingerprint(path) if seed is None else f"random weights of seed {seed}"
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Start with a fresh optimizer: one for SFT, one for RL. It holds no state for MTP layers that are not trained.
+        """Create a new optimizer, without state for MTP layers that are not trained.
 
-        A distributed optimizer is the exception: it needs every parameter that the gradient buffers were made for, so that frozen MTP
-        layers are in it with a learning rate of 0.
+        A distributed optimizer needs every parameter in the gradient buffers, so it includes frozen MTP layers with a learning rate of 0.
         """
         assert self.config.train
-        self.optimizer = None  # frees the last one's memory before the next one is allocated
-        held = self.trains_mtp or (self.config.mtp.trains and self.config.distributed_optimizer)
+        self.optimizer = None  # Frees its memory before the next one is allocated.
+        includes_mtp = self.trains_mtp or (self.config.mtp.trains and self.config.distributed_optimizer)
         for name, parameter in self.module.named_parameters():
             if name.startswith("mtp."):
-                parameter.requires_grad_(held)
+                parameter.requires_grad_(includes_mtp)
         with self.resident():
             self.optimizer = Optimizer(
                 self.model,
@@ -148,7 +143,7 @@ class MegatronEngine:
                 bf16=self.config.precision == "bf16",
                 distributed=self.config.distributed_optimizer,
                 offload=self.config.offload.optimizer,
-                mtp_frozen=held and not self.trains_mtp,
+                mtp_frozen=includes_mtp and not self.trains_mtp,
             )
 
     # ------------------------------------------------------------------------------------------------------- updates
@@ -162,12 +157,11 @@ class MegatronEngine:
         total_steps: int = 1,
         passes: Passes | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on these sequences. Returns metrics, means over what they count.
+        """One optimizer step on these sequences. Returns metrics.
 
-        `passes`: micro-batches, where the sequences are this dp rank's own; without, every rank gives all of them. Every dp rank gives as
-        many, and sequences that are in none of them are not trained on.
-
-        `skipped` is 1 where loss or gradients were not finite: then nothing was applied, and metrics that are not finite are left out.
+        passes: the microbatches if the sequences are this dp rank's only, the same number on every dp rank; sequences in none of them are
+        not trained on. None if every rank passes all sequences. `skipped` is 1 if loss or gradients were not finite: nothing was applied,
+        and metrics that are not finite are dropped.
         """
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
@@ -184,7 +178,7 @@ class MegatronEngine:
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        # Copies of offloaded state still run. Their time belongs to this update and not to the weight sync, during which engines wait.
+        # Wait for copies of offloaded state, so that their time is not attributed to the weight sync, during which engines wait.
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
@@ -214,7 +208,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         passes: Passes | None = None,
     ) -> dict[str, float]:
-        """Compute the gradients of policy and MTP losses into the gradient buffers. Returns metrics."""
+        """Compute the gradients of all losses into the gradient buffers. Returns metrics."""
         depths = self.depths if self.trains_mtp else 0
         totals = Totals.of(_in(sequences, passes), depths)
         if passes is not None:
@@ -222,7 +216,7 @@ class MegatronEngine:
         loss = UpdateLoss(self.head, self.config, objective, totals, temperature=temperature)
         micros = self._micro_batches(sequences, depths, passes)
         self.balance.begin(totals.tokens)
-        if not self.model.training:  # going over thousands of experts takes its time
+        if not self.model.training:  # Iterating over thousands of experts is slow.
             self.model.train()
         self.gradients.clear()
         return loss.metrics(self._run(micros, loss, forward_only=False)) | {"perf/tokens": float(totals.tokens)}
@@ -241,10 +235,8 @@ class MegatronEngine:
     ) -> list[TokenScores]:
         """Log-probs and entropy of the response tokens, in the order of `sequences`; every rank gets all of them.
 
-        `own`: the sequences are this dp rank's, and so is the answer; a rank without any calls nevertheless.
-
-        Without `options` every response token is scored at `temperature`. With them, one for each sequence, they say at which
-        temperature and what else is wanted, and tokens outside the mask get zeros. `record`: tell the routes that the pass took too.
+        options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`. record:
+        return the routes of the pass too. own: sequences and result are this dp rank's only; a rank without sequences still calls.
         """
         if not sequences and not own:
             return []
@@ -258,8 +250,8 @@ class MegatronEngine:
         self._run(micros, scorer, forward_only=True)
         scores = scorer.gather(len(sequences), own=own)
         if routes:
-            for each, found in zip(scores, recorded_routes(self.module, micros, routes, len(sequences), own=own), strict=True):
-                each.routes = found
+            for score, recorded in zip(scores, recorded_routes(self.module, micros, routes, len(sequences), own=own), strict=True):
+                score.routes = recorded
         return scores
 
     def _micro_batches(self, sequences: list[Sequence], depths: int, passes: Passes | None = None) -> list[MicroBatch]:
@@ -280,25 +272,24 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------- weights
 
     def export(self, sections: Collection[str] = ("target", "draft"), *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and full tensors, in the engine's precision. Every rank has to iterate to the end.
+        """Yield Hugging Face names and full tensors, in the engine's precision. Every rank must iterate to the end.
 
-        `sections`: the trunk (`target`), the MTP layers (`draft`) or both. Adapters are merged into the trunk, or left out where
-        `merged` is false.
+        sections: the trunk (`target`), the MTP layers (`draft`) or both. Adapters are merged into the trunk unless `merged` is False.
         """
         with self.resident():
             yield from self.bridge.export([self.module], sections=sections, merged=merged)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and full tensors of the adapters. Every rank has to iterate to the end.
+        """Yield PEFT's names and full tensors of the adapters. Every rank must iterate to the end.
 
-        Raises UserError where PEFT has no names for a target.
+        Raises UserError if PEFT has no names for a target.
         """
         assert self.config.lora is not None, "there is no adapter"
         with self.resident():
             yield from export_adapter(self.bridge, [self.module], self.config.lora)
 
     def load(self, path: Path) -> None:
-        """Replace the weights by those of another folder of the same model. Adapters stay, and are then applied to the new base weights."""
+        """Load the weights of another folder of the same model. Adapters are kept, and apply to the new base weights."""
         with self.resident():
             self.bridge.load([self.module], path)
             if self.config.lora is not None:
@@ -307,23 +298,23 @@ class MegatronEngine:
                 self.optimizer.reload()
 
     def save(self, path: Path, state: dict[str, object] | None = None) -> None:
-        """Write a checkpoint of the model, the optimizer where one is set, and `state` (as JSON can hold it); whole or not at all.
+        """Atomically write a checkpoint of the model, the optimizer if one is set, and `state`, which must be JSON-serializable.
 
-        With adapters the checkpoint holds only what trains (adapters and MTP layers), and a fingerprint of the base weights.
+        With adapters the checkpoint has only trained parameters (adapters and MTP layers), and a fingerprint of the base weights.
         """
         self.begin_save(path, state).finish()
 
-    def begin_save(self, path: Path, state: dict[str, object] | None = None, *, beside: bool = False) -> sharded.Save:
-        """Start writing a checkpoint, which ends when all ranks call `finish` on the result. `beside`: training goes on until then."""
+    def begin_save(self, path: Path, state: dict[str, object] | None = None, *, concurrent: bool = False) -> sharded.Save:
+        """Start writing a checkpoint, until all ranks call `finish` on the result. concurrent: training continues in the meantime."""
         with self.resident():
-            # Offloaded parameters leave the device when this block ends, so they are written from a copy as well.
-            return sharded.Save(path, self._contents(), state or {}, beside=beside or self.host is not None)
+            # Offloaded parameters leave the device when this block ends, so they must be copied as well.
+            return sharded.Save(path, self._contents(), state or {}, concurrent=concurrent or self.host is not None)
 
     def restore(self, path: Path) -> dict[str, object]:
-        """Load a checkpoint, whatever parallel layout wrote it. Returns the `state` it was saved with.
+        """Load a checkpoint of any parallel layout. Returns the `state` it was saved with.
 
-        The optimizer is restored where one is set; its learning rates and clips stay those it was set with. Raises
-        UserError where the checkpoint is not whole, is of another model, or has adapters for other weights than these.
+        The optimizer is restored if one is set, and keeps its learning rates and clips. Raises UserError if the checkpoint is incomplete or
+        of another model, or has adapters for other base weights.
         """
         with self.resident():
             record = sharded.restore(path, self._contents())
@@ -340,10 +331,10 @@ class MegatronEngine:
         return sharded.Contents(self.module, slots, steps, self.trained_names, adapter)
 
     def close(self) -> None:
-        """Leave the process groups."""
-        groups.stop()
+        """Destroy the process groups. The engine cannot be used afterwards."""
+        self.groups.close()
 
 
 def _in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
-    """The sequences that are in a micro-batch: all where the ranks share them out."""
+    """The sequences in the microbatches: all if the ranks distribute them."""
     return sequences if passes is None else [sequences[i] for part in passes for i in part]

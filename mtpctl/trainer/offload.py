@@ -1,7 +1,7 @@
-"""Offloading: tensors whose device memory is freed between uses, while host memory holds their values.
+"""Offloading: the device memory of tensors is freed between uses, while host memory stores their values.
 
-An offloaded tensor keeps its identity, shape and views, and only its storage is empty, so that parameters, optimizer state and views into
-one buffer can refer to it all the time. On a CPU the same happens from memory to memory.
+An offloaded tensor keeps its identity, shape and views; only its storage is empty. So parameters, optimizer state and views of one buffer
+stay valid. On a CPU the same happens from memory to memory.
 """
 
 from __future__ import annotations
@@ -16,53 +16,52 @@ _ALIGN = 256  # bytes
 
 
 class HostMemory:
-    """Host memory for the storages of some tensors, as one block of exactly their size; pinned where there is a card.
+    """Host memory for the storages of some tensors, as one block of exactly their size; pinned if there is a GPU.
 
-    A tensor whose storage is empty already counts as offloaded, and holds zeros.
+    A tensor whose storage is empty already counts as offloaded, with values of 0.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._places: dict[int, tuple[int, int]] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}
         end = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._places:
+            if storage._cdata not in self._ranges:
                 nbytes = storage.nbytes() or tensor.nbytes
-                self._places[storage._cdata] = (end, nbytes)
+                self._ranges[storage._cdata] = (end, nbytes)
                 end += -(-nbytes // _ALIGN) * _ALIGN
-        self._room = torch.zeros(end, dtype=torch.uint8)
+        self._block = torch.zeros(end, dtype=torch.uint8)
         if torch.cuda.is_available() and end:
             # PyTorch's own pinned allocator rounds up to a power of two.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), end, 0))
-            weakref.finalize(self, _unpin, self._room)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), end, 0))
+            weakref.finalize(self, _unpin, self._block)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copy these tensors to the host and free their device memory; those that are offloaded already are skipped."""
+        """Copy these tensors to the host and free their device memory; offloaded tensors are skipped."""
         for storage in _storages(tensors):
             if storage.nbytes():
-                here, _ = self._room_of(storage)
-                here.copy_(_bytes(storage), non_blocking=True)
-                storage.resize_(0)  # the allocator gives it to nothing that runs before the copy
+                self._host_bytes(storage).copy_(_bytes(storage), non_blocking=True)
+                storage.resize_(0)  # The allocator gives the memory to nothing that runs before the copy.
 
     def load(self, tensors: Iterable[Tensor]) -> None:
-        """Copy these tensors back to the device; those that are there already are skipped."""
+        """Copy these tensors back to the device; resident tensors are skipped."""
         for storage in _storages(tensors):
             if not storage.nbytes():
-                here, nbytes = self._room_of(storage)
-                storage.resize_(nbytes)
-                _bytes(storage).copy_(here, non_blocking=True)
+                host = self._host_bytes(storage)
+                storage.resize_(host.nbytes)
+                _bytes(storage).copy_(host, non_blocking=True)
 
     def host(self, tensor: Tensor) -> Tensor:
-        """An offloaded tensor's values as a view of host memory: what is written there comes back to the device with `load`."""
-        here, _ = self._room_of(tensor.untyped_storage())
+        """A view of an offloaded tensor's values in host memory; `load` copies what is written to it to the device."""
+        host = self._host_bytes(tensor.untyped_storage())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        values = here.view(tensor.dtype)
+        values = host.view(tensor.dtype)
         return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + tensor.storage_offset())
 
-    def _room_of(self, storage: torch.UntypedStorage) -> tuple[Tensor, int]:
-        start, nbytes = self._places[storage._cdata]
-        return self._room[start : start + nbytes], nbytes
+    def _host_bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        start, nbytes = self._ranges[storage._cdata]
+        return self._block[start : start + nbytes]
 
 
 def release(tensors: Iterable[Tensor]) -> None:
@@ -72,15 +71,15 @@ def release(tensors: Iterable[Tensor]) -> None:
 
 
 def allocate(tensors: Iterable[Tensor]) -> None:
-    """Allocate memory again for those of these tensors that were released, with arbitrary values. Each must be the whole of its storage."""
+    """Allocate memory for those of these tensors that were released, with arbitrary values. Each must be the whole of its storage."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(tensor.nbytes)
 
 
-def _unpin(room: Tensor) -> None:
+def _unpin(block: Tensor) -> None:
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(room.data_ptr())
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

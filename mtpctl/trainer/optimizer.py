@@ -1,4 +1,8 @@
-"""The optimizer: megatron-core's Adam, with the MTP head's gradients measured and clipped on their own."""
+"""The optimizer: megatron-core's Adam, with a separate gradient norm and clip for the MTP head; and its state for checkpoints.
+
+megatron-core's own optimizer checkpoints number parameter groups rank by rank, so another pipeline layout cannot load them. Here the
+moments (and, for bf16, the fp32 master) are named after their parameter, and hyperparameters come from the recipe.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from mtpctl.trainer.offload import HostMemory, release
 
 @dataclass
 class StepResult:
-    """One optimizer step. Norms are before clipping; a step with a norm that is not finite is skipped."""
+    """Result of an optimizer step. Norms are before clipping; a step with a norm that is not finite is skipped."""
 
     applied: bool
     grad_norm: float
@@ -33,9 +37,9 @@ class StepResult:
 
 
 class Optimizer:
-    """Adam over a model's parameters in two groups, the trunk's and the MTP head's, each with its own clip and rate.
+    """Adam over two groups of parameters, the trunk's and the MTP head's, each with its own clip and learning rate.
 
-    Weight decay does not apply to norms and biases. With `mtp_frozen` the MTP head's parameters are in the optimizer, at a rate of 0.
+    Weight decay does not apply to norms and biases. With `mtp_frozen` the MTP head's parameters have a learning rate of 0.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Optimizer:
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=distributed,
         )
-        # Overrides replace the standard ones, so those (no decay of norms and biases) are added here.
+        # Overrides replace the standard ones (no decay of norms and biases), which are therefore added here.
         overrides: dict[ParamKey, dict[str, float]] = dict(get_standard_config_overrides(settings))
         mtp_lr = 0.0 if mtp_frozen else config.mtp_lr
         if mtp_lr is not None:
@@ -86,21 +90,21 @@ class Optimizer:
         return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
 
     def slots(self) -> list[Slot]:
-        """The moments and master of each parameter; in host memory where they are offloaded."""
-        found = list(slots(self.model, self.inner))
+        """The moments and master of each parameter; in host memory if they are offloaded."""
+        result = list(slots(self.model, self.inner))
         if self.host is not None:
-            for slot in found:
+            for slot in result:
                 slot.tensors = {kind: self.host.host(tensor) for kind, tensor in slot.tensors.items()}
-        return found
+        return result
 
     def reload(self) -> None:
-        """Copy parameters that were changed from outside into the fp32 masters."""
+        """Copy parameters that were loaded into the fp32 masters."""
         with self._masters():
             self.inner.reload_model_params()
 
     @contextmanager
     def _masters(self) -> Iterator[None]:
-        """Bring the fp32 masters to the device. Adam steps on these, or on the model's own parameters where they are fp32."""
+        """Load the fp32 masters to the device. Adam steps on these, or on the model's parameters if they are fp32."""
         if self.host is None:
             yield
             return
@@ -110,7 +114,7 @@ class Optimizer:
         self.host.offload(masters)
 
     def rate(self, total_steps: int) -> float:
-        """Share of the peak learning rate at the current step: linear warm-up, then a cosine to `min_lr_ratio`."""
+        """Fraction of the peak learning rate at the current step: linear warm-up, then cosine decay to `min_lr_ratio`."""
         c = self.config
         if self.steps < c.warmup_steps:
             return (self.steps + 1) / c.warmup_steps
@@ -119,9 +123,9 @@ class Optimizer:
 
     def step(self, total_steps: int) -> StepResult:
         """Clip and apply the gradients of the last backward pass. If a norm is not finite, nothing is applied."""
-        share = self.rate(total_steps)
+        rate = self.rate(total_steps)
         for group in self.inner.param_groups:
-            group["lr"] = group.get("max_lr", self.config.lr) * share
+            group["lr"] = group.get("max_lr", self.config.lr) * rate
             # megatron-core applies this multiplier in its own scheduler, which is not used here.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         overflow = self.inner.prepare_grads()
@@ -130,13 +134,13 @@ class Optimizer:
         if finite:
             for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
                 if clip and norms[name] > clip:
-                    held = [p for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
-                    # A pipeline stage without MTP layers has none of theirs, nor has a rank whose shard holds others.
-                    if grads := [p.grad for p in held if p.grad is not None]:
+                    parameters = [p for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
+                    # A pipeline stage without MTP layers has none of theirs, nor does a rank with a shard of other parameters.
+                    if grads := [p.grad for p in parameters if p.grad is not None]:
                         torch._foreach_mul_(grads, clip / norms[name])
             self._apply()
             self.steps += 1
-        return StepResult(finite, norms[None], norms["mtp"], self.config.lr * share)
+        return StepResult(finite, norms[None], norms["mtp"], self.config.lr * rate)
 
     def set_steps(self, steps: int) -> None:
         """Continue after this number of steps."""
@@ -146,30 +150,30 @@ class Optimizer:
                 state["step"].fill_(steps)
 
     def _apply(self) -> None:
-        """Adam on a slice of the parameters at a time: its temporaries, and moments that live in host memory, are a slice's."""
+        """Run Adam on a slice of the parameters at a time, which bounds its temporaries and the offloaded moments on the device."""
         parts = self._parts()
         groups = [part.optimizer.param_groups for part in parts]
         with self._masters():
-            for part, whole in zip(parts, groups, strict=True):
+            for part, part_groups in zip(parts, groups, strict=True):
                 adam = part.optimizer
-                for group in whole:
-                    for some in _slices(group["params"]):
-                        moments = [adam.state[p][kind] for p in some for kind in MOMENTS if p in adam.state]
+                for group in part_groups:
+                    for parameters in _slices(group["params"]):
+                        moments = [adam.state[p][kind] for p in parameters for kind in MOMENTS if p in adam.state]
                         if self.host is not None:
                             self.host.load(moments)
-                        adam.param_groups = [{**group, "params": some}]
+                        adam.param_groups = [{**group, "params": parameters}]
                         adam.step()
                         if self.host is not None:
                             self.host.offload(moments)
                 adam.param_groups = []
-            # Adam's groups are empty now, so this only copies masters to parameters, and gathers them where each rank stepped a part.
+            # Adam's groups are empty now, so this only copies masters to parameters, and gathers parameters that are sharded.
             self.inner.step_with_ready_grads()
-            for part, whole in zip(parts, groups, strict=True):
-                part.optimizer.param_groups = whole
+            for part, part_groups in zip(parts, groups, strict=True):
+                part.optimizer.param_groups = part_groups
 
     def _norm(self, group: str | None) -> float:
         squares = 0.0
-        for part in self._parts():  # experts are a part of their own, on ranks of their own
+        for part in self._parts():  # Experts are a separate part, over other ranks.
             grads = part.get_grads_for_grad_norm(group)
             squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
         return squares**0.5
@@ -177,30 +181,25 @@ class Optimizer:
 
 def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """The parameters in order, in slices of at most `OPTIMIZER_SLICE` bytes unless a single one is larger."""
-    some: list[Tensor] = []
+    current: list[Tensor] = []
     for parameter in parameters:
-        if some and sum(p.nbytes for p in some) + parameter.nbytes > OPTIMIZER_SLICE:
-            yield some
-            some = []
-        some.append(parameter)
-    if some:
-        yield some
+        if current and sum(p.nbytes for p in current) + parameter.nbytes > OPTIMIZER_SLICE:
+            yield current
+            current = []
+        current.append(parameter)
+    if current:
+        yield current
 
-
-# An optimizer's state of each parameter, in the parameter's own shape, however it is sharded over ranks.
-#
-# megatron-core's own optimizer checkpoints number parameter groups rank by rank, so that another pipeline layout cannot load them. Here the
-# moments (and, for bf16, the fp32 master) are named after their parameter, and hyperparameters come from the recipe.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
 class Slot:
-    """One parameter's moments and master: a tensor for each of `kinds`.
+    """The optimizer state of a parameter (moments and master): a tensor for each of `kinds`.
 
     Each has the shape of this rank's parameter. With the distributed optimizer each is this dp rank's flat shard, elements `start` to
-    `end`; `group` then has the ranks with the other shards. A rank without a shard of this parameter has no tensors.
+    `end`, and `group` has the ranks with the other shards. A rank without a shard of this parameter has no tensors.
     """
 
     parameter: Tensor
@@ -211,7 +210,7 @@ class Slot:
     group: dist.ProcessGroup | None = None
 
     def whole(self, kind: str) -> Tensor:
-        """In the parameter's shape, fp32. With the distributed optimizer every rank of the group must call this."""
+        """The tensor in the parameter's shape, fp32. Collective over `group`."""
         if self.group is None:
             return self.tensors[kind]
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
@@ -241,7 +240,7 @@ def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]
 
 
 def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> None:
-    """Make zero moments where Adam has taken no step yet, as it would itself. `offloaded`: without memory, which `HostMemory` holds."""
+    """Create zero moments if Adam has not stepped yet, as it would itself. offloaded: without device memory."""
     assert isinstance(adam, torch.optim.Adam), f"the slots of {type(adam).__name__} are not known"
     for group in adam.param_groups:
         for parameter in group["params"]:
@@ -268,14 +267,14 @@ def _plain(part: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]
 
 def _sharded(part: DistributedOptimizer) -> Iterator[Slot]:
     buckets = [bucket for by_dtype in part.gbuf_ranges for group in by_dtype.values() for bucket in group]
-    ranges = {parameter: place["param"] for bucket in buckets for parameter, place in bucket["param_map"].items()}
+    ranges = {parameter: entry["param"] for bucket in buckets for parameter, entry in bucket["param_map"].items()}
     for buffer in part.buffers:
         for parameter in buffer.params:
             kinds = _kinds(parameter)
-            place = ranges.get(parameter)
-            if place is None:
+            shard = ranges.get(parameter)
+            if shard is None:
                 yield Slot(parameter, {}, kinds, group=part.data_parallel_group)
                 continue
-            found = part._get_main_param_and_optimizer_states(parameter)
-            tensors = {kind: found["param" if kind == "master" else kind].detach() for kind in kinds}
-            yield Slot(parameter, tensors, kinds, place.start, place.end, part.data_parallel_group)
+            state = part._get_main_param_and_optimizer_states(parameter)
+            tensors = {kind: state["param" if kind == "master" else kind].detach() for kind in kinds}
+            yield Slot(parameter, tensors, kinds, shard.start, shard.end, part.data_parallel_group)

@@ -1,4 +1,4 @@
-"""Passes of this rank's model over packed micro-batches, through megatron-core's pipeline schedule."""
+"""Forward and backward passes over packed microbatches, through megatron-core's pipeline schedule."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.model.gpt import Hidden, MtpModel
 from mtpctl.model.parallel import largest, reduced
 from mtpctl.plan.partition import partition
-from mtpctl.trainer.batch import MicroBatch, Sequence, check, idle, pack
+from mtpctl.trainer.batch import MicroBatch, Sequence, check, dummy_batch, pack
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.objective import Sums
 
 MicroBatchLoss = Callable[[MicroBatch, Hidden], tuple[Tensor, Sums]]
-"""The loss of a micro-batch (scalar, differentiable in a training pass) and its metric sums, on the last pipeline stage."""
-
+"""The loss of a microbatch (scalar, differentiable in a training pass) and its metric sums, on the last pipeline stage."""
 
 Passes = list[list[int]]
-"""The micro-batches of a dp rank: places in the list of its sequences."""
+"""The microbatches of a dp rank, as indices into its sequences."""
 
 
 def passes_of(sequences: list[Sequence], config: EngineConfig) -> Passes:
-    """Micro-batches of sequences that this dp rank alone has. All ranks call together."""
+    """The microbatches of sequences that only this dp rank has. Collective."""
     parts = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, 1)[0] if sequences else []
     if config.parallel.ep > 1:
         parts += [[] for _ in range(largest(len(parts)) - len(parts))]
@@ -47,9 +46,9 @@ def micro_batches(
     sequence_parallel: bool,
     passes: Passes | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of this dp rank, with the rows that predict drafts of the first `depths` MTP depths.
+    """The microbatches of this dp rank, with the rows that predict drafts of the first `depths` MTP depths.
 
-    passes: what is in each, where the sequences are this rank's alone; None: all ranks have the same sequences, and share them out.
+    passes: the microbatches if the sequences are this rank's only; None if all ranks have the same sequences, which are then distributed.
     Raises UserError for a sequence that the model cannot read.
     """
     check(sequences, shape)
@@ -60,24 +59,24 @@ def micro_batches(
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     layout = {"cp_rank": cp_rank, "cp": cp, "tp": config.parallel.tp if sequence_parallel else 1}
     if config.parallel.ep == 1:
-        # A rank may finish its passes before the others, but takes part in the collectives at the end. With expert parallelism every
-        # pass has collectives, so that all ranks need equally many micro-batches.
+        # A rank may finish its passes before the others, and then joins the collectives at the end. With expert parallelism every pass has
+        # collectives, so all ranks need the same number of microbatches.
         parts = [part for part in parts if part] or [[]]
-    spare = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
-    return [pack(sequences, part, depths, device, **layout) if part else idle(spare, depths, device, **layout) for part in parts]
+    idle = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
+    return [pack(sequences, part, depths, device, **layout) if part else dummy_batch(idle, depths, device, **layout) for part in parts]
 
 
 def run_passes(
     model: MtpModel | DistributedDataParallel, micros: list[MicroBatch], loss: MicroBatchLoss, *, tokens: int, forward_only: bool
 ) -> Sums:
-    """Forward passes over the micro-batches, and backward passes unless `forward_only`. `tokens`: of a micro-batch at most.
+    """Forward passes over the microbatches of at most `tokens` tokens, and backward passes unless `forward_only`.
 
-    Returns the metric sums of `loss` over all micro-batches and all dp ranks.
+    Returns the metric sums of `loss` over all microbatches and dp ranks.
     """
 
     def micro_loss(micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Tensor, Sums]:
         no_tokens = torch.zeros((), dtype=torch.int)
-        if micro.idle and forward_only:
+        if micro.dummy and forward_only:
             return hidden.trunk.sum(), no_tokens, {}
         with record_function("mtpctl/log-probs and losses"):
             total, sums = loss(micro, hidden)

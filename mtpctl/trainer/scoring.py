@@ -1,7 +1,6 @@
-"""Scoring sequences in a forward pass: log-probs and entropy, the k likeliest tokens, and what every MTP depth would have drafted.
+"""Scoring in a forward pass: log-probs and entropy, the k most likely tokens, the MTP depths' drafts, and expert routes.
 
-Temperature, top k and MTP are chosen sequence by sequence, so that requests of any kind share a packed micro-batch. Sizes: R response
-tokens of a micro-batch, D MTP depths.
+Options apply to a sequence, so that requests of any kind share a packed microbatch. Sizes: R response tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from mtpctl.trainer.objective import Sums
 
 
 class Scorer:
-    """Scores one micro-batch after another, as the `MicroBatchLoss` of a forward-only pass, and keeps the scores by sequence.
+    """Scores microbatches as the `MicroBatchLoss` of a forward-only pass, and stores the scores by sequence.
 
-    options: one for each sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
+    options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
     """
 
     def __init__(self, head: Head, temperature: float, options: list[ScoreOptions] | None) -> None:
@@ -43,7 +42,7 @@ class Scorer:
         if self.options is not None:
             options = [self.options[i] for i in micro.order]
             temperature = torch.tensor([each.temperature for each in options], device=labels.device)[micro.seq_ids]
-            # A token outside the mask keeps its place, but is not projected on the vocabulary.
+            # Tokens outside the mask keep their rows, but get no logits.
             labels = labels.masked_fill(micro.mask == 0, IGNORE_INDEX)
             topk = max(each.topk for each in options)
         out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
@@ -59,32 +58,29 @@ class Scorer:
     def _add_drafts(
         self, scores: list[TokenScores], options: list[ScoreOptions], micro: MicroBatch, hidden: Hidden, temperature: float | Tensor
     ) -> None:
-        asked = torch.tensor([each.mtp for each in options], device=micro.seq_ids.device)[micro.seq_ids]
+        requested = torch.tensor([each.mtp for each in options], device=micro.seq_ids.device)[micro.seq_ids]
         for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
-            labels = draft.labels.masked_fill(~asked[draft.tokens], IGNORE_INDEX)
-            of_draft = temperature[draft.tokens] if isinstance(temperature, Tensor) else temperature
-            out = self.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, of_draft, hit=True)
+            labels = draft.labels.masked_fill(~requested[draft.tokens], IGNORE_INDEX)
+            draft_temperature = temperature[draft.tokens] if isinstance(temperature, Tensor) else temperature
+            out = self.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, draft_temperature, hit=True)
             for score, each, draft_scores in zip(scores, options, _draft_scores(out, draft.tokens, micro), strict=True):
                 if each.mtp:
                     score.drafts.append(draft_scores)
 
     def gather(self, count: int, *, own: bool) -> list[TokenScores]:
-        """The scores of all `count` sequences, on every rank that has the sequences: all, or with `own` those of this dp rank.
-
-        All ranks call together.
-        """
-        scores = gathered(self.scores, own=own)
+        """The scores of all `count` sequences: of all ranks, or with `own` of this dp rank. Collective."""
+        scores = _gathered(self.scores, own=own)
         return [scores[i] for i in range(count)]
 
 
-def gathered[K, V](found: dict[K, V], *, own: bool) -> dict[K, V]:
-    """What the ranks have found together: all of them, or with `own` the pipeline's stages of this dp rank. All ranks call together."""
+def _gathered[K, V](values: dict[K, V], *, own: bool) -> dict[K, V]:
+    """The values of all ranks, or with `own` of the pipeline stages of this dp rank. Collective."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages == 1 and (own or parallel_state.get_data_parallel_world_size() == 1):
-        return found
+        return values
     group = parallel_state.get_pipeline_model_parallel_group() if own else None
     parts: list[dict[K, V]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(parts, found, group=group)
+    dist.all_gather_object(parts, values, group=group)
     return {key: value for part in parts for key, value in part.items()}
 
 
@@ -99,7 +95,7 @@ def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogPr
 
 
 def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[DraftScores]:
-    """By sequence, the results for `tokens` at their places among the R response tokens, and None at the others."""
+    """By sequence, the results of `tokens` among the R response tokens, and None for the others."""
     assert out.hit is not None
     drafted = torch.zeros(len(micro.labels), dtype=torch.bool, device=tokens.device)
     drafted[tokens] = True
@@ -107,52 +103,49 @@ def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[Dr
     logprob[tokens] = out.logprob.float()
     hit = torch.zeros_like(drafted)
     hit[tokens] = out.hit.bool()
+
+    def drafted_only(values: list, mask: list[bool]) -> list:
+        return [value if is_drafted else None for is_drafted, value in zip(mask, values, strict=True)]
+
     by_sequence = zip(*(_by_sequence(values, micro) for values in (drafted, logprob, hit)), strict=True)
-    return [
-        DraftScores(
-            [value if there else None for there, value in zip(drafted_here, logprobs, strict=True)],
-            [value if there else None for there, value in zip(drafted_here, hits, strict=True)],
-        )
-        for drafted_here, logprobs, hits in by_sequence
-    ]
+    return [DraftScores(drafted_only(logprobs, mask), drafted_only(hits, mask)) for mask, logprobs, hits in by_sequence]
 
 
 def _arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
-    """`values` [R] as arrays, one a sequence."""
+    """`values` [R] as arrays, one per sequence."""
     return [array("f", part.numpy().tobytes()) for part in values.detach().float().cpu().split(micro.lengths)]
 
 
 def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
-    """`values` [R, …] as nested lists, one a sequence."""
+    """`values` [R, …] as nested lists, one per sequence."""
     return [part.tolist() for part in values.cpu().split(micro.lengths)]
 
 
-# The routes that a scoring pass took, as arrays by sequence, which a later pass can be given (`mtpctl.routes`).
-
-
 def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
-    """The same micro-batches, whose routes are kept in a pass over them."""
+    """The same microbatches, for a pass that records its routes."""
     return [replace(micro, packing=replace(micro.packing, chosen={})) for micro in micros]
 
 
 @torch.no_grad()
 def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int, *, own: bool) -> list[Routes]:
-    """The routes of all `count` sequences after a pass over micro-batches of `recording`, on every rank that has the sequences: all, or
-    with `own` those of this dp rank. All ranks call together."""
-    mine: dict[tuple[int, int], Routes] = {}
+    """The routes of all `count` sequences after a pass over microbatches of `recording`; of all ranks, or with `own` of this dp rank.
+
+    Collective.
+    """
+    local: dict[tuple[int, int], Routes] = {}
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.place is not None]
     for micro in micros:
         for layer in layers:
             assert layer.place is not None
             row = chosen_routes(micro.packing, layer).cpu().numpy().astype(shape.dtype)
-            place = 0
-            # An idle micro-batch is another's sequence; where a sample only fills up the row, it comes last.
-            for index, length in zip([] if micro.idle else micro.order, micro.packing.sample_lengths, strict=False):
-                # A copy: the rest of the row is not to stay with it. The last token's routes serve nobody.
-                mine[index, layer.place] = row[place : place + length - 1].copy()
-                place += length
-    # Ranks that share a row have all found the same, and where all are asked one of them tells.
+            start = 0
+            # Dummy microbatches reuse another sequence. Padding samples come last in a row.
+            for index, length in zip([] if micro.dummy else micro.order, micro.packing.sample_lengths, strict=False):
+                # Copied, so that the rest of the row is freed. The routes of the last token are not used.
+                local[index, layer.place] = row[start : start + length - 1].copy()
+                start += length
+    # Ranks that share a row have the same routes; if all ranks are gathered, one of them sends.
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     alone = own or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
-    found = gathered(mine if first or alone else {}, own=own)
-    return [np.stack([found[index, place] for place in range(len(shape.layers))], axis=1) for index in range(count)]
+    routes = _gathered(local if first or alone else {}, own=own)
+    return [np.stack([routes[index, layer] for layer in range(len(shape.layers))], axis=1) for index in range(count)]

@@ -1,8 +1,8 @@
-"""How the samples of an update reach the trainer ranks: as a table of all samples, and for each data-parallel rank a share of their tokens.
+"""The path of an update's samples to the trainer ranks: `Sample` → `Share` of a data-parallel rank → `Sequence`.
 
-The table goes to every rank. It has one entry for each sample, and holds all that advantages and the cut into minibatches need. A share
-holds its samples' tokens, one array for each field. It is put into Ray's object store once: the tensor-, pipeline- and context-parallel
-ranks of one data-parallel rank read the same memory. Where the trainer computes old log-probs, each rank computes those of its own share.
+A share stores the tokens of its samples in one array per field. It is written to Ray's object store once; the tensor-, pipeline- and
+context-parallel ranks of a data-parallel rank read the same memory, and their sequences are views of it. Every rank also gets a table
+with one entry per sample of the update, from which it computes advantages and minibatches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +20,23 @@ import numpy.typing as npt
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.partition import partition
 from mtpctl.routes import Routes
-from mtpctl.samples import Sample, VersionSpan, ids_of, mask_of
+from mtpctl.samples import Sample
+
+if TYPE_CHECKING:
+    from mtpctl.trainer import batch
 
 Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTable:
-    """What every rank knows of each sample of an update; the samples are ordered by group.
+    """An entry per sample of an update, ordered by group.
 
-    `groups`: the number of the sample's group; `trajectories`: that of its trajectory, which may be several samples. `prompts` and
-    `responses`: their tokens. `sampled`: response tokens that the policy sampled. `scored`: whether the sample has old log-probs.
-    `steps`: the optimizer step that trains on the sample, from 0. A step takes whole groups, as many as any other or one more.
+    groups, trajectories: the sample's group and trajectory, which may consist of several samples. prompts, responses: token counts.
+    sampled: response tokens that the policy sampled. scored: whether the sample has old log-probs. steps: the optimizer step that trains
+    on the sample. A step has whole groups, and the numbers of groups per step differ by at most one.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -38,15 +44,15 @@ class BatchTable:
     prompts: Ints
     responses: Ints
     sampled: Ints
-    scored: npt.NDArray[np.bool_]
+    scored: Bools
     steps: Ints
     trajectories: Ints
 
     @classmethod
     def of(cls, samples: Sequence[Sample], minibatches: int) -> BatchTable:
-        """The table of these samples, which have their rewards, cut into this many optimizer steps.
+        """The table of rewarded samples, divided into `minibatches` optimizer steps.
 
-        Raises RuntimeFailure if a log-prob of a trained token is not finite.
+        Raises RuntimeFailure if a reward or the log-prob of a trained token is not finite.
         """
         rewards = []
         for sample in samples:
@@ -55,9 +61,9 @@ class BatchTable:
             if not math.isfinite(sample.reward):
                 raise RuntimeFailure(f"{sample.prompt_id}: reward.function returned {sample.reward}; return finite numbers")
             rewards.append(sample.reward)
-        numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
-        trajectories = {each: number for number, each in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}
-        groups = np.array([numbers[s.group_id] for s in samples], np.int32)
+        group_numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))}
+        trajectories = {key: number for number, key in enumerate(dict.fromkeys((s.group_id, s.index) for s in samples))}
+        groups = np.array([group_numbers[s.group_id] for s in samples], np.int32)
         return cls(
             np.array(rewards),
             groups,
@@ -65,14 +71,14 @@ class BatchTable:
             np.array([len(s.response_ids) for s in samples], np.int32),
             np.array([s.sampled for s in samples], np.int32),
             np.array([s.old_logprobs is not None for s in samples]),
-            # Groups may differ in size, for agents and if a checkpoint had another group_size.
-            groups * minibatches // max(len(numbers), 1),
+            # Groups differ in size for agents, and if a checkpoint was written with another group_size.
+            groups * minibatches // max(len(group_numbers), 1),
             np.array([trajectories[s.group_id, s.index] for s in samples], np.int32),
         )
 
     @property
     def unscored(self) -> bool:
-        """Whether a response with tokens to train on lacks its old log-probs."""
+        """Whether a non-empty response has no old log-probs."""
         return bool((~self.scored & (self.responses > 0)).any())
 
     @property
@@ -85,9 +91,10 @@ class BatchTable:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """This rank's part of an optimizer step. `members`: indices into the share; `passes`: its micro-batches, as indices into `members`.
+    """This rank's part of an optimizer step.
 
-    `trajectories`: those of the whole step, on all ranks, including trajectories without a trained token.
+    members: indices of samples in the share; passes: its microbatches, as indices into `members`. trajectories: those of the whole step on
+    all ranks, including trajectories without a trained token.
     """
 
     members: list[int]
@@ -97,142 +104,140 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples of one data-parallel rank that have response tokens.
+    """The non-empty samples of one data-parallel rank.
 
-    `places`: their indices in the batch, ascending. `trajectory_tokens`: see `BatchTable`. `ids` holds each prompt followed by its
-    response; the other columns over tokens hold response tokens alone. `old`: old log-probs, of scored samples alone; `teacher`: a
-    teacher's, of the samples that are `taught`. `spans`: how many version spans a sample has, which together cover its response;
-    `span_lengths` and `span_versions` have an entry for each span.
+    indices: of the samples in the batch, ascending. trajectory_tokens: see `BatchTable`. ids: each prompt followed by its response. Other
+    token arrays hold response tokens only; old and teacher log-probs are those of the samples that have them. spans: number of version
+    spans of each sample, which together cover its response; span_lengths and span_versions: an entry per span.
     """
 
     dp_rank: int
     minibatches: list[Minibatch]
-    places: Ints
+    indices: Ints
     trajectory_tokens: Ints
+    names: list[str]
     prompts: Ints
     responses: Ints
-    names: list[tuple[str, int]]
     ids: Ints
     mask: npt.NDArray[np.int8]
-    behaviour: npt.NDArray[np.float32]
-    scored: npt.NDArray[np.bool_]
-    old: npt.NDArray[np.float32]
+    behaviour: Floats
+    scored: Bools
+    old: Floats
     old_versions: Ints
     spans: Ints
     span_lengths: Ints
     span_versions: Ints
     routes: list[Routes | None]
-    taught: npt.NDArray[np.bool_]
-    teacher: npt.NDArray[np.float32]
+    taught: Bools
+    teacher: Floats
     topk: Ints
     candidates: Ints
-    candidate_logprobs: npt.NDArray[np.float32]
+    candidate_logprobs: Floats
 
     @classmethod
-    def of(cls, batch: Sequence[Sample], places: list[int], dp_rank: int, minibatches: list[Minibatch], trajectory_tokens: Ints) -> Share:
-        """The share that holds the samples at these indices of the batch. `trajectory_tokens`: of every sample of the batch."""
-        samples = [batch[place] for place in places]
-        spans = [span for s in samples for span in s.version_spans]
+    def of(
+        cls, samples: Sequence[Sample], indices: list[int], dp_rank: int, minibatches: list[Minibatch], trajectory_tokens: Ints
+    ) -> Share:
+        """The share with the samples at these indices of the batch. trajectory_tokens: of every sample of the batch."""
+        chosen = [samples[index] for index in indices]
+        spans = [span for s in chosen for span in s.version_spans]
         return cls(
             dp_rank,
             minibatches,
-            np.array(places, np.int32),
-            trajectory_tokens[places],
-            np.array([len(s.prompt_ids) for s in samples], np.int32),
-            np.array([len(s.response_ids) for s in samples], np.int32),
-            [(s.prompt_id, s.index) for s in samples],
-            _joined([ids for s in samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
-            _joined([s.loss_mask for s in samples], np.int8),
-            _joined([s.behaviour_logprobs for s in samples], np.float32),
-            np.array([s.old_logprobs is not None for s in samples], np.bool_),
-            _joined([s.old_logprobs for s in samples if s.old_logprobs is not None], np.float32),
-            np.array([-1 if s.old_version is None else s.old_version for s in samples], np.int32),
-            np.array([len(s.version_spans) for s in samples], np.int32),
+            np.array(indices, np.int32),
+            trajectory_tokens[indices],
+            [s.name for s in chosen],
+            np.array([len(s.prompt_ids) for s in chosen], np.int32),
+            np.array([len(s.response_ids) for s in chosen], np.int32),
+            _joined([ids for s in chosen for ids in (s.prompt_ids, s.response_ids)], np.int32),
+            _joined([s.loss_mask for s in chosen], np.int8),
+            _joined([s.behaviour_logprobs for s in chosen], np.float32),
+            np.array([s.old_logprobs is not None for s in chosen], np.bool_),
+            _joined([s.old_logprobs for s in chosen if s.old_logprobs is not None], np.float32),
+            np.array([-1 if s.old_version is None else s.old_version for s in chosen], np.int32),
+            np.array([len(s.version_spans) for s in chosen], np.int32),
             np.array([span.end - span.start for span in spans], np.int32),
             np.array([span.version for span in spans], np.int32),
-            [s.routes for s in samples],
-            np.array([s.teacher_logprobs is not None for s in samples], np.bool_),
-            _joined([s.teacher_logprobs for s in samples if s.teacher_logprobs is not None], np.float32),
-            np.array([len(s.candidates or ()) // max(len(s.response_ids), 1) for s in samples], np.int32),
-            _joined([s.candidates for s in samples if s.candidates is not None], np.int32),
-            _joined([s.candidate_logprobs for s in samples if s.candidate_logprobs is not None], np.float32),
+            [s.routes for s in chosen],
+            np.array([s.teacher_logprobs is not None for s in chosen], np.bool_),
+            _joined([s.teacher_logprobs for s in chosen if s.teacher_logprobs is not None], np.float32),
+            np.array([len(s.candidates or ()) // max(len(s.response_ids), 1) for s in chosen], np.int32),
+            _joined([s.candidates for s in chosen if s.candidates is not None], np.int32),
+            _joined([s.candidate_logprobs for s in chosen if s.candidate_logprobs is not None], np.float32),
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns that have an entry for each token, routes included."""
+        """Bytes of the token arrays, routes included."""
         columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher, self.candidates, self.candidate_logprobs)
         return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
 
-    def samples(self) -> list[Sample]:
-        """The samples, with the fields that the trainer needs. Groups and rewards are missing: they are in the table."""
+    def sequences(self) -> list[batch.Sequence]:
+        """The samples as the engine reads them.
+
+        Columns: `behaviour`, and `old`, `teacher`, `candidates` [tokens, k] and `candidate_logprobs` [tokens, k] of samples that have them.
+        """
+        from mtpctl.trainer.batch import Sequence
+
         ids, mask, behaviour, old = (_Reader(column) for column in (self.ids, self.mask, self.behaviour, self.old))
-        teacher, named, likely = (_Reader(column) for column in (self.teacher, self.candidates, self.candidate_logprobs))
-        lengths, versions = iter(self.span_lengths.tolist()), iter(self.span_versions.tolist())
-        made = []
-        for number, (prompt_id, index) in enumerate(self.names):
-            prompt, response = int(self.prompts[number]), int(self.responses[number])
-            sample = Sample(
-                prompt_id,
-                "",
-                ids_of(ids.next("i", prompt)),
-                index,
-                response_ids=ids_of(ids.next("i", response)),
-                loss_mask=mask_of(mask.next("b", response)),
-                behaviour_logprobs=behaviour.next("f", response),
-                routes=self.routes[number],
-            )
+        teacher, candidates, candidate_logprobs = map(_Reader, (self.teacher, self.candidates, self.candidate_logprobs))
+        sequences = []
+        for number, name in enumerate(self.names):
+            prompt, response, topk = int(self.prompts[number]), int(self.responses[number]), int(self.topk[number])
+            columns = {"behaviour": behaviour.next(response)}
             if self.scored[number]:
-                sample.old_logprobs, sample.old_version = old.next("f", response), int(self.old_versions[number])
+                columns["old"] = old.next(response)
             if self.taught[number]:
-                sample.teacher_logprobs = teacher.next("f", response)
-            if candidates := int(self.topk[number]) * response:
-                sample.candidates, sample.candidate_logprobs = named.next("i", candidates), likely.next("f", candidates)
-            start = 0
-            for _ in range(self.spans[number]):
-                end = start + next(lengths)
-                sample.version_spans.append(VersionSpan(start, end, next(versions)))
-                start = end
-            made.append(sample)
-        return made
+                columns["teacher"] = teacher.next(response)
+            if topk:
+                columns["candidates"] = candidates.next(response * topk).reshape(response, topk)
+                columns["candidate_logprobs"] = candidate_logprobs.next(response * topk).reshape(response, topk)
+            tokens, loss_mask = ids.next(prompt + response), mask.next(response)
+            sequences.append(Sequence(tokens, prompt, loss_mask, columns, self.routes[number], name))
+        return sequences
+
+    def versions(self) -> list[Ints]:
+        """For each sample, the weight version that sampled each response token."""
+        lengths, versions, starts = _Reader(self.span_lengths), _Reader(self.span_versions), self.spans.tolist()
+        return [np.repeat(versions.next(count), lengths.next(count)) for count in starts]
 
 
 def deal(
     samples: Sequence[Sample], *, minibatches: int, tokens_per_microbatch: int, dp: int
 ) -> tuple[BatchTable, list[Callable[[], Share]]]:
-    """The table of an update's samples, and for each of `dp` ranks a function that makes its share.
+    """The table of an update's samples, and for each of `dp` ranks a function that creates its share.
 
-    `partition` deals out the samples of each optimizer step. Samples without response tokens are only in the table: they count in their
-    groups and in the number of trajectories, but are not trained on. A step without sampled tokens is left out. Shares are created one
-    at a time, because each copies the tokens of its samples.
+    The samples of each optimizer step are distributed by `partition`. Empty responses are only in the table: they count in their groups
+    and in the number of trajectories. A step without sampled tokens is dropped. Shares are created one at a time, because each copies the
+    tokens of its samples.
     """
     table = BatchTable.of(samples, minibatches)
     lengths, trajectory_tokens = table.prompts + table.responses, table.trajectory_tokens
     steps: list[tuple[list[int], list[list[list[int]]], int]] = []
     for step in range(minibatches):
         members = np.flatnonzero(table.steps == step)
-        places = [place for place in members.tolist() if table.responses[place]]
+        indices = [index for index in members.tolist() if table.responses[index]]
         if table.sampled[members].any():
             trajectories = len(np.unique(table.trajectories[members]))
-            steps.append((places, partition(lengths[places].tolist(), tokens_per_microbatch, dp), trajectories))
+            steps.append((indices, partition(lengths[indices].tolist(), tokens_per_microbatch, dp), trajectories))
 
     def share(rank: int) -> Share:
-        found: list[int] = []
+        chosen: list[int] = []
         parts = []
-        for places, dealt, trajectories in steps:
-            mine = sorted(i for micro in dealt[rank] for i in micro)
+        for indices, micros, trajectories in steps:
+            mine = sorted(i for micro in micros[rank] for i in micro)
             number = {i: n for n, i in enumerate(mine)}
-            passes = [[number[i] for i in micro] for micro in dealt[rank]]
-            parts.append(Minibatch(list(range(len(found), len(found) + len(mine))), passes, trajectories))
-            found += [places[i] for i in mine]
-        return Share.of(samples, found, rank, parts, trajectory_tokens)
+            passes = [[number[i] for i in micro] for micro in micros[rank]]
+            parts.append(Minibatch(list(range(len(chosen), len(chosen) + len(mine))), passes, trajectories))
+            chosen += [indices[i] for i in mine]
+        return Share.of(samples, chosen, rank, parts, trajectory_tokens)
 
     return table, [partial(share, rank) for rank in range(dp)]
 
 
 def _check_logprobs(sample: Sample) -> None:
     trained = np.asarray(sample.loss_mask, np.bool_)
-    for what, logprobs in (
+    for source, logprobs in (
         ("the rollout engine", sample.behaviour_logprobs),
         ("old log-probs", sample.old_logprobs),
         ("the teacher", sample.teacher_logprobs),
@@ -242,23 +247,22 @@ def _check_logprobs(sample: Sample) -> None:
         values = np.asarray(logprobs)
         if len(bad := np.flatnonzero(trained & ~np.isfinite(values))):
             raise RuntimeFailure(
-                f"sample {sample.name}: {what} gave response token {bad[0]} the log-prob {values[bad[0]]:g}, which cannot be trained on; "
+                f"sample {sample.name}: {source} gave response token {bad[0]} the log-prob {values[bad[0]]:g}, which cannot be trained on; "
                 "look at what sampled or scored it (rollout.top_k, rollout.top_p, logs/)"
             )
 
 
 def _joined[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
-    """These arrays, one after another, as one array."""
+    """The arrays concatenated."""
     return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.zeros(0, dtype)
 
 
-class _Reader:
-    """Reads a column piece by piece."""
+class _Reader[T: np.generic]:
+    """Returns consecutive views of a column."""
 
-    def __init__(self, column: np.ndarray) -> None:
-        self._column, self._place = column, 0
+    def __init__(self, column: npt.NDArray[T]) -> None:
+        self._column, self._start = column, 0
 
-    def next(self, typecode: str, count: int) -> array:
-        """The next `count` values."""
-        begin, self._place = self._place, self._place + count
-        return array(typecode, self._column[begin : self._place].tobytes())
+    def next(self, count: int) -> npt.NDArray[T]:
+        start, self._start = self._start, self._start + count
+        return self._column[start : self._start]

@@ -1,5 +1,4 @@
-"""The loss of one update: the objective's on the trunk, and for every MTP depth that trains one of the token after next, or of the trunk's
-own distribution of it."""
+"""The loss of one update: the objective's on the trunk, and one of each MTP depth that trains."""
 
 from __future__ import annotations
 
@@ -17,22 +16,23 @@ from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
 
 MEASURED_TOKENS = 8192
-"""Response tokens of a rank and update, sequences whole, that tell the acceptance to expect. It takes the trunk's distribution, which
-`mtp.loss: ce` does not need, and a walk over each response on the host."""
+"""Minimum number of response tokens of a rank and update, in whole sequences, from which acceptance is estimated. The estimate takes the
+trunk's distribution, which `mtp.loss: ce` does not need, and a pass over each response on the host."""
 
 
 class UpdateLoss:
-    """The loss of an update, as the `MicroBatchLoss` of a training pass. `totals`: of all its sequences, with the MTP depths that train.
+    """The `MicroBatchLoss` of a training pass: the objective's loss on the trunk, and a loss of each MTP depth that trains.
 
-    Every term is divided by a count over the whole batch, so that cutting the batch another way leaves its gradient the same.
+    totals: counts over all sequences of the update. Every term is divided by a global count, so the gradient does not depend on how the
+    batch is divided.
     """
 
     def __init__(self, head: Head, config: EngineConfig, objective: Objective, totals: Totals, *, temperature: float) -> None:
         self.head, self.config, self.objective, self.temperature = head, config, objective, temperature
         self.denominator = objective.denominator(tokens=totals.trained, sequences=totals.sequences)
         self.drafts = [max(1, count) for count in totals.drafted]
-        """For each depth, how many tokens of the batch a drafter can be asked for."""
-        self.left = MEASURED_TOKENS
+        """The number of tokens that each depth drafts."""
+        self._to_measure = MEASURED_TOKENS
 
     def __call__(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         states = (hidden.trunk, *hidden.mtp)
@@ -40,21 +40,21 @@ class UpdateLoss:
         if not finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
         if self.drafts and self.config.mtp.loss != "ce" and self.head.teaches_drafts(couples_tokens=self.objective.couples_tokens):
-            total, sums = self._together(micro, hidden)
+            total, sums = self._one_pass(micro, hidden)
         else:
-            total, sums = self._apart(micro, hidden)
+            total, sums = self._separate_passes(micro, hidden)
         if self.config.parallel.cp > 1:
-            # A rank without a supervised token still has to take part in the collectives of the other ranks' backward pass.
+            # A rank without a trained token still takes part in the collectives of the other ranks' backward pass.
             for state in states:
                 total = total + 0.0 * state.sum()
         if not finite:
-            # A loss that is not a number passes through all collectives and makes gradients by which every rank skips the step.
+            # A NaN loss passes through all collectives, and its gradients make every rank skip the step.
             total = torch.nan * torch.stack([state.sum() for state in states]).sum()
             sums = {name: torch.nan * value for name, value in sums.items()}
         return total, sums
 
-    def _together(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
-        """The trunk's loss and those of the MTP depths, which learn from the trunk's logits as its own loss makes them."""
+    def _one_pass(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+        """The losses of the trunk and the MTP depths, which learn from the logits that the trunk's loss computes."""
         mtp, scale = self.config.mtp, 1 / self.denominator
         drafts = [
             (
@@ -63,8 +63,8 @@ class UpdateLoss:
             )
             for depth, (state, rows) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1)
         ]
-        further, sums = self._candidates(micro, hidden)
-        loss, found, told = self.head.loss_with_drafts(
+        candidate_losses, sums = self._candidates(micro, hidden)
+        loss, loss_sums, outputs = self.head.loss_with_drafts(
             hidden.trunk,
             hidden.head,
             micro.rows,
@@ -75,19 +75,19 @@ class UpdateLoss:
             scale=scale,
             entropy=self.objective.needs_entropy,
         )
-        sums |= found
+        sums |= loss_sums
         measured = self._measured(micro)
-        for depth, each in enumerate(told, start=1):
-            sums |= _depth_sums(depth, each)
-        chances = [_chances(each, draft, len(micro.labels), measured) for each, draft in zip(told, micro.drafts, strict=True)]
-        return sum(further, loss), sums | acceptance_sums(micro, chances, measured, self.config.drafts)
+        for depth, output in enumerate(outputs, start=1):
+            sums |= _depth_sums(depth, output)
+        chances = [_chances(output, draft, len(micro.labels), measured) for output, draft in zip(outputs, micro.drafts, strict=True)]
+        return sum(candidate_losses, loss), sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
-    def _apart(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
-        """The trunk's loss and those of the MTP depths, one after the other."""
-        # MTP first: the one-pass kernels add gradients of the head as they go, and a backward pass would add them in this order.
-        parts, sums = self._drafts(micro, hidden)
-        further, more = self._candidates(micro, hidden)
-        loss, found = self.head.loss(
+    def _separate_passes(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+        """The losses of the trunk and of each MTP depth, each with its own logits."""
+        # MTP first: the one-pass kernels add the head's gradients in this order, and the order determines how sums are rounded.
+        draft_losses, sums = self._drafts(micro, hidden)
+        candidate_losses, candidate_sums = self._candidates(micro, hidden)
+        loss, loss_sums = self.head.loss(
             micro.packing,
             hidden.trunk,
             hidden.head,
@@ -99,10 +99,10 @@ class UpdateLoss:
             couples_tokens=self.objective.couples_tokens,
             entropy=self.objective.needs_entropy,
         )
-        return torch.stack([loss, *parts, *further]).sum(), sums | found | more
+        return torch.stack([loss, *draft_losses, *candidate_losses]).sum(), sums | loss_sums | candidate_sums
 
     def _candidates(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
-        """The objective's term of named tokens, and the sum of its divergences; both empty without one."""
+        """The objective's term over candidates, and the sum of its divergences; both empty without one."""
         term = self.objective.candidates(micro)
         if term is None:
             return [], {}
@@ -112,7 +112,7 @@ class UpdateLoss:
         return [loss], {"teacher_kl": divergence.sum()}
 
     def _scale(self, depth: int) -> float:
-        """What the summed loss of an MTP depth is multiplied by."""
+        """The factor of the summed loss of an MTP depth."""
         return self.config.mtp.loss_scale / (self.drafts[depth - 1] * len(self.drafts))
 
     def _drafts(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
@@ -120,15 +120,16 @@ class UpdateLoss:
         if not self.drafts:
             return [], {}
         mtp = self.config.mtp
-        parts: list[Tensor] = []
+        losses: list[Tensor] = []
         sums: Sums = {}
         chances: list[DepthChances] = []
         measured = self._measured(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
             # Rounded to fp32, like the gradient that autograd will pass: the kernels check that the two are equal.
             scale = torch.tensor(self._scale(depth)).item()
+            compared = draft
             if mtp.loss == "ce":
-                loss, found = self.head.loss(
+                loss, loss_sums = self.head.loss(
                     micro.packing,
                     state,
                     hidden.head,
@@ -140,18 +141,17 @@ class UpdateLoss:
                     hit=True,
                     detach_weight=mtp.mode == "isolated",
                 )
-                some = int((draft.tokens < measured).sum())
-                few = DraftRows(draft.rows[:some], draft.labels[:some], draft.tokens[:some])
-                sums |= {f"mtp/loss_{depth}": found["loss"], f"mtp/accept_{depth}": found[HITS]}
+                count = int((draft.tokens < measured).sum())
+                compared = DraftRows(draft.rows[:count], draft.labels[:count], draft.tokens[:count])
+                sums |= {f"mtp/loss_{depth}": loss_sums["loss"], f"mtp/accept_{depth}": loss_sums[HITS]}
                 with torch.no_grad():
-                    told = self._against_trunk(micro, hidden, state, few, depth, 0.0)[1]
+                    output = self._against_trunk(micro, hidden, state, compared, depth, 0.0)[1]
             else:
-                few = draft
-                loss, told = self._against_trunk(micro, hidden, state, draft, depth, scale)
-                sums |= _depth_sums(depth, told)
-            parts.append(loss)
-            chances.insert(0, _chances(told, few, len(micro.labels), measured))
-        return parts, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
+                loss, output = self._against_trunk(micro, hidden, state, draft, depth, scale)
+                sums |= _depth_sums(depth, output)
+            losses.append(loss)
+            chances.insert(0, _chances(output, compared, len(micro.labels), measured))
+        return losses, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
     def _against_trunk(
         self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float
@@ -173,12 +173,12 @@ class UpdateLoss:
         )
 
     def _measured(self, micro: MicroBatch) -> int:
-        """How many response tokens of the micro-batch tell the acceptance to expect: whole sequences, as long as some are still wanted."""
+        """The number of response tokens of the microbatch, in whole sequences, from which acceptance is estimated."""
         tokens = 0
-        for length in [] if micro.idle else micro.lengths:
-            if self.left <= 0:
+        for length in [] if micro.dummy else micro.lengths:
+            if self._to_measure <= 0:
                 break
-            tokens, self.left = tokens + length, self.left - length
+            tokens, self._to_measure = tokens + length, self._to_measure - length
         return tokens
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -190,20 +190,19 @@ class UpdateLoss:
         return metrics | (acceptance_metrics(values, len(self.drafts)) if self.drafts else {})
 
     def _finite(self, states: tuple[Tensor, ...]) -> bool:
-        """Whether all states are finite, on all ranks that share this micro-batch's loss."""
+        """Whether all states are finite on all ranks that share this microbatch's loss."""
         bad = torch.stack([~torch.isfinite(state).all() for state in states]).any().float()
         if self.config.parallel.tp * self.config.parallel.cp > 1:
             dist.all_reduce(bad, group=parallel_state.get_tensor_and_context_parallel_group())
         return not bad
 
 
-def _depth_sums(depth: int, told: DraftLossOut) -> Sums:
-    """The summed loss of a depth, and how many of its tokens were its first choice."""
-    return {f"mtp/loss_{depth}": told.loss_sum.detach(), f"mtp/accept_{depth}": told.hit.sum()}
+def _depth_sums(depth: int, output: DraftLossOut) -> Sums:
+    return {f"mtp/loss_{depth}": output.loss_sum.detach(), f"mtp/accept_{depth}": output.hit.sum()}
 
 
-def _chances(told: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthChances:
-    """What the tokens of a depth tell, at their places among the micro-batch's `count` response tokens, 0 from `measured` on."""
+def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthChances:
+    """The probabilities of a depth's tokens among the microbatch's `count` response tokens; 0 from index `measured` on."""
     chosen = draft.tokens < measured
     tokens = draft.tokens[chosen]
 
@@ -212,15 +211,14 @@ def _chances(told: DraftLossOut, draft: DraftRows, count: int, measured: int) ->
         whole[tokens] = values[chosen].detach().float()
         return whole
 
-    kept = (told.logprob - told.teacher_logprob).exp().clamp(max=1)
+    kept = (output.logprob - output.teacher_logprob).exp().clamp(max=1)
     return DepthChances(
-        there=spread(torch.ones_like(told.overlap)),
-        accepted={"probabilistic": spread(told.overlap), "greedy": spread(told.greedy)},
-        kept={"probabilistic": spread(kept), "greedy": spread(told.hit)},
+        measured=spread(torch.ones_like(output.overlap)),
+        accepted={"probabilistic": spread(output.overlap), "greedy": spread(output.greedy)},
+        kept={"probabilistic": spread(kept), "greedy": spread(output.hit)},
     )
 
 
 def _negative_log_likelihood(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
-    """The loss of an MTP depth, summed over its tokens."""
     loss = -logprob.sum()
     return loss, {"loss": loss.detach()}

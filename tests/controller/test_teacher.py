@@ -24,6 +24,7 @@ from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
 from mtpctl.trainer.objective import training_sequence
 from tests.fakes.scripted_engine import byte_tokenizer
+from tests.fakes.sequences import sequences_of
 
 Answers = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]
 
@@ -104,7 +105,7 @@ def test_its_log_probs_reach_the_sample_and_the_advantages() -> None:
         "timeout_s": 300.0,
     }
     assert teacher_kl([sample]) == {"teacher/kl": pytest.approx((-0.5 - 1.5) / 2)}
-    columns = training_sequence(sample, 0.25, None, teacher=TeacherConfig(url=url, coef=2.0)).columns
+    columns = training_sequence(*sequences_of([sample]), 0.25, teacher=TeacherConfig(url=url, coef=2.0)).columns
     assert np.allclose(columns["advantage"], [0.25 + 2 * 0.5, 0.25, 0.25 + 2 * 1.5])
     assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
 
@@ -120,8 +121,8 @@ def test_candidates_of_each_token_reach_the_sample_and_become_columns() -> None:
         taught(url, sample, topk=2)
     assert asked[0]["top_logprobs"] == 2
     assert sample.candidates is not None and sample.candidates.tolist() == [7, 9, 0, 0, 7, 9]
-    columns = training_sequence(sample, 0.25, None, teacher=TeacherConfig(url=url, topk=2)).columns
-    assert columns["candidate_1"].tolist() == [9, 0, 9] and columns["candidate_logprob_0"].tolist() == [-0.5, 0, -0.5]
+    columns = training_sequence(*sequences_of([sample]), 0.25, teacher=TeacherConfig(url=url, topk=2)).columns
+    assert columns["candidates"].tolist() == [[7, 9], [0, 0], [7, 9]] and columns["candidate_logprobs"][:, 0].tolist() == [-0.5, 0, -0.5]
     assert columns["advantage"].tolist() == [0.25] * 3, "the KL is a term of its own"
     assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
 

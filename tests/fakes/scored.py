@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def main(folder: str, file: str) -> None:
     from mtpctl.recipe.parallel import ParallelConfig
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
-    from mtpctl.trainer.objective import scoring_sequence
+    from tests.fakes.sequences import sequences_of
 
     samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())]
     tokens = max(512, *(sample.length for sample in samples))
@@ -33,7 +34,7 @@ def main(folder: str, file: str) -> None:
     engine = MegatronEngine(HfFolder.open(folder), config)
     found: dict[str, dict[str, Any]] = {}
     for replay in (False, True):
-        scores = engine.score([scoring_sequence(s, replay=replay) for s in samples], record=True)
+        scores = engine.score([s if replay else replace(s, routes=None) for s in sequences_of(samples)], record=True)
         apart = np.concatenate([np.abs(np.subtract(a.logprobs, s.behaviour_logprobs)) for a, s in zip(scores, samples, strict=True)])
         found["replayed" if replay else "own"] = {"mean": float(apart.mean()), "max": float(apart.max())}
         if not replay and samples[0].routes is not None:

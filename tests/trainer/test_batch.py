@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mtpctl.trainer.batch import Sequence, idle, pack
+from mtpctl.trainer.batch import Sequence, dummy_batch, pack
 
 BATCH = [
     Sequence([5, 6, 7, 8], 2, [1, 1], {"old": [0.1, 0.2]}),
@@ -53,7 +53,7 @@ def test_routers_are_told_of_tokens_that_only_fill_up_a_row() -> None:
     parts = [pack(batch, [0, 1], 0, "cpu", cp_rank=rank, cp=2, tp=2).packing for rank in range(2)]
     fills = {int(token) for part in parts for token in part.tokens[part.padding]}
     assert fills == set(range(9, 16))
-    none = idle(batch, 0, "cpu").packing
+    none = dummy_batch(batch, 0, "cpu").packing
     assert none.padding is not None and none.padding.all()
 
 

@@ -118,9 +118,7 @@ def test_optimizer_that_stepped_with_less_is_told_as_that_and_not_as_another_mod
             made.trains_mtp = trained
             made.set_optimizer(ADAM)
             made.save(tmp_path / f"trained-{trained}")
-        with pytest.raises(
-            UserError, match=r"trained-False: its optimizer does not remember exp_avg\.mtp\..* train what it trained \(train"
-        ):
+        with pytest.raises(UserError, match=r"trained-False: its optimizer has no state of exp_avg\.mtp\..* train what it trained \(train"):
             made.restore(tmp_path / "trained-False")
         made.trains_mtp = False
         made.set_optimizer(ADAM)
@@ -241,11 +239,11 @@ class TestNewest:
 class TestListing:
     """Each file of a checkpoint is listed with its size and checksum, which the writing thread computes."""
 
-    @pytest.mark.parametrize("beside", [False, True])
-    def test_checksums_are_those_of_the_files(self, tmp_path, beside):
+    @pytest.mark.parametrize("concurrent", [False, True])
+    def test_checksums_are_those_of_the_files(self, tmp_path, concurrent):
         with engine(mimo(tmp_path / "model")) as made:
             made.set_optimizer(ADAM)
-            saving = made.begin_save(tmp_path / "a", {"step": 1}, beside=beside)
+            saving = made.begin_save(tmp_path / "a", {"step": 1}, concurrent=concurrent)
             (saving.folder / "run.json").write_text("{}")
             saving.finish({"run.json": entry_of_text("{}")})
             made.save(tmp_path / "b")
@@ -340,7 +338,7 @@ class TestWrittenBeside:
         with engine(folder) as made:
             made.set_optimizer(ADAM)
             steps(made, 2)
-            saving = made.begin_save(tmp_path / "checkpoint", {"step": 2}, beside=True)
+            saving = made.begin_save(tmp_path / "checkpoint", {"step": 2}, concurrent=True)
             expected = steps(made, 5)
             saving.finish()
             made.set_optimizer(ADAM)
@@ -354,7 +352,7 @@ class TestWrittenBeside:
             FileSystemWriterAsync, "write_preloaded_data_multithread", staticmethod(lambda *args: go.wait() and write(*args))
         )
         with engine(mimo(tmp_path / "model")) as made:
-            saving = made.begin_save(tmp_path / "checkpoint", beside=True)
+            saving = made.begin_save(tmp_path / "checkpoint", concurrent=True)
             assert not saving.written()
             assert not (tmp_path / "checkpoint").exists()
             go.set()
@@ -369,7 +367,7 @@ class TestWrittenBeside:
         with engine(mimo(tmp_path / "model")) as made:
             with monkeypatch.context() as patch:
                 patch.setattr(FileSystemWriterAsync, "write_preloaded_data_multithread", fail)
-                saving = made.begin_save(tmp_path / "checkpoint", beside=True)
+                saving = made.begin_save(tmp_path / "checkpoint", concurrent=True)
                 with pytest.raises(SaveFailed, match="checkpoint was not written: rank 0: OSError: disk full"):
                     saving.finish()
             assert [p.name for p in tmp_path.iterdir()] == ["model"], "the room of what was written is free again"
@@ -398,4 +396,4 @@ def die_while_writing(folder, root):
         made.save(root / "first", {"step": 1})
         publish_checkpoint(root / "first", keep=2)
         filesystem_async.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-        made.begin_save(root / "second", {"step": 2}, beside=True).finish()
+        made.begin_save(root / "second", {"step": 2}, concurrent=True).finish()

@@ -18,7 +18,7 @@ from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.objective import CANDIDATE, CANDIDATE_LOGPROB, PolicyObjective
+from mtpctl.trainer.objective import PolicyObjective
 from mtpctl.trainer.update_loss import MEASURED_TOKENS
 from tests.fakes import user_losses
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
@@ -44,12 +44,11 @@ def told(made: MegatronEngine) -> list[Sequence]:
     """Sequences whose old, behaviour and reference log-probs lie about the policy's own."""
     draw = random.Random(7)
 
-    def columns(logprobs: list[float]) -> dict[str, list[float]]:
+    def columns(logprobs: list[float]) -> dict[str, Any]:
         names = ("old", "behaviour", "reference")
-        made_up: dict[str, list[float]] = {name: [value + draw.gauss(0, 0.3) for value in logprobs] for name in names}
-        for place in range(3):  # a teacher's candidates
-            made_up[CANDIDATE.format(place)] = [draw.randrange(made.folder.shape.vocab) for _ in logprobs]
-            made_up[CANDIDATE_LOGPROB.format(place)] = [draw.uniform(-4, -1.2) for _ in logprobs]
+        made_up: dict[str, Any] = {name: [value + draw.gauss(0, 0.3) for value in logprobs] for name in names}
+        made_up["candidates"] = [[draw.randrange(made.folder.shape.vocab) for _ in range(3)] for _ in logprobs]
+        made_up["candidate_logprobs"] = [[draw.uniform(-4, -1.2) for _ in range(3)] for _ in logprobs]
         return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
 
     batch = sequences(9, seed=3)

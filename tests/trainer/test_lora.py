@@ -115,7 +115,7 @@ class TestCheckpoint:
         folder = mimo(tmp_path / "model")
         with engine(folder) as made:
             made.save(tmp_path / "checkpoint")
-        with engine(folder, lora=LORA) as made, pytest.raises(UserError, match=r"holds all weights, .* take train.lora out"):
+        with engine(folder, lora=LORA) as made, pytest.raises(UserError, match=r"holds all weights, .* remove train.lora"):
             made.restore(tmp_path / "checkpoint")
 
     def test_over_other_weights_is_refused_and_changes_nothing(self, tmp_path):

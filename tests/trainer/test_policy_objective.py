@@ -10,6 +10,7 @@ from mtpctl.recipe.rl import OverlongConfig, RlConfig, TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
 from mtpctl.trainer.objective import advantages, training_sequence
 from mtpctl.trainer.share import BatchTable
+from tests.fakes.sequences import sequences_of
 
 
 def sample(group: str, index: int, reward: float, tokens: int = 4) -> Sample:
@@ -70,5 +71,7 @@ def test_a_teacher_adds_to_each_token_what_it_thinks_more_of_it_than_the_policy_
     taught = sample("g", 0, 1.0, 2)
     taught.teacher_logprobs = logprobs_of([-0.5, -3.0])
     teacher = TeacherConfig(url="http://teacher", coef=2.0)
-    assert np.allclose(training_sequence(taught, 0.5, None, teacher=teacher).columns["advantage"], [0.5 + 2 * 0.5, 0.5 - 2 * 2.0])
-    assert np.allclose(training_sequence(taught, 0.5, None).columns["advantage"], 0.5), "only where the recipe names one"
+    assert np.allclose(
+        training_sequence(*sequences_of([taught]), 0.5, teacher=teacher).columns["advantage"], [0.5 + 2 * 0.5, 0.5 - 2 * 2.0]
+    )
+    assert np.allclose(training_sequence(*sequences_of([taught]), 0.5).columns["advantage"], 0.5), "without a teacher"

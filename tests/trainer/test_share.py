@@ -44,26 +44,23 @@ def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatch
     table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
     shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made]
     assert [share.dp_rank for share in shares] == list(range(dp))
-    places = list(chain.from_iterable(share.places.tolist() for share in shares))
-    assert sorted(places) == [place for place, sample in enumerate(samples) if sample.response_ids]
-    for place, sample in zip(places, chain.from_iterable(share.samples() for share in shares), strict=True):
-        right = samples[place]
-        for name in (
-            "prompt_id",
-            "index",
-            "prompt_ids",
-            "response_ids",
-            "loss_mask",
-            "behaviour_logprobs",
-            "version_spans",
-            "old_logprobs",
-            "teacher_logprobs",
-        ):
-            assert getattr(sample, name) == getattr(right, name), name
-        assert (sample.candidates or ids_of([])) == (right.candidates or ids_of([]))
-        assert (sample.candidate_logprobs or logprobs_of([])) == (right.candidate_logprobs or logprobs_of([]))
-        assert (sample.old_version, sample.routed) == (right.old_version, right.routed)
-        assert sample.routes is right.routes is None or np.array_equal(sample.routes, right.routes)
+    indices = list(chain.from_iterable(share.indices.tolist() for share in shares))
+    assert sorted(indices) == [index for index, sample in enumerate(samples) if sample.response_ids]
+    old_versions = list(chain.from_iterable(share.old_versions.tolist() for share in shares))
+    versions = list(chain.from_iterable(share.versions() for share in shares))
+    sequences = list(chain.from_iterable(share.sequences() for share in shares))
+    for index, sequence, of_tokens, old_version in zip(indices, sequences, versions, old_versions, strict=True):
+        sample = samples[index]
+        assert sequence.name == sample.name and sequence.prompt_length == len(sample.prompt_ids)
+        assert sequence.token_ids.tolist() == sample.token_ids.tolist()
+        assert sequence.loss_mask.tolist() == [bool(each) for each in sample.loss_mask]
+        assert of_tokens.tolist() == [span.version for span in sample.version_spans for _ in range(span.start, span.end)]
+        assert old_version == (-1 if sample.old_version is None else sample.old_version)
+        columns = {"behaviour": sample.behaviour_logprobs, "old": sample.old_logprobs, "teacher": sample.teacher_logprobs}
+        columns |= {"candidates": sample.candidates, "candidate_logprobs": sample.candidate_logprobs}
+        expected = {name: values.tolist() for name, values in columns.items() if values is not None}
+        assert {name: values.flatten().tolist() for name, values in sequence.columns.items()} == expected
+        assert sequence.routes is sample.routes is None or np.array_equal(sequence.routes, sample.routes)
     assert table.rewards.tolist() == [sample.reward for sample in samples]
     assert table.sampled.tolist() == [sum(sample.loss_mask) for sample in samples]
     assert table.unscored == any(sample.response_ids and sample.old_logprobs is None for sample in samples)
@@ -77,7 +74,7 @@ def test_each_optimizer_step_is_dealt_out_by_itself() -> None:
     bounds = [0, 20, 36, 50]  # 13 groups of four, the last of two: five groups, and twice four
     for step in range(3):
         parts = [share.minibatches[step] for share in shares]
-        places = {int(share.places[i]) for share, part in zip(shares, parts, strict=True) for i in part.members}
+        places = {int(share.indices[i]) for share, part in zip(shares, parts, strict=True) for i in part.members}
         assert places == {i for i in range(bounds[step], bounds[step + 1]) if samples[i].response_ids}
         assert {part.trajectories for part in parts} == {bounds[step + 1] - bounds[step]}
         assert len({len(part.passes) for part in parts}) == 1
@@ -118,7 +115,7 @@ def test_an_update_makes_as_many_optimizer_steps_as_the_recipe_says(sizes: list[
     shares = [make() for make in made]
     assert {len(share.minibatches) for share in shares} == {minibatches}
     steps = [
-        {samples[share.places[i]].group_id for share in shares for i in share.minibatches[step].members} for step in range(minibatches)
+        {samples[share.indices[i]].group_id for share in shares for i in share.minibatches[step].members} for step in range(minibatches)
     ]
     assert sum(map(len, steps)) == len(set.union(*steps)) == len(sizes), "no group is in two steps"
     assert max(map(len, steps)) - min(map(len, steps)) <= 1
@@ -126,7 +123,7 @@ def test_an_update_makes_as_many_optimizer_steps_as_the_recipe_says(sizes: list[
         trajectories = sum(len(sizes[int(group)]) for group in groups)
         assert {share.minibatches[step].trajectories for share in shares} == {trajectories}
     for share in shares:
-        counts = [sizes[int(samples[place].group_id)][samples[place].index] for place in share.places]
+        counts = [sizes[int(samples[place].group_id)][samples[place].index] for place in share.indices]
         assert share.trajectory_tokens.tolist() == [3 * count for count in counts]
     assert len(table.rewards) == len(samples)
 
@@ -138,13 +135,13 @@ def test_a_step_without_a_sampled_token_is_left_out() -> None:
         sample.loss_mask = mask_of([0, 0, 0])
     _, (make,) = deal(samples, minibatches=3, tokens_per_microbatch=64, dp=1)
     share = make()
-    assert [[int(share.places[i]) for i in part.members] for part in share.minibatches] == [[0, 1], [4, 5]]
+    assert [[int(share.indices[i]) for i in part.members] for part in share.minibatches] == [[0, 1], [4, 5]]
 
 
 def test_a_batch_without_a_token_has_no_optimizer_step() -> None:
     samples = [Sample("p", "g", [1], index, reward=0.0) for index in range(4)]
     table, made = deal(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
-    assert all(make().minibatches == [] and make().samples() == [] for make in made) and not table.unscored
+    assert all(make().minibatches == [] and make().sequences() == [] for make in made) and not table.unscored
 
 
 def test_a_share_is_sixteen_bytes_a_token_at_most() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpctl.trainer.batch import in_one_copy, uploaded
+from mtpctl.trainer.batch import in_one_copy, to_device
 
 ARRAYS = [
     np.arange(7),
@@ -18,7 +18,7 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("bring", [uploaded, in_one_copy])
+@pytest.mark.parametrize("bring", [to_device, in_one_copy])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_shapes_dtypes_and_values_stay(bring, device: str) -> None:
     found = bring(ARRAYS, device)
