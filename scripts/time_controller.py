@@ -39,7 +39,7 @@ from mtpctl.cluster.process import settle_heap
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
-from mtpctl.controller.set_rewards import start_rewards
+from mtpctl.controller.starting import start_rewards
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem

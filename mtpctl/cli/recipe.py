@@ -109,7 +109,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
 
     Starts nothing, and uses the network only as far as your code does.
     """
-    from mtpctl.controller.rehearsal import rehearse
+    from mtpctl.controller.preflight import rehearse
     from mtpctl.data.inspection import leaks_in, look
     from mtpctl.recipe.checks import cautions_of
     from mtpctl.recipe.checks import validate as check

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from mtpctl.cluster.bundles import Bundles, Claim, draining, living
 from mtpctl.cluster.deadlines import in_thread, one_line
 from mtpctl.controller.state import RunState
-from mtpctl.controller.waits import Waits
+from mtpctl.controller.status import Waits
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
 from mtpctl.rollout.membership import Membership

@@ -21,18 +21,14 @@ from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_l
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
 from mtpctl.controller.resuming import Start, find_start, report_ended
-from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
-from mtpctl.controller.seating import engine_claim, seated
-from mtpctl.controller.set_rewards import start_rewards
 from mtpctl.controller.sft import SftStage
-from mtpctl.controller.start_teacher import start_teacher
+from mtpctl.controller.starting import engine_claim, seated, start_rewards, start_teacher
 from mtpctl.controller.state import RunState, check_stages, resumed_from, saved_state
-from mtpctl.controller.status_http import status_app, status_socket
+from mtpctl.controller.status import Waits, status_app, status_socket
 from mtpctl.controller.stopping import Stops
-from mtpctl.controller.trainers import TrainerGroup, TrainerLost
-from mtpctl.controller.waits import Waits
+from mtpctl.controller.trainers import Revival, TrainerGroup, TrainerLost
 from mtpctl.controller.weights import WeightSync
 from mtpctl.environments.agents import gateway_socket, playing
 from mtpctl.environments.turns import turns_for

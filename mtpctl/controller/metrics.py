@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
+from mtpctl.controller.buffer import Group
+from mtpctl.data.problems import Problem
+from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import Sample
+from mtpctl.telemetry.sample_log import sample_row, spread
+from mtpctl.telemetry.session import Telemetry
 
 
 def speculation(samples: list[Sample]) -> dict[str, float]:
@@ -112,3 +120,86 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
     }
     metrics |= teacher_kl(samples) | reward_parts(trajectories) | speculation(samples) | prefix_cache(samples)
     return metrics | environment_use(trajectories)
+
+
+# How long trainer, rollout and rewards were busy between two readings: who waited for whom.
+
+
+class BusyClock:
+    """Adds up the seconds in which `trainer` and `rollout` were busy, each by itself and both at once, and those of `reward` alone."""
+
+    def __init__(self) -> None:
+        self._busy = {"trainer": False, "rollout": False, "reward": False}
+        self._mark = time.perf_counter()
+        self._seconds = {"trainer": 0.0, "rollout": 0.0, "reward": 0.0, "both": 0.0, "reward alone": 0.0, "wall": 0.0}
+
+    def _advance(self) -> None:
+        now = time.perf_counter()
+        elapsed, self._mark = now - self._mark, now
+        self._seconds["wall"] += elapsed
+        for side, busy in self._busy.items():
+            self._seconds[side] += elapsed * busy
+        self._seconds["both"] += elapsed * (self._busy["trainer"] and self._busy["rollout"])
+        self._seconds["reward alone"] += elapsed * (self._busy["reward"] and not (self._busy["trainer"] or self._busy["rollout"]))
+
+    def set(self, side: Literal["trainer", "rollout", "reward"], busy: bool) -> None:
+        """Note that one side begins or stops working."""
+        self._advance()
+        self._busy[side] = busy
+
+    def read(self) -> dict[str, float]:
+        """Idle shares and overlap since the last reading, `timing_s/step`, the seconds since then, and those that rewards alone took."""
+        self._advance()
+        wall = max(self._seconds["wall"], 1e-9)
+        shares = {
+            "async/trainer_idle": 1 - self._seconds["trainer"] / wall,
+            "async/rollout_idle": 1 - self._seconds["rollout"] / wall,
+            "async/overlap": self._seconds["both"] / wall,
+            "timing_s/step": wall,
+            "timing_s/reward_wait": self._seconds["reward alone"],
+        }
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return shares
+
+
+# Which samples of a run are kept to be read: some of each update, each evaluation, and of the groups that were dropped.
+
+
+class Keeper:
+    """Passes at most `count` samples of each occasion to the telemetry, as text. With a `count` of 0 it does nothing.
+
+    Decoding so few of the samples costs less than their rewards did; writing is not done here.
+    """
+
+    def __init__(self, telemetry: Telemetry, tokenizer: Tokenizer, count: int) -> None:
+        self.telemetry, self.tokenizer, self.count = telemetry, tokenizer, count
+        self._dropped = (-1, 0)  # step, and how many of its samples were kept
+
+    def updated(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep samples that the update `step` was made with."""
+        if not self.count:
+            return
+        problems = {group.group_id: group.problem for group in groups}
+        chosen = spread([sample for group in groups for sample in group.samples], self.count)
+        decode = self.tokenizer.decode
+        rows = [sample_row(each, decode, step=step, kind="update", answer=problems[each.group_id].answer) for each in chosen]
+        self.telemetry.samples(rows)
+
+    def evaluated(self, step: int, answers: Mapping[str, Iterable[tuple[Problem, list[Sample]]]]) -> None:
+        """Keep answers of an evaluation after the update `step`: of each held-out set, by its name, as many."""
+        for name, pairs in answers.items() if self.count else ():
+            problems = [(problem, sample) for problem, samples in pairs for sample in samples]
+            of = {id(sample): problem for problem, sample in problems}
+            chosen = spread([sample for _, sample in problems], self.count)
+            decode = self.tokenizer.decode
+            rows = [sample_row(s, decode, step=step, kind="eval", answer=of[id(s)].answer, held_out=name) for s in chosen]
+            self.telemetry.samples(rows)
+
+    def dropped(self, step: int, group: Group, why: str) -> None:
+        """Keep one sample of a group that was left out before the update `step`, up to `count` for each update."""
+        before = self._dropped[1] if self._dropped[0] == step else 0
+        if before < self.count and group.samples:
+            self._dropped = (step, before + 1)
+            self.telemetry.samples(
+                [sample_row(group.samples[0], self.tokenizer.decode, step=step, kind="dropped", answer=group.problem.answer, note=why)]
+            )

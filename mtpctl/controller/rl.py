@@ -30,10 +30,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
-from mtpctl.controller.clock import BusyClock
 from mtpctl.controller.evaluate import cut_responses, evaluate
-from mtpctl.controller.keeping import Keeper
-from mtpctl.controller.metrics import of_trajectories
+from mtpctl.controller.metrics import BusyClock, Keeper, of_trajectories
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
 from mtpctl.controller.sft import check_applied

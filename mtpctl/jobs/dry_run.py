@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.copies import check_copies
-from mtpctl.controller.rehearsal import rehearse
+from mtpctl.controller.preflight import rehearse
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.inspection import leaks_in, look
 from mtpctl.errors import ClusterResources, MtpctlError, UserError

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from mtpctl.controller.evaluate import evaluate
+from mtpctl.controller.preflight import check_sandbox
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.rehearsal import check_sandbox
-from mtpctl.controller.set_rewards import start_rewards
+from mtpctl.controller.starting import start_rewards
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import load_held_out
 from mtpctl.environments.agents import playing

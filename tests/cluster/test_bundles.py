@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, Claim, current_location, draining, living, ray_hosts
-from mtpctl.controller.seating import seated
-from mtpctl.controller.waits import Waits
+from mtpctl.controller.starting import seated
+from mtpctl.controller.status import Waits
 from mtpctl.errors import ClusterResources, RuntimeFailure
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import load_recipe

@@ -16,7 +16,7 @@ import pytest
 from mtpctl.cluster.bundles import ActorBundle, Bundles, Claim
 from mtpctl.controller.elastic import YIELD_S, ElasticRollout
 from mtpctl.controller.state import RunState
-from mtpctl.controller.waits import Waits
+from mtpctl.controller.status import Waits
 from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.telemetry.run_directory import RunDirectory

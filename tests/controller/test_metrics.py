@@ -2,8 +2,7 @@
 
 import pytest
 
-from mtpctl.controller.clock import BusyClock
-from mtpctl.controller.metrics import of_trajectories, speculation
+from mtpctl.controller.metrics import BusyClock, of_trajectories, speculation
 from mtpctl.samples import EnvironmentUse, Sample, Speculation
 from mtpctl.trainer.actor import mean_of
 
@@ -97,7 +96,7 @@ def test_a_mean_is_over_the_parts_that_have_the_metric() -> None:
 
 def test_busy_shares_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("mtpctl.controller.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("mtpctl.controller.metrics.time.perf_counter", lambda: now[0])
     clock = BusyClock()
     for at, side, busy in ((0.0, "rollout", True), (4.0, "trainer", True), (6.0, "rollout", False), (8.0, "trainer", False)):
         now[0] = at

@@ -18,12 +18,11 @@ import pytest
 
 from mtpctl.checkpoint.listing import point_to
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.revival import Revival
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import HostGone, TrainerGroup, TrainerLost
-from mtpctl.controller.waits import Waits
+from mtpctl.controller.status import Waits
+from mtpctl.controller.trainers import HostGone, Revival, TrainerGroup, TrainerLost
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mtpctl.controller.metrics import teacher_kl
-from mtpctl.controller.teacher import Hint, ServedAtUrl, ServedInRun, Teacher
+from mtpctl.controller.scoring import Hint, ServedAtUrl, ServedInRun, Teacher
 from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.logprob.protocol import Late, Scored, ScoreRequest

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mtpctl.controller.status_http import status_app
+from mtpctl.controller.status import status_app
 from mtpctl.environments.gateway.fields import FieldRules
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.logprob.http import make_app
