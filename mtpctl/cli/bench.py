@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli import bench_all, bench_experiments, bench_logprob, bench_rollout, bench_sync, bench_update
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, answer
 
 if TYPE_CHECKING:
     from mtpctl.bench.fused_kernels import Shape

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, made
+from mtpctl.cli.options import Json, Overlays, Sets, answer, made
 from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, made
+from mtpctl.cli.options import Json, answer, made
 
 
 def rollout(

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, answer
 from mtpctl.jobs.progress import print_progress
 
 _MIB = 1 << 20

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, answer
 
 _PARTS = ("params", "optimizer", "grads")
 _RECOMPUTE = ("none", "selective", "full")

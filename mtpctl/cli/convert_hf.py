@@ -14,8 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, answer
 from mtpctl.errors import UserError
 
 TENTHS = 10

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, answer
 
 if TYPE_CHECKING:
     from mtpctl.doctor.checks import Diagnosis

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtpctl.cli.answers import answer
+from mtpctl.cli.options import answer
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, answer, load
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument
+from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, answer
 from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
-    from mtpctl.jobs.offline import Progress
-    from mtpctl.jobs.rollout import Summary
+    from mtpctl.jobs.rollout import Progress, Summary
     from mtpctl.rollout.sample_file import Tally
 
 
@@ -107,3 +105,23 @@ def _progress() -> Iterator[Progress]:
 def _lines(done: int, total: int, tally: Tally) -> None:
     if done == total or done % max(1, total // 10) == 0:
         print(f"{done}/{total} samples, acceptance {tally.speculation.accept_rate:.1%}", file=sys.stderr)
+
+
+# `mtpctl eval`: measure weights on the recipe's held-out sets.
+
+
+def evaluate(
+    target: TargetArgument,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: as each set says.", min=1)] = None,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    start: Start = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
+    from mtpctl.jobs.evaluate import evaluate_weights, rendered
+    from mtpctl.jobs.targets import target_with_weights
+
+    with target_with_weights(target, start, overlay or [], sets or []) as found:
+        measured = evaluate_weights(found.recipe, n=n, say=print_progress, start=found.start)
+    answer(json.dumps(measured, indent=2) if as_json else rendered(measured))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, Overlays, Sets
+from mtpctl.cli.options import Json, Overlays, Sets, answer
 
 if TYPE_CHECKING:
     from mtpctl.plan.buckets import Bucket

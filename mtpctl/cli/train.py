@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.answers import answer
-from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, load_whole
+from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, answer, load_whole
 from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:

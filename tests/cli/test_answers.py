@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import ctypes, os, subprocess, sys
 import typer
-from mtpctl.cli.answers import answer
+from mtpctl.cli.options import answer
 from mtpctl.cli.options import Json
 
 app = typer.Typer()

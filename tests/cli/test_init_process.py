@@ -19,7 +19,7 @@ allowed = pytest.mark.skipif(
 
 COMMAND = """
 import os, signal, subprocess, sys, time
-from mtpctl.cli.init_process import fork_command
+from mtpctl.cli.app import fork_command
 
 assert os.getpid() == 1
 fork_command()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.jobs.offline import summary
+from mtpctl.jobs.rollout import summary
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.rollout.sample_file import Tally
 from mtpctl.samples import Speculation

@@ -64,7 +64,7 @@ def test_only_what_is_needed_is_imported_and_it_is_quick(arguments: list[str], n
 
 
 def test_the_list_of_commands_imports_no_command() -> None:
-    assert started(["--help"])[1] == {"mtpctl.cli", "mtpctl.cli.answers", "mtpctl.cli.app", "mtpctl.errors", "mtpctl.signals"}
+    assert started(["--help"])[1] == {"mtpctl.cli", "mtpctl.cli.options", "mtpctl.cli.app", "mtpctl.errors", "mtpctl.signals"}
 
 
 def test_a_command_imports_no_other() -> None:

@@ -18,7 +18,7 @@ from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.jobs.inputs import check_rows, check_weights
+from mtpctl.jobs.dry_run import check_rows, check_weights
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.tiny import MIMO
 
@@ -167,7 +167,7 @@ def test_weights_of_a_7b_model_are_checked_without_torch(tmp_path: Path) -> None
     folder = sparse_folder(tmp_path / "hf", seven)
     assert (folder / "model.safetensors").stat().st_size > 15e9
     code = (
-        "import sys; from mtpctl.jobs.inputs import check_weights; from mtpctl.recipe.schema import Recipe;"
+        "import sys; from mtpctl.jobs.dry_run import check_weights; from mtpctl.recipe.schema import Recipe;"
         f"check_weights(Recipe.model_validate({{'model': {{'path': {str(folder)!r}}}}})); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.jobs.offline import Prompt, answer_all, summary, wanted
+from mtpctl.jobs.rollout import Prompt, answer_all, summary, wanted
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.protocol import Health, SpecStats, SpeculationState
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
