@@ -32,15 +32,18 @@ correction of level sequence are computed per sample.
 Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Results are sums: divide them by `loss_denominator` of the whole
 batch, across microbatches and ranks.
 
+With a teacher (on-policy distillation), `teacher_gain` is added to the advantages, or `candidate_kl` to the loss.
+
 A user-defined loss (`mtpctl.rl.user_objective`) replaces `token_policy_loss`. It may call `log_ratio_of` and `loss_from`, or
 `token_policy_loss` itself, which then computes ppo.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,19 +51,22 @@ from torch import Tensor
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.corrections import MAX_LOG_RATIO, correction_weights, sequence_mean, sequence_sum, token_mismatch, token_mismatch_metrics
 
+Kl = Literal["reverse", "forward"]
+MAX_RATIO = 10.0
+"""Bound of teacher probability / policy probability in the forward KL; the ratio is unbounded for rare tokens."""
+MIN_REST = 1e-6
+"""Lower bound of the teacher's probability outside its candidates, in the reverse KL, which diverges at 0. With fp32 log-probs a smaller
+value is rounding error, and may be negative."""
 
-def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+
+def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kind: Literal["k2", "k3"]) -> Tensor:
     """Monte-Carlo estimate [T] of KL(policy ‖ reference) at tokens that the policy sampled (http://joschu.net/blog/kl-approx.html).
 
-    With l = log policy - log reference: k1 = l (unbiased), k2 = l²/2 (biased, low variance), k3 = exp(-l) + l - 1 (unbiased, nonnegative).
-    As loss terms on policy, k1 has a gradient of mean zero, k2 that of the true KL, k3 that of KL(reference ‖ policy).
+    With l = log policy - log reference: k2 = l²/2 (biased, low variance), k3 = exp(-l) + l - 1 (unbiased, nonnegative). As loss terms on
+    policy, k2 has the gradient of the true KL, and k3 that of KL(reference ‖ policy).
     """
     difference = (logprob - ref_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if kind == "k1":
-        return difference
-    if kind == "k2":
-        return difference**2 / 2
-    return torch.expm1(-difference) + difference
+    return difference**2 / 2 if kind == "k2" else torch.expm1(-difference) + difference
 
 
 class Surrogate(NamedTuple):
@@ -144,19 +150,8 @@ class TokenTerms:
 
     def at(self, tokens: Tensor) -> TokenTerms:
         """The constants of the tokens with these indices [t]."""
-
-        def pick(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[tokens]
-
-        return TokenTerms(
-            self.anchor[tokens],
-            self.advantage[tokens],
-            self.weight[tokens],
-            self.aggregation[tokens],
-            pick(self.ref_logprob),
-            pick(self.behaviour),
-            pick(self.same_weights),
-        )
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +282,28 @@ def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         if name not in ("tokens", "weighted", "pg_loss") and not name.startswith("mismatch/"):
             metrics[f"actor/{_MEANS.get(name, name)}"] = value / tokens
     return metrics | token_mismatch_metrics(s)
+
+
+def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
+    """Per-token gain [T] whose policy gradient is that of the negative KL, from the log-probs of the sampled tokens.
+
+    reverse, KL(policy ‖ teacher): log teacher - log policy (MiniLLM, arXiv 2306.08543, equation 3, without the term of later tokens;
+    GKD, arXiv 2306.13649, with lambda 1). forward, KL(teacher ‖ policy): the probability ratio, bounded by `MAX_RATIO`, minus its mean 1,
+    which reduces variance.
+    """
+    difference = teacher - behaviour
+    return difference if kl == "reverse" else difference.clamp(max=math.log(MAX_RATIO)).exp() - 1
+
+
+def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tensor:
+    """KL [T] over k candidate tokens, given as log-probs [T, k], and over all other tokens merged into one outcome.
+
+    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because 1 minus the candidates loses precision if
+    it is small. The result is at most the KL of the full distributions. Differentiable in `policy` and `rest`. reverse: KL(policy ‖
+    teacher), forward: KL(teacher ‖ policy).
+    """
+    teacher = teacher.double()
+    others = (1 - teacher.exp().sum(-1)).clamp(min=MIN_REST if kl == "reverse" else 0)
+    if kl == "reverse":
+        return (policy.exp() * (policy - teacher)).sum(-1) + rest.exp() * (rest - others.log())
+    return (teacher.exp() * (teacher - policy)).sum(-1) + torch.xlogy(others, others) - others * rest

@@ -65,7 +65,6 @@ class Judgement:
 
     failures: list[str | None]
     timed_out: bool
-    answer: Result
     decided: int = 0
 
     @property

@@ -275,10 +275,10 @@ def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: 
     ended = answer.result()
     late = ended.timed_out or judge.result().timed_out
     if verdicts.forged:
-        return Judgement(["a verdict was not authentic"] * count, late, ended)
+        return Judgement(["a verdict was not authentic"] * count, late)
     missing = "not ended in time" if late else "too much output" if ended.too_much_output else "the process ended"
     decided = len(verdicts.failures)
-    return Judgement([*verdicts.failures, *[missing] * (count - decided)], late, ended, decided)
+    return Judgement([*verdicts.failures, *[missing] * (count - decided)], late, decided)
 
 
 def _refuse(value: object) -> NoReturn:

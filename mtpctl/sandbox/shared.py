@@ -15,16 +15,16 @@ _SANDBOXES: dict[tuple[int, Isolation], Sandbox] = {}
 
 _FILTER = "no socket call passes the filter of system calls"
 _NO_NETWORK = f"{_FILTER}, and there is no device in the network namespace"
-_PRIVATE_ROOT = "a root of its own with interpreter and libraries, read-only"
+_PRIVATE_ROOT = "a private root with interpreter and libraries, read-only"
 _NO_PROCESSES = "no fork, no exec, no signal to another process"
 _LIMITS = "CPU, wall, memory, output and open files for each run"
-_THREADS_BY_MEMORY = f"{_LIMITS}; threads only as far as their memory goes"
+_THREADS_BY_MEMORY = f"{_LIMITS}; threads limited by memory"
 _LAYERS: dict[Mechanism, tuple[str, str, str, str]] = {
     "namespaces": (
         _NO_NETWORK,
         f"{_PRIVATE_ROOT}; a private /tmp of bounded size; no /proc",
         f"{_NO_PROCESSES}; processes outside are in another namespace",
-        f"{_LIMITS}; threads for each run, as a user of its own",
+        f"{_LIMITS}; threads for each run, which has a separate user",
     ),
     "user namespaces": (
         _NO_NETWORK,
@@ -34,19 +34,19 @@ _LAYERS: dict[Mechanism, tuple[str, str, str, str]] = {
     ),
     "bubblewrap": (
         _NO_NETWORK,
-        f"{_PRIVATE_ROOT}; no /proc, and nothing to write to",
+        f"{_PRIVATE_ROOT}; no /proc, nothing writable",
         f"{_NO_PROCESSES}; processes outside are in another namespace",
         _THREADS_BY_MEMORY,
     ),
     "landlock": (
         _FILTER,
-        "Landlock lets interpreter and libraries be read, and nothing be written; names and sizes of files can be seen",
+        "Landlock allows reading of interpreter and libraries, and no writing; names and sizes of files are visible",
         f"{_NO_PROCESSES}, by the filter alone",
         _THREADS_BY_MEMORY,
     ),
     "closed": (
         _FILTER,
-        "no file can be opened: only modules that are preloaded can be imported; names and sizes of files can be seen",
+        "no file can be opened: only preloaded modules can be imported; names and sizes of files are visible",
         f"{_NO_PROCESSES}, by the filter alone",
         _THREADS_BY_MEMORY,
     ),

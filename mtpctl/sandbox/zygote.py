@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypedDict
 
-from mtpctl.sandbox import inside, isolation, kernel, seccomp
+from mtpctl.sandbox import inside, isolation, kernel
 
 NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
 """File descriptors of a run, in the order of their numbers."""
@@ -195,8 +195,8 @@ class Zygote:
         if self._rules >= 0:
             isolation.restrict(self._rules)
             os.close(self._rules)
-        files: dict[str, seccomp.Files] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
-        kernel.install_filter(seccomp.program(os.getpid(), files.get(self._mechanism, "mounts")))
+        files: dict[str, kernel.Files] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
+        kernel.install_filter(kernel.filter_program(os.getpid(), files.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
         """Become a user without files. Returns whether it is a separate user, whose threads are counted for this run only."""

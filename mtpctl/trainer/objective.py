@@ -18,8 +18,7 @@ from mtpctl.kernels.candidates import CandidateTerm
 from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.rl.advantages import overlong_penalty
-from mtpctl.rl.distillation import candidate_kl, teacher_gain
-from mtpctl.rl.losses import LossInputs, loss_denominator, loss_metrics, policy_loss, token_terms
+from mtpctl.rl.losses import LossInputs, candidate_kl, loss_denominator, loss_metrics, policy_loss, teacher_gain, token_terms
 from mtpctl.rl.user_objective import compute_advantages, loss_of
 from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.share import BatchTable

@@ -28,7 +28,7 @@ import yaml
 from mtpctl.convert.hf_folder import create_hf_folder
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from tests.environment import with_tree
-from tests.rl.rewards.test_llm_judge import Judge
+from tests.fakes.judge import Judge
 
 # Two starts of trainer, engine and server each: two minutes on two cores, most of it imports.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -267,7 +267,7 @@ def tool(folder: Path) -> Iterator[Task]:
 
     def holds(updates: Rows, evaluations: Rows) -> None:
         assert all(row["environment/errors"] == 0 and row["reward/errors"] == 0 for row in updates)
-        assert any(row["reward/asked"] > 0 for row in updates)
+        assert any(row["reward/called"] > 0 for row in updates)
 
     yield Task(folder / "mytask" / "recipe.yaml", holds, ("train.sft.steps=60", "train.rl.steps=2"))
 

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from mtpctl.rl.distillation import MAX_RATIO, candidate_kl, teacher_gain
+from mtpctl.rl.losses import MAX_RATIO, candidate_kl, teacher_gain
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])

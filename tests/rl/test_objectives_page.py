@@ -26,9 +26,9 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def block(kind: str, section: str) -> str:
-    found = re.search(rf"```{kind}\n(.*?)```", PAGE.partition(f"## {section}\n")[2], re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"```{kind}\n(.*?)```", PAGE.partition(f"## {section}\n")[2], re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 def test_preset_table_matches_the_presets() -> None:

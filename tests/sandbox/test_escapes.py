@@ -1,7 +1,7 @@
 """Attempts to escape from the sandbox, each with every isolation mechanism of this machine.
 
-An attempt is a program that prints `reached` when it has got out. It prints `tried` last, so that an attempt
-that failed for a reason of its own is no proof.
+An attempt is a program that prints `reached` if it escapes. It prints `tried` at the end, so that a program that
+fails for another reason is noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BRIEF = Limits(cpu_s=2.0, wall_s=8.0)
 
 
 def attempt(sandbox: Sandbox, *lines: str, limits: Limits = BRIEF) -> Result:
-    """Run each line by itself, so that one that fails does not keep the next from being tried."""
+    """Run each line separately, so that a failure does not prevent the next one."""
     tries = "".join(
         f"try:\n    {line}\n    print('reached', {number})\nexcept (OSError, RuntimeError) as error: print(error)\n"
         for number, line in enumerate(lines)
@@ -33,7 +33,7 @@ def attempt(sandbox: Sandbox, *lines: str, limits: Limits = BRIEF) -> Result:
     return result
 
 
-def test_files_of_the_machine_cannot_be_read(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_files_outside_cannot_be_read(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("of the caller")
     for path in ("/etc/passwd", "/etc/hostname", "/root/.bashrc", str(tmp_path / "own.txt"), __file__, "/proc/version", "/sys/kernel/mm"):
         attempt(
@@ -45,25 +45,25 @@ def test_files_of_the_machine_cannot_be_read(sandbox: Sandbox, tmp_path: Path) -
     attempt(sandbox, *(f"os.listdir({folder!r})" for folder in ("/home", "/proc", "/sys", "/run", str(tmp_path))))
 
 
-def test_nothing_can_be_written_outside_the_private_folder(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_files_outside_the_private_directory_cannot_be_written(sandbox: Sandbox, tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
-    (tmp_path / "kept").write_text("as it was")
-    os.chmod(tmp_path / "kept", 0o666)
-    target, kept = str(tmp_path / "new"), str(tmp_path / "kept")
+    (tmp_path / "file").write_text("unchanged")
+    os.chmod(tmp_path / "file", 0o666)
+    target, existing = str(tmp_path / "new"), str(tmp_path / "file")
     library = os.__file__
     attempt(
         sandbox,
         f"open({target!r}, 'w')",
         f"os.mkdir({target!r})",
-        f"open({kept!r}, 'a')",
-        f"os.open({kept!r}, os.O_RDONLY | os.O_TRUNC)",
-        f"os.truncate({kept!r}, 0)",
-        f"os.unlink({kept!r})",
-        f"os.rename({kept!r}, {target!r})",
-        f"os.chmod({kept!r}, 0)",
-        f"os.utime({kept!r}, (0, 0))",
-        f"os.setxattr({kept!r}, 'user.x', b'1')",
-        f"os.link({kept!r}, {target!r})",
+        f"open({existing!r}, 'a')",
+        f"os.open({existing!r}, os.O_RDONLY | os.O_TRUNC)",
+        f"os.truncate({existing!r}, 0)",
+        f"os.unlink({existing!r})",
+        f"os.rename({existing!r}, {target!r})",
+        f"os.chmod({existing!r}, 0)",
+        f"os.utime({existing!r}, (0, 0))",
+        f"os.setxattr({existing!r}, 'user.x', b'1')",
+        f"os.link({existing!r}, {target!r})",
         f"os.symlink('/etc', {target!r})",
         f"open({library!r}, 'a')",
         f"os.unlink({library!r})",
@@ -71,11 +71,11 @@ def test_nothing_can_be_written_outside_the_private_folder(sandbox: Sandbox, tmp
         "open('/dev/shm/here', 'w')",
         "os.mknod('/tmp/device', 0o600 | 0o020000, os.makedev(1, 1))",
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
-    assert (tmp_path / "kept").read_text() == "as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    assert (tmp_path / "file").read_text() == "unchanged"
 
 
-def test_a_link_in_the_private_folder_leads_nowhere(sandbox: Sandbox) -> None:
+def test_link_in_the_private_directory_does_not_lead_outside(sandbox: Sandbox) -> None:
     attempt(
         sandbox,
         "os.symlink('/etc/passwd', '/tmp/link'); open('/tmp/link').read()",
@@ -86,18 +86,18 @@ def test_a_link_in_the_private_folder_leads_nowhere(sandbox: Sandbox) -> None:
     )
 
 
-def test_the_private_folder_is_empty_at_first_and_bounded(sandbox: Sandbox, mechanism: Mechanism) -> None:
+def test_private_directory_is_empty_at_first_and_limited(sandbox: Sandbox, mechanism: Mechanism) -> None:
     if mechanism not in ("namespaces", "user namespaces"):
         attempt(sandbox, "open('/tmp/x', 'w')")
         return
-    place = scratch()
+    directory = scratch()
     fill = f"""
 import os
-print(os.listdir({place!r}))
+print(os.listdir({directory!r}))
 total = 0
 try:
     for n in range(1000):
-        total += open(f'{place}/{{n}}', 'wb').write(bytes(1 << 20))
+        total += open(f'{directory}/{{n}}', 'wb').write(bytes(1 << 20))
 except OSError as error:
     print(error)
 print(total >> 20)
@@ -131,7 +131,7 @@ def test_there_is_no_network(sandbox: Sandbox, tmp_path: Path) -> None:
         )
 
 
-def test_processes_cannot_be_made_and_programs_not_started(sandbox: Sandbox) -> None:
+def test_processes_and_programs_cannot_be_started(sandbox: Sandbox) -> None:
     attempt(
         sandbox,
         "os.fork()",
@@ -145,17 +145,17 @@ def test_processes_cannot_be_made_and_programs_not_started(sandbox: Sandbox) -> 
     assert sandbox.run("import os; print(os.system('echo reached'))", limits=BRIEF).stdout in ("-1\n", "32512\n", "65280\n")
 
 
-def test_a_fork_bomb_and_a_daemon_find_no_fork(sandbox: Sandbox) -> None:
-    began = children(sandbox)
+def test_fork_bomb_and_daemon_cannot_fork(sandbox: Sandbox) -> None:
+    before = children(sandbox)
     bomb = """
 import os
-made = 0
+count = 0
 for _ in range(1000):
     try:
         if os.fork() == 0: os.setsid(); os.fork()
-        made += 1
+        count += 1
     except OSError: pass
-print(made)
+print(count)
 """
     assert sandbox.run(bomb, limits=BRIEF).stdout == "0\n"
     raw = """
@@ -165,18 +165,18 @@ numbers = {'x86_64': (57, 58, 56, 435), 'aarch64': (220, 435)}[__import__('platf
 print([libc.syscall(n, 17, 0, 0, 0, 0) for n in numbers])
 """
     assert set(eval(sandbox.run(raw, limits=BRIEF).stdout)) == {-1}
-    assert children(sandbox) == began
+    assert children(sandbox) == before
 
 
-def test_threads_are_bounded_in_number_or_by_memory(sandbox: Sandbox) -> None:
+def test_threads_are_limited_in_number_or_by_memory(sandbox: Sandbox) -> None:
     code = """
 import threading, time
-made = 0
+count = 0
 try:
     while True:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        made += 1
-except (RuntimeError, MemoryError): print(made, flush=True)
+        count += 1
+except (RuntimeError, MemoryError): print(count, flush=True)
 __import__('os')._exit(0)
 """
     result = sandbox.run(code, limits=Limits(cpu_s=5, memory_mb=512, threads=16))
@@ -185,7 +185,7 @@ __import__('os')._exit(0)
         assert int(result.stdout) < 16
 
 
-def test_memory_is_bounded(sandbox: Sandbox) -> None:
+def test_memory_is_limited(sandbox: Sandbox) -> None:
     greedy = sandbox.run("x = []\nwhile True: x.append(bytearray(1 << 24))", limits=Limits(memory_mb=128))
     assert greedy.out_of_memory and not greedy.ok
     mapped = "import mmap, os\ntry:\n    m = mmap.mmap(-1, 1 << 30)\n    print('mapped')\nexcept (OSError, MemoryError): print('refused')"
@@ -198,7 +198,7 @@ except (OSError, ValueError): print('refused')
     assert sandbox.run(raised).stdout == "refused\n"
 
 
-def test_memory_without_an_owner_cannot_be_made(sandbox: Sandbox) -> None:
+def test_shared_memory_cannot_be_created(sandbox: Sandbox) -> None:
     attempt(
         sandbox, "os.memfd_create('x')", "__import__('multiprocessing.shared_memory').shared_memory.SharedMemory(create=True, size=4096)"
     )
@@ -214,26 +214,26 @@ def test_proc_shows_no_other_process(sandbox: Sandbox) -> None:
         del os.environ["MTPCTL_TEST_SECRET"]
 
 
-def test_the_callers_environment_is_not_there(sandbox: Sandbox) -> None:
+def test_environment_of_the_caller_is_not_visible(sandbox: Sandbox) -> None:
     with Sandbox(only=sandbox.mechanism()) as fresh:
         os.environ["MTPCTL_TEST_SECRET"] = "of the caller"
         try:
-            found = "import os, ctypes\nprint(dict(os.environ), ctypes.CDLL(None).getenv(b'MTPCTL_TEST_SECRET'))"
-            result = fresh.run(found)
+            program = "import os, ctypes\nprint(dict(os.environ), ctypes.CDLL(None).getenv(b'MTPCTL_TEST_SECRET'))"
+            result = fresh.run(program)
         finally:
             del os.environ["MTPCTL_TEST_SECRET"]
         assert "of the caller" not in result.stdout and result.stdout.endswith(" 0\n")
 
 
 def test_no_descriptor_is_inherited(sandbox: Sandbox) -> None:
-    held, other = os.pipe()
-    os.set_inheritable(held, True)
+    inheritable, other = os.pipe()
+    os.set_inheritable(inheritable, True)
     try:
         with Sandbox(only=sandbox.mechanism()) as fresh:
             listed = "import os\nfor n in range(4096):\n    try: os.fstat(n); print(n)\n    except OSError: pass"
             assert fresh.run(listed).stdout.split() == ["0", "1", "2"]
     finally:
-        os.close(held)
+        os.close(inheritable)
         os.close(other)
 
 
@@ -302,9 +302,9 @@ REFUSED = {
 }
 
 
-def test_system_calls_made_by_hand_are_refused(sandbox: Sandbox) -> None:
-    place = 0 if os.uname().machine == "x86_64" else 1
-    numbers = {name: pair[place] for name, pair in REFUSED.items()}
+def test_raw_system_calls_are_refused(sandbox: Sandbox) -> None:
+    index = 0 if os.uname().machine == "x86_64" else 1
+    numbers = {name: pair[index] for name, pair in REFUSED.items()}
     code = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -319,7 +319,7 @@ for name, number in {numbers}.items():
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x32 and 32-bit calls are those of x86-64")
 @pytest.mark.parametrize("code", [bytes.fromhex("b827000040 0f05 c3"), bytes.fromhex("b814000000 cd80 c3")], ids=["x32", "32 bit"])
-def test_calls_of_another_abi_kill_the_process(sandbox: Sandbox, code: bytes) -> None:
+def test_system_calls_of_another_abi_kill_the_process(sandbox: Sandbox, code: bytes) -> None:
     program = f"""
 import ctypes, mmap
 m = mmap.mmap(-1, 4096, prot=7)
@@ -331,7 +331,7 @@ print('reached')
     assert result.exit == -31 and "reached" not in result.stdout  # SIGSYS
 
 
-def test_what_ignores_all_signals_is_killed_in_time(sandbox: Sandbox) -> None:
+def test_program_that_ignores_signals_is_killed_in_time(sandbox: Sandbox) -> None:
     began, before = time.monotonic(), children(sandbox)
     deaf = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
     for ending in (
@@ -345,21 +345,21 @@ def test_what_ignores_all_signals_is_killed_in_time(sandbox: Sandbox) -> None:
     assert children(sandbox) == before
 
 
-def test_cpu_seconds_are_bounded_whatever_the_clock_says(sandbox: Sandbox) -> None:
+def test_cpu_time_is_limited_independently_of_the_clock(sandbox: Sandbox) -> None:
     busy = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     result = sandbox.run(busy, limits=Limits(cpu_s=1, wall_s=200))
     assert result.timed_out and result.cpu_s < 4
 
 
-def test_output_without_end_ends_the_run(sandbox: Sandbox) -> None:
+def test_endless_output_ends_the_run(sandbox: Sandbox) -> None:
     for stream in ("stdout", "stderr"):
         result = sandbox.run(f"import sys\nwhile True: sys.{stream}.write('x' * 100000)", limits=Limits(cpu_s=60, output_bytes=1 << 16))
         assert result.too_much_output and not result.ok
         assert len(result.stdout) + len(result.stderr) == 1 << 16
 
 
-def test_all_runs_end_with_the_caller(best: Sandbox) -> None:
-    """The caller's end of the request socket closes, however the caller ends."""
+def test_runs_end_with_the_caller(best: Sandbox) -> None:
+    """The caller's end of the request socket is closed however the caller ends."""
     with Sandbox(only=best.mechanism()) as doomed:
         process = doomed.start({"kind": "program", "code": "import time\ntime.sleep(600)"}, Limits(wall_s=600))
         all_of_them = [zygote(doomed), *zygote(doomed).children(recursive=True)]
@@ -372,34 +372,34 @@ def test_all_runs_end_with_the_caller(best: Sandbox) -> None:
         process.close()
 
 
-def test_a_zygote_that_was_killed_takes_its_runs_along_and_is_replaced(best: Sandbox) -> None:
-    with Sandbox(only=best.mechanism()) as hurt:
-        session = hurt.session(Limits(wall_s=30))
+def test_killed_zygote_ends_its_runs_and_is_replaced(best: Sandbox) -> None:
+    with Sandbox(only=best.mechanism()) as box:
+        session = box.session(Limits(wall_s=30))
         session.run("x = 1")
-        family = zygote(hurt).children(recursive=True)
-        zygote(hurt).kill()
+        family = zygote(box).children(recursive=True)
+        zygote(box).kill()
         _, alive = psutil.wait_procs(family, timeout=20)
         assert alive == []
         assert session.run("x").ended
-        assert hurt.run("print(2)").stdout == "2\n"
+        assert box.run("print(2)").stdout == "2\n"
         session.close()
 
 
-def test_one_run_sees_nothing_of_another(sandbox: Sandbox) -> None:
+def test_run_cannot_see_data_of_another(sandbox: Sandbox) -> None:
     session = sandbox.session()
     session.run("open('/tmp/left', 'w').write('secret')" if sandbox.mechanism() in ("namespaces", "user namespaces") else "0")
-    session.run("held = 'SECRET-' + 'OF-ANOTHER'")
+    session.run("secret = 'SECRET-' + 'OF-ANOTHER'")
     seek = """
 import gc, os
-held = [value for each in gc.get_objects() if isinstance(each, dict) for value in list(each.values()) if isinstance(value, str)]
-print(os.path.exists('/tmp/left'), any('SECRET-' + 'OF-ANOTHER' in text for text in held))
+texts = [value for each in gc.get_objects() if isinstance(each, dict) for value in list(each.values()) if isinstance(value, str)]
+print(os.path.exists('/tmp/left'), any('SECRET-' + 'OF-ANOTHER' in text for text in texts))
 """
     assert sandbox.run(seek).stdout == "False False\n"
     session.close()
 
 
-def test_the_zygote_holds_neither_code_nor_input_of_a_run(sandbox: Sandbox) -> None:
-    """A fork has the zygote's memory: what it had read for one run, the next could find."""
+def test_zygote_stores_neither_code_nor_input_of_a_run(sandbox: Sandbox) -> None:
+    """Every fork has the zygote's memory, so data of one run would be visible to the next."""
     sandbox.run("first = 'marker-of-a-run'", stdin="marker-of-an-input")
     seek = """
 import ctypes, gc
@@ -415,7 +415,7 @@ def zygote(sandbox: Sandbox) -> psutil.Process:
 
 
 def children(sandbox: Sandbox) -> int:
-    """Processes below the zygote, once those that have ended are gone."""
+    """Number of descendants of the zygote, after waiting for those that are ending."""
     deadline = time.monotonic() + 10
     expected = {"namespaces": 1, "user namespaces": 1, "bubblewrap": 2}.get(sandbox.mechanism(), 0)
     while (count := len(zygote(sandbox).children(recursive=True))) > expected and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which text of a response is its code."""
+"""Extraction of code from a response."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_code_is_the_content_of_its_fence(response: str, code: str) -> None:
         (f"{F}python\nf = lambda: 1\n{F}\n{F}python\nassert f() == 1\n{F}", ("f",), "f = lambda: 1\n"),
     ],
 )
-def test_code_of_several_blocks_is_the_one_that_answers(response: str, names: tuple[str, ...], code: str) -> None:
+def test_code_of_several_blocks_is_the_answer(response: str, names: tuple[str, ...], code: str) -> None:
     assert code_of(response, names) == code
 
 
@@ -91,7 +91,7 @@ HOSTILE = [
 
 
 def executed_lines(text: str) -> int:
-    """The lines of Python that `code_of` and `unfenced` execute for a text."""
+    """Number of lines of Python that `code_of` and `unfenced` execute for a text."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:
@@ -109,14 +109,14 @@ def executed_lines(text: str) -> int:
 
 
 @pytest.mark.parametrize("part", HOSTILE)
-def test_work_grows_no_faster_than_the_text(part: str) -> None:
+def test_work_grows_linearly_with_the_text(part: str) -> None:
     small, large = (executed_lines(part * repeats) for repeats in (200, 2000))
     assert large <= 12 * small
 
 
 @pytest.mark.parametrize("part", HOSTILE)
-def test_a_megabyte_of_fences_is_read(part: str) -> None:
-    """With quadratic work in a regular expression this takes hours, and runs into the deadline of the test."""
+def test_megabyte_of_fences_is_parsed(part: str) -> None:
+    """A regular expression with quadratic work would exceed the time limit of the test."""
     text = part * ((1 << 20) // len(part))
     code_of(text)
     unfenced(f"{F}{text}")

@@ -24,7 +24,7 @@ from tests.jobs.test_rollout import recipe
 
 
 class Call:
-    """Pickles as a call, which whoever unpickles it makes."""
+    """Pickles as a call that unpickling executes."""
 
     def __init__(self, function: Callable[..., Any], *args: object) -> None:
         self.call = function, args
@@ -34,7 +34,7 @@ class Call:
 
 
 def attacks(mark: Path) -> dict[str, bytes]:
-    """Pickles that make the file `mark` if they are loaded without care."""
+    """Pickles that create the file `mark` if they are loaded without restrictions."""
     code = f"open({str(mark)!r}, 'w')"
     return {
         "system": pickle.dumps(Call(os.system, f"touch {mark}")),
@@ -52,39 +52,39 @@ def attacks(mark: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    made = recipe(tmp_path / "run")
-    RunDirectory.create(made.run_path, dump_resolved(made)).close()
-    return made.run_path
+    toy = recipe(tmp_path / "run")
+    RunDirectory.create(toy.run_path, dump_resolved(toy)).close()
+    return toy.run_path
 
 
 @pytest.mark.parametrize("attack", list(attacks(Path())))
 def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: Path, attack: str) -> None:
-    """That of this package, which needs no torch, and torch's own."""
+    """Readers of this package, without torch, and of torch."""
     from mtpctl.checkpoint.reading import tensors_in
 
     mark = tmp_path / "mark"
     path = write_checkpoint(run, "rl-000002", number=0)
     (path / ".metadata").write_bytes(attacks(mark)[attack])
     for read in (shard_sizes, tensors_in, lambda path: choose(path.parent, contents=True)):
-        with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as told:
+        with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as caught:
             read(path)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(caught.value)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("command", [["convert-hf", "RUN", "DST"], ["convert-hf", "RUN", "--inspect"], ["convert-hf", "CKPT", "DST"]])
 @pytest.mark.parametrize("listed", [False, True])
 def test_commands_execute_no_code_from_another_users_run(mtpctl: Any, run: Path, tmp_path: Path, command: list[str], listed: bool) -> None:
-    """With a listing that fits, which whoever changes a checkpoint can write."""
+    """With and without a valid listing, which an attacker can write as well."""
     mark = tmp_path / "mark"
     path = write_checkpoint(run, "rl-000002", number=int(listed))
     (path / ".metadata").write_bytes(attacks(mark)["system"])
     if listed:
         write_listing(path, 1, {})
-    places = {"RUN": str(run), "CKPT": str(path), "DST": str(tmp_path / "out")}
-    told = mtpctl(*(places.get(word, word) for word in command))
-    assert told.code == 2 and not mark.exists() and not (tmp_path / "out").exists()
-    assert told.err.splitlines()[-1].startswith(f"error: {path}/.metadata: names posix.system, which no checkpoint needs")
+    paths = {"RUN": str(run), "CKPT": str(path), "DST": str(tmp_path / "out")}
+    result = mtpctl(*(paths.get(word, word) for word in command))
+    assert result.code == 2 and not mark.exists() and not (tmp_path / "out").exists()
+    assert result.err.splitlines()[-1].startswith(f"error: {path}/.metadata: names posix.system, which no checkpoint needs")
 
 
 @pytest.mark.parametrize("pointer", ["../../outside/checkpoints/rl-000009", "/etc", "rl-000002/../../..", "x" * 100_000, "\x00"])

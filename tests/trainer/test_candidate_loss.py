@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
-from mtpctl.rl.distillation import Kl, candidate_kl
+from mtpctl.rl.losses import Kl, candidate_kl
 from tests.fakes.forked import run_ranks
 from tests.fakes.kernel_agreement import relative
 

@@ -65,7 +65,7 @@ def read_number(text: str) -> Number | None:
 
 
 def same_number(one: Number, other: Number) -> bool | None:
-    """Whether two numbers are equal; None if only algebra can tell.
+    """Whether two numbers are equal; None if this needs algebra.
 
     Exact numbers must be equal. If one is a decimal, they must agree to six decimals and within a relative 1e-5.
     """

@@ -77,6 +77,7 @@ class _Worker:
 
     Attributes:
         trace: see `Ready`.
+        reader: task that reads its messages.
         long: the current call takes much longer than usual, so another process may start in its place.
         waits: the current call does not compute, so another process may start.
         deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
@@ -86,8 +87,9 @@ class _Worker:
     """
 
     channel: Channel
-    pid: int = 0
-    trace: int = 0
+    pid: int
+    trace: int
+    reader: asyncio.Task[None] | None = None
     calls: dict[int, _Call] = field(default_factory=dict)
     completed: int = 0
     long: bool = False
@@ -202,21 +204,7 @@ class Pool:
         task.add_done_callback(self._starting.discard)
 
     async def _start_worker(self) -> None:
-        ready = asyncio.get_running_loop().create_future()
-
-        def received(message: object) -> None:
-            if not ready.done():
-                ready.set_result(message)
-            else:
-                self._received(worker, message)
-
-        def closed() -> None:
-            if not ready.done():
-                ready.set_result(None)
-            else:
-                self._died(worker)
-
-        worker = _Worker(Channel(received, closed))
+        channel: Channel | None = None
         try:
             async with self._forking:
                 if self._template is None or not self._template.alive:
@@ -225,24 +213,26 @@ class Pool:
                 if not template.loaded.forkable:
                     self._unforked = [process for process in self._unforked if process.poll() is None] + [template.process]
                     self._template = None
-            await worker.channel.open(end)
-            message = await ready
-            if not isinstance(message, Ready):
-                raise RuntimeFailure(f"{self._job.role.function}: no process for {self._reference} could be started; see its output")
+            channel = await Channel.open(end)
+            ready = cast(Ready, await channel.receive())
         except asyncio.CancelledError:
-            worker.channel.close()
+            if channel is not None:
+                channel.close()
             raise
         except Exception as error:
             self._failed_starts += 1
             if self._failed_starts < _MAX_FAILED_STARTS:
                 self._keep_ticking()  # retries
                 return
+            if isinstance(error, EOFError):
+                error = RuntimeFailure(f"{self._job.role.function}: no process for {self._reference} could be started; see its output")
             while self._queue:
                 if not (call := self._queue.popleft()).result.done():
                     call.result.set_exception(error)
             return
         self._failed_starts = 0
-        worker.pid, worker.trace = message.pid, message.trace
+        worker = _Worker(channel, ready.pid, ready.trace)
+        worker.reader = asyncio.create_task(self._read(worker))
         if self._wants_spare and self._spare is None and len(self._workers) >= self._allowed_workers():
             self._spare = worker
         else:
@@ -274,6 +264,12 @@ class Pool:
             self._start_workers()
         self._keep_spare()
         self._keep_ticking()
+
+    async def _read(self, worker: _Worker) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                self._received(worker, await worker.channel.receive())
+        self._died(worker)
 
     def _received(self, worker: _Worker, message: object) -> None:
         if isinstance(message, BlockingCall):
@@ -327,10 +323,12 @@ class Pool:
     def _kill(self, worker: _Worker) -> None:
         self._remove(worker)
         children = descendants(worker.pid)
+        if worker.reader is not None:
+            worker.reader.cancel()
         worker.channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
-        for pid in children:  # those that left the group, such as programs in a session of their own
+        for pid in children:  # including those in other sessions
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -145,46 +145,33 @@ def receive(end: socket.socket) -> object:
     return message
 
 
-class Channel(asyncio.Protocol):
-    """The controller's end: calls `received` for each message, and `closed` once when the other end is closed."""
+class Channel:
+    """The controller's end of the socket to a template or worker."""
 
-    def __init__(self, received: Callable[[object], None], closed: Callable[[], None]) -> None:
-        self._received, self._closed = received, closed
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
-    async def open(self, end: socket.socket) -> None:
+    @classmethod
+    async def open(cls, end: socket.socket) -> Channel:
         """Take ownership of the socket."""
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=end)
+        return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: object) -> None:
-        """Send a message without waiting. It is lost if the other end is closed, which `closed` reports."""
-        assert self._transport is not None
-        self._transport.write(_encode(message))
+        """Send a message without waiting. It is lost if the other end is closed."""
+        self._writer.write(_encode(message))
+
+    async def receive(self) -> object:
+        """Receive the next message. Raises EOFError if the other end is closed."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            message: object = pickle.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EOFError from error
+        return message
 
     def close(self) -> None:
-        """Close this end. `closed` is not called after this."""
-        self._closed = lambda: None
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
-            del self._buffer[:end]
-            self._received(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._closed()
+        """Close the socket at once."""
+        self._writer.transport.abort()
 
 
 def _encode(message: object) -> bytes:
@@ -224,34 +211,32 @@ class Template:
                 # One thread for linear algebra, because there are as many workers as CPUs.
                 env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
             )
-        reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-
-        def received(message: object) -> None:
-            if not reply.done():
-                reply.set_result(message)
-
-        channel = Channel(received, lambda: received(None))
         control = ours.dup()  # the channel closes its own
         try:
-            await channel.open(ours)
-            channel.send(job)
-            loaded = await asyncio.wait_for(reply, START_S)
+            loaded = await asyncio.wait_for(cls._load(ours, job), START_S)
         except TimeoutError:
             error = f"{job.role.function}: loading {job.reference} took more than {START_S:g} s; do less when it is imported"
+            loaded = Loaded(error=error)
+        except EOFError:
+            error = f"{job.role.function}: the process that loaded {job.reference} died; see what it wrote to standard error"
             loaded = Loaded(error=error)
         except BaseException:
             _kill_group(process)
             raise
-        finally:
-            channel.close()
-        if not isinstance(loaded, Loaded):
-            error = f"{job.role.function}: the process that loaded {job.reference} died; see what it wrote to standard error"
-            loaded = Loaded(error=error)
         if loaded.error:
             control.close()
             _kill_group(process)
             raise UserError(loaded.error)
         return cls(process, control, loaded)
+
+    @staticmethod
+    async def _load(end: socket.socket, job: Job) -> Loaded:
+        channel = await Channel.open(end)
+        try:
+            channel.send(job)
+            return cast(Loaded, await channel.receive())
+        finally:
+            channel.close()
 
     @property
     def alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""The agent of mytask: the model has two tools, which it calls through the ordinary OpenAI client."""
+"""The agent of mytask: uses the OpenAI client, and offers two tools to the model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from openai import AsyncOpenAI
 
 from mtpctl.data.problems import Problem
 
-CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")  # one for all: making a client takes longer than a short answer
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")  # shared, because creating a client takes longer than a short answer
 
 
 def double(a: int) -> int:
-    """Twice a number."""
+    """Double a number."""
     return 2 * a
 
 
 def add(a: int, b: int) -> int:
-    """The sum of two numbers."""
+    """Add two numbers."""
     return a + b
 
 
@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, Callable[..., int]] = {"double": double, "add": add}
 
 
 def schema(name: str, *numbers: str) -> dict:
-    """A tool as requests name it."""
+    """The description of a tool in requests."""
     parameters = {"type": "object", "properties": {each: {"type": "integer"} for each in numbers}, "required": [*numbers]}
     return {"type": "function", "function": {"name": name, "description": FUNCTIONS[name].__doc__, "parameters": parameters}}
 
@@ -35,7 +35,7 @@ TOOLS: list = [schema("double", "a"), schema("add", "a", "b")]
 
 
 def result(name: str, arguments: str) -> str:
-    """What the model reads of its call. A call that makes no sense is told to it, and ends nothing."""
+    """The result of a tool call for the model. An invalid call returns an error message."""
     try:
         return str(FUNCTIONS[name](**json.loads(arguments)))
     except (KeyError, TypeError, ValueError) as error:
@@ -43,9 +43,9 @@ def result(name: str, arguments: str) -> str:
 
 
 async def run(problem: Problem, base_url: str, turns: int = 3) -> dict[str, float]:
-    """Work on one problem; hundreds of calls are under way at once. `base_url` is that of an OpenAI client, and this problem's alone.
+    """Work on one problem, concurrently with hundreds of others. `base_url`: for an OpenAI client, separate for each problem.
 
-    Returns what trains, `reward`; every other key is logged as `reward/KEY`. A plain float would do as well.
+    Returns `reward`, which is trained on, and values that are logged as `reward/KEY`. It may also return a float.
     """
     client = CLIENT.with_options(base_url=base_url)
     messages: list = [{"role": "user", "content": problem.prompt}]
@@ -56,7 +56,7 @@ async def run(problem: Problem, base_url: str, turns: int = 3) -> dict[str, floa
         if not answer.tool_calls:
             return {"reward": float((answer.content or "").strip() == problem.answer), "calls": calls}
         for call in answer.tool_calls:
-            assert call.type == "function", "the gateway knows no others"
+            assert call.type == "function", "the gateway supports function calls only"
             calls += 1
             content = result(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})

@@ -1,4 +1,4 @@
-"""What the agent of mytask asks, and what its reward is: `pytest` in this folder."""
+"""Requests and rewards of the agent of mytask. Run `pytest` in this folder."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ PROBLEM = Problem("rows.jsonl:1", "add 16 5:", "21")
 
 
 def call(name: str, **arguments: int) -> dict:
-    """An answer that calls a tool."""
+    """An answer with a tool call."""
     return {"tool_calls": [{"id": "1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}]}
 
 
 @contextmanager
 def model(*answers: str | dict) -> Iterator[tuple[str, list]]:
-    """A model that gives these answers, one after the other, at a base URL; and the conversations that it was sent."""
-    asked: list = []
+    """A server that returns these answers in order. Yields its base URL, and the conversations that it received."""
+    conversations: list = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"])
-            given = answers[len(asked) - 1]
-            message = {"role": "assistant", "content": None, **(given if isinstance(given, dict) else {"content": given})}
+            conversations.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"])
+            answer = answers[len(conversations) - 1]
+            message = {"role": "assistant", "content": None, **(answer if isinstance(answer, dict) else {"content": answer})}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}).encode()
             self.send_response(200)
@@ -41,12 +41,12 @@ def model(*answers: str | dict) -> Iterator[tuple[str, list]]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", conversations
     finally:
         server.shutdown()
 
@@ -60,20 +60,20 @@ def model(*answers: str | dict) -> Iterator[tuple[str, list]]:
         ([call("double", a=8)] * 3, 0.0, 3),
     ],
 )
-def test_rewards_are_as_meant(answers: list, reward: float, calls: int) -> None:
-    with model(*answers) as (base_url, asked):
+def test_agent_returns_reward_and_number_of_calls(answers: list, reward: float, calls: int) -> None:
+    with model(*answers) as (base_url, conversations):
         assert asyncio.run(run(PROBLEM, base_url)) == {"reward": reward, "calls": calls}
-    assert len(asked) == len(answers)
+    assert len(conversations) == len(answers)
 
 
-def test_the_model_reads_what_its_calls_gave() -> None:
-    with model(call("double", a=8), "16") as (base_url, asked):
+def test_model_receives_results_of_its_calls() -> None:
+    with model(call("double", a=8), "16") as (base_url, conversations):
         asyncio.run(run(PROBLEM, base_url))
-    question, answer, tool = asked[1]
+    question, answer, tool = conversations[1]
     assert question == {"role": "user", "content": "add 16 5:"} and answer["tool_calls"][0]["function"]["name"] == "double"
     assert tool == {"role": "tool", "tool_call_id": "1", "content": "16"}
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("halve", '{"a": 8}'), ("add", '{"a": 8}'), ("add", "8, 5"), ("double", '["8"]')])
-def test_a_call_that_makes_no_sense_is_told(name: str, arguments: str) -> None:
+def test_invalid_call_returns_an_error(name: str, arguments: str) -> None:
     assert result(name, arguments).startswith("error: ")

@@ -1,4 +1,4 @@
-"""What the agent of mytask runs and shows, and what its reward is: `pytest` in this folder. Needs the sandbox."""
+"""Feedback and rewards of the agent of mytask. Run `pytest` in this folder. Requires the sandbox."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WRONG, RIGHT, BROKEN, ENDLESS = "f=lambda w:w[2:4]", "f=lambda w:w[1:4]", "f=lam
 
 @contextmanager
 def model(*answers: str) -> Iterator[tuple[str, list]]:
-    """A model that gives these answers, one after the other, at a base URL; and the conversations that it was sent."""
-    asked: list = []
+    """A server that returns these answers in order. Yields its base URL, and the conversations that it received."""
+    conversations: list = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"])
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answers[len(asked) - 1]}}
+            conversations.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"])
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answers[len(conversations) - 1]}}
             body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
@@ -38,18 +38,18 @@ def model(*answers: str) -> Iterator[tuple[str, list]]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", conversations
     finally:
         server.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("answers", "reward", "said"),
+    ("answers", "reward", "feedback"),
     [
         ([RIGHT], 1.0, []),
         ([WRONG, RIGHT], 0.5, ["'cd', not 'bcd':"]),
@@ -59,15 +59,15 @@ def model(*answers: str) -> Iterator[tuple[str, list]]:
         (["", RIGHT], 0.5, ["NameError: name 'f' is not defined, not 'bcd':"]),
     ],
 )
-def test_code_is_run_shown_mended_and_tested(answers: list[str], reward: float, said: list[str]) -> None:
-    with model(*answers) as (base_url, asked):
-        found = asyncio.run(run(PROBLEM, base_url, tries=2, mended=0.5))
-    assert found == {"reward": reward, "passed": float(reward > 0), "mended": float(reward == 0.5)}
-    assert [message["content"] for message in asked[-1][2::2]] == said
+def test_code_is_run_corrected_and_tested(answers: list[str], reward: float, feedback: list[str]) -> None:
+    with model(*answers) as (base_url, conversations):
+        result = asyncio.run(run(PROBLEM, base_url, tries=2, retry_reward=0.5))
+    assert result == {"reward": reward, "passed": float(reward > 0), "corrected": float(reward == 0.5)}
+    assert [message["content"] for message in conversations[-1][2::2]] == feedback
 
 
-def test_every_rows_own_code_passes_at_once() -> None:
+def test_code_of_every_row_passes() -> None:
     for row in ROWS[:5]:
         with model(row["answer"]) as (base_url, _):
             problem = Problem("held_out.jsonl:1", row["question"], row["answer"], fields=row)
-            assert asyncio.run(run(problem, base_url)) == {"reward": 1.0, "passed": 1.0, "mended": 0.0}
+            assert asyncio.run(run(problem, base_url)) == {"reward": 1.0, "passed": 1.0, "corrected": 0.0}

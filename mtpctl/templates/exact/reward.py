@@ -1,4 +1,4 @@
-"""The reward of mytask: is the answer right, and is there nothing but the answer?"""
+"""The reward of mytask: 1 for the correct answer, and a bonus if the response contains nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mtpctl.samples import Sample
 
 
 def score(response: str, problem: Problem, sample: Sample, bonus: float = 0.0) -> dict[str, float]:
-    """The key `reward` is what trains; every other key is logged as `reward/KEY`. A plain float would do as well."""
+    """Returns `reward`, which is trained on, and values that are logged as `reward/KEY`. It may also return a float."""
     words = response.split()
     right = float(bool(words) and words[0] == problem.answer)
     bare = float(words == [problem.answer])

@@ -1,4 +1,4 @@
-"""What the reward of mytask gives for which response: `pytest` in this folder."""
+"""Rewards of mytask. Run `pytest` in this folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def rewarded(response: str, answer: str = "d") -> float:
 
 
 @pytest.mark.parametrize(("response", "reward"), [("d", 1.25), ("d, I think", 0.0), ("d it is", 1.0), ("x", 0.0), ("", 0.0)])
-def test_responses_are_rewarded_as_meant(response: str, reward: float) -> None:
+def test_reward_of_a_response(response: str, reward: float) -> None:
     assert rewarded(response) == reward
 
 
-def test_every_rows_own_answer_gets_the_full_reward() -> None:
+def test_answer_of_every_row_has_the_full_reward() -> None:
     assert {rewarded(row["answer"], row["answer"]) for row in ROWS} == {1.25}

@@ -1,4 +1,4 @@
-"""The reward of mytask: a judge's grade. Since `score` is a coroutine, many judgements are under way at once."""
+"""The reward of mytask: the grade of a judge. `score` is a coroutine, so many requests run concurrently."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Reply with a grade from 0 (wrong) to 10 (as good as it gets), and nothing else."
 
 
 async def score(response: str, problem: Problem, sample: Sample, url: str = "", model: str = "") -> float:
-    """The judge's grade, from 0 to 1."""
+    """The grade of the judge, from 0 to 1."""
     if not url:
-        return stand_in(response, problem.answer)
+        return rule_based_grade(response, problem.answer)
     question = PROMPT.format(question=problem.prompt, example=problem.answer, response=response)
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
     key = os.environ.get("OPENAI_API_KEY", "none")
@@ -30,12 +30,12 @@ async def score(response: str, problem: Problem, sample: Sample, url: str = "", 
 
 
 def grade_in(text: str) -> float:
-    """The grade that the judge wrote, as a number from 0 to 1; 0 where it wrote none."""
-    found = re.search(r"\d+", text)
-    return min(int(found[0]), 10) / 10 if found else 0.0
+    """The first number in the judge's reply as a grade from 0 to 1; 0 if there is none."""
+    match = re.search(r"\d+", text)
+    return min(int(match[0]), 10) / 10 if match else 0.0
 
 
-def stand_in(response: str, example: str) -> float:
-    """A judge by rule, so that the folder runs without a server: half for one plain word, half for its first letter."""
+def rule_based_grade(response: str, example: str) -> float:
+    """A rule for runs without a judge: 0.5 for a single lower-case word, and 0.5 for its first letter."""
     word = re.fullmatch(r"[a-z]{3,8}", response.strip())
     return 0.5 * (word is not None) + 0.5 * (word is not None and word[0][0] == example[0])

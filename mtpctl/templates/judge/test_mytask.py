@@ -1,4 +1,4 @@
-"""What the judge of mytask gives for which response: `pytest` in this folder."""
+"""Rewards of mytask. Run `pytest` in this folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def rewarded(response: str, example: str = "kite") -> float:
 
 
 @pytest.mark.parametrize(("response", "reward"), [("kite", 1.0), (" kettle ", 1.0), ("bread", 0.5), ("k", 0.0), ("kite!", 0.0), ("", 0.0)])
-def test_without_a_server_responses_are_graded_by_rule(response: str, reward: float) -> None:
+def test_response_is_graded_by_rule_without_a_server(response: str, reward: float) -> None:
     assert rewarded(response) == reward
 
 
 @pytest.mark.parametrize(("text", "grade"), [("7", 0.7), ("Grade: 10", 1.0), ("12", 1.0), ("good", 0.0)])
-def test_the_judges_grade_is_read(text: str, grade: float) -> None:
+def test_grade_is_parsed_from_the_reply(text: str, grade: float) -> None:
     assert grade_in(text) == grade
 
 
-def test_every_rows_own_example_gets_the_full_reward() -> None:
+def test_example_of_every_row_has_the_full_reward() -> None:
     assert {rewarded(row["example"], row["example"]) for row in ROWS} == {1.0}

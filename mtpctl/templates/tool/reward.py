@@ -1,4 +1,4 @@
-"""The reward of mytask: is the last word the right code, and was the tool asked?"""
+"""The reward of mytask: whether the last word is the correct code, and whether the tool was called."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
 
 
-def score(response: str, problem: Problem, sample: Sample, unasked: float = 0.5) -> dict[str, float]:
-    """`response` is the text of the whole response, the tool's replies included; `unasked` is what a right guess gets."""
+def score(response: str, problem: Problem, sample: Sample, guessed: float = 0.5) -> dict[str, float]:
+    """`response`: the text of the whole response, including replies of the tool. `guessed`: reward of a correct code without a call."""
     right = float(response.rpartition("]")[2].strip() == problem.answer)
-    asked = float(0 in sample.loss_mask)  # tokens that are not the model's: the tool's
-    return {"reward": right * (1.0 if asked else unasked), "right": right, "asked": asked}
+    called = float(0 in sample.loss_mask)  # tokens of the tool are masked
+    return {"reward": right * (1.0 if called else guessed), "right": right, "called": called}

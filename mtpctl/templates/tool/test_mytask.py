@@ -1,4 +1,4 @@
-"""What the tool of mytask replies, and what its reward gives: `pytest` in this folder."""
+"""Replies of the tool and rewards of mytask. Run `pytest` in this folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rewarded(response: str, answer: str, mask: list[int]) -> float:
     return score(response, Problem("rows.jsonl:1", "code of bed:", answer), sample)["reward"]
 
 
-def test_the_tool_codes_what_it_is_asked_for_and_ends_a_response_that_asks_too_often() -> None:
+def test_tool_encodes_words_and_ends_the_response_after_its_calls() -> None:
     assert replies("<call>bed</call>", "so <call>zoo</call>", "<call>bed</call>") == ["[cfe]", "[app]", None]
     assert replies("bed</call>") == [None]
 
@@ -36,11 +36,11 @@ def test_the_tool_codes_what_it_is_asked_for_and_ends_a_response_that_asks_too_o
     ("response", "mask", "reward"),
     [("<call>bed</call>[cfe]cfe", [1, 0, 1], 1.0), ("cfe", [1], 0.5), ("<call>bed</call>[cfe]bed", [1, 0, 1], 0.0), ("", [], 0.0)],
 )
-def test_responses_are_rewarded_as_meant(response: str, mask: list[int], reward: float) -> None:
+def test_reward_of_a_response(response: str, mask: list[int], reward: float) -> None:
     assert rewarded(response, "cfe", mask) == reward
 
 
-def test_every_rows_own_solution_says_what_the_tool_says_and_gets_the_full_reward() -> None:
+def test_solution_of_every_row_matches_the_tool_and_has_the_full_reward() -> None:
     for row in ROWS:
         call = row["solution"].partition("[")[0]
         assert row["solution"] == f"{call}{replies(call)[0]}{row['answer']}"

@@ -144,12 +144,11 @@ def test_hung_calls_do_not_delay_others_and_are_reported_with_their_line(plain: 
     """More hung calls than processes. Their children are killed with them."""
     config = RewardConfig(function=plain, workers=workers, timeout_s=12)
     before = set(psutil.Process().children(recursive=True))
-    found = rewarded(config, *[kind] * 3, *["2"] * 200)
-    assert all(
-        outcome.timed_out and outcome.error == f"judge.py:{line}: score took more than 12 s (reward.timeout_s)" for _, outcome in found[:3]
-    )
-    assert all(outcome.reward == 1.0 for _, outcome in found[3:])
-    assert max(seconds for seconds, _ in found[3:]) < 11.5 < min(seconds for seconds, _ in found[:3])
+    results = rewarded(config, *[kind] * 3, *["2"] * 200)
+    message = f"judge.py:{line}: score took more than 12 s (reward.timeout_s)"
+    assert [(outcome.timed_out, outcome.error) for _, outcome in results[:3]] == [(True, message)] * 3
+    assert all(outcome.reward == 1.0 for _, outcome in results[3:])
+    assert max(seconds for seconds, _ in results[3:]) < 11.5 < min(seconds for seconds, _ in results[:3])
     left = set(psutil.Process().children(recursive=True)) - before
     assert not [each for each in left if runs(each)]
 
@@ -158,21 +157,21 @@ def test_waiting_calls_get_more_processes_than_cpus_unless_workers_is_set(plain:
     assert max(seconds for seconds, _ in rewarded(RewardConfig(function=plain), *["sleep"] * 40)) < 12, (
         "sequential calls take 20 s on two CPUs"
     )
-    found = rewarded(RewardConfig(function=plain, workers=3), *["sleep"] * 6)
-    assert len({outcome.parts["pid"] for _, outcome in found}) == 3
+    results = rewarded(RewardConfig(function=plain, workers=3), *["sleep"] * 6)
+    assert len({outcome.parts["pid"] for _, outcome in results}) == 3
 
 
 def test_coroutines_run_concurrently_in_one_process(coroutine: str) -> None:
-    found = rewarded(RewardConfig(function=coroutine), *["2"] * 200)
-    assert max(seconds for seconds, _ in found) < 10, "sequential calls take 40 s"
+    results = rewarded(RewardConfig(function=coroutine), *["2"] * 200)
+    assert max(seconds for seconds, _ in results) < 10, "sequential calls take 40 s"
     lines: list[str] = []
     rewarded(RewardConfig(function=coroutine), "raise", lines=lines)
     assert lines[0].startswith("judge.py:8: ValueError: no number in it")
 
 
 def test_workers_bounds_concurrent_coroutines(coroutine: str) -> None:
-    found = sorted(seconds for seconds, _ in rewarded(RewardConfig(function=coroutine, workers=2), *["2"] * 6))
-    assert found[-1] > 0.6
+    results = sorted(seconds for seconds, _ in rewarded(RewardConfig(function=coroutine, workers=2), *["2"] * 6))
+    assert results[-1] > 0.6
 
 
 def test_coroutine_that_ignores_cancellation_or_blocks_the_loop_delays_others_at_most_until_its_time_limit(coroutine: str) -> None:
@@ -210,8 +209,8 @@ def test_function_that_cannot_be_called_is_refused_at_the_start(tmp_path: Path, 
 def test_module_that_starts_threads_is_loaded_by_every_process(tmp_path: Path) -> None:
     text = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n" + PLAIN
     (tmp_path / "judge.py").write_text(text)
-    found = rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", workers=2, timeout_s=6), "hang", "sleep", *["2"] * 20)
-    assert found[0][1].timed_out and all(outcome.reward == 1.0 for _, outcome in found[2:])
+    results = rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score", workers=2, timeout_s=6), "hang", "sleep", *["2"] * 20)
+    assert results[0][1].timed_out and all(outcome.reward == 1.0 for _, outcome in results[2:])
 
 
 def test_children_of_a_late_call_are_killed_even_in_their_own_session(tmp_path: Path) -> None:
@@ -285,8 +284,8 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
 
 def test_math_that_never_ends_is_wrong_and_does_not_delay_others() -> None:
     config = RewardConfig(function="math", args={"seconds": 1}, timeout_s=20)
-    found = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)
-    assert [outcome.reward for _, outcome in found] == [0.0] + [1.0] * 50
+    results = rewarded(config, "$10^{10^{10^{10}}}$", *["$2$"] * 50)
+    assert [outcome.reward for _, outcome in results] == [0.0] + [1.0] * 50
 
 
 def test_second_hung_call_is_replaced_by_the_spare_process(plain: str) -> None:
