@@ -34,10 +34,10 @@ from mtpctl.bench.rollout_engines import Bench, Options, known_shape
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import settle_heap
 from mtpctl.data.tokenizers import Tokenizer, load_byte_tokenizer, make_byte_tokenizer
-from mtpctl.environments.chat import ChatReplies
 from mtpctl.environments.gateway.answers import AnswerReader
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.environments.gateway.trajectory import Generate, Model
+from mtpctl.environments.turns import ChatReplies
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen

@@ -15,8 +15,7 @@ from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import mean_pass_at_k
 from mtpctl.rl.rewards.function import Reward
-from mtpctl.rollout.protocol import DEADLINE, Generator
-from mtpctl.rollout.requests import request_for
+from mtpctl.rollout.protocol import DEADLINE, Generator, request_for
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 
 TakeAnswers = Callable[[Mapping[str, list[tuple[Problem, list[Sample]]]]], None]

@@ -33,8 +33,7 @@ from mtpctl.controller.weights import WeightSync
 from mtpctl.environments.agents import gateway_socket, playing
 from mtpctl.environments.turns import turns_for
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.logprob.placed import answer_deadline, start_server
-from mtpctl.logprob.server import LogprobServer
+from mtpctl.logprob.server import LogprobServer, answer_deadline, start_server
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.loading import dump_resolved

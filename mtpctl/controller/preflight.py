@@ -55,7 +55,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
 
         load_function(recipe.rollout.agent, recipe.rollout.agent_args, AGENT)
     if recipe.rollout.verifiers is not None:
-        from mtpctl.environments.agent_trial import try_episodes
+        from mtpctl.environments.trial import try_episodes
 
         try_episodes(recipe.rollout, problems.train)
     if (teacher := recipe.train.rl.teacher) is not None and teacher.hint is not None:

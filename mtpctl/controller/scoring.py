@@ -14,9 +14,8 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, hinted
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.logprob.placed import ATTEMPTS
 from mtpctl.logprob.protocol import Late, ScoreRequest
-from mtpctl.logprob.server import LogprobServer
+from mtpctl.logprob.server import ATTEMPTS, LogprobServer
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.train import Replay

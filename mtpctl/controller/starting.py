@@ -16,8 +16,7 @@ from mtpctl.controller.status import Waits
 from mtpctl.data.sets import UNNAMED
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
 from mtpctl.errors import ClusterResources
-from mtpctl.logprob.placed import start_server
-from mtpctl.logprob.server import LogprobServer
+from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.plan.placement import Actor, Bundle, Placement, place
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import POLICY, TeacherConfig

@@ -281,7 +281,7 @@ def _with_template(tokenizer: Tokenizer) -> HfTokenizer:
 
 def _calls(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
     """The parser of tool calls; None if the chat template has no format for them."""
-    from mtpctl.rollout.vllm.tools import load_parser, parser_for
+    from mtpctl.rollout.vllm.serving import load_parser, parser_for
 
     name = rollout.tool_parser or parser_for(tokenizer.chat_template)
     return None if name is None else load_parser(name, tokenizer.inner)

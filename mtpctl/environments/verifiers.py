@@ -12,7 +12,7 @@ from typing import Any
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import environment_config, is_held_out, task_data
-from mtpctl.environments.gateway.errors import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rl.rewards.function import RESERVED_PARTS
 

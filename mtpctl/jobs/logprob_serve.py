@@ -15,8 +15,7 @@ from mtpctl.cluster.process import settle_heap
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import ClusterResources
 from mtpctl.logprob.http import make_app
-from mtpctl.logprob.placed import start_server
-from mtpctl.logprob.server import LogprobServer
+from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.recipe.schema import Recipe
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import WebServer, address_of, allow_connections

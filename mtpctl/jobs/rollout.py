@@ -33,8 +33,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import Generator
-from mtpctl.rollout.requests import request_for
+from mtpctl.rollout.protocol import Generator, request_for
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
 from mtpctl.rollout.start import start_pool
 from mtpctl.samples import GenerationRequest, Sample, ids_of

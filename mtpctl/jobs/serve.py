@@ -17,8 +17,7 @@ from mtpctl.jobs.rollout import Say, Source, origin_of, room_for_engines, servin
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import Generator
-from mtpctl.rollout.requests import request_for
+from mtpctl.rollout.protocol import Generator, request_for
 from mtpctl.rollout.sample_file import SampleFile
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.signals import stop_signals

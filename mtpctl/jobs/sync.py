@@ -18,14 +18,13 @@ from mtpctl.controller.state import version_named
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.controller.weights import WeightSync
 from mtpctl.jobs.progress import print_progress
-from mtpctl.logprob.placed import start_server
-from mtpctl.logprob.server import LogprobServer
+from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
-from mtpctl.rollout.vllm.http import ServedEngine, ServedEngines
+from mtpctl.rollout.vllm.client import ServedEngine, ServedEngines
 from mtpctl.sync.store import VersionStore
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from mtpctl.cluster.replicas import Replicas, Slot
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.protocol import ReplicaDead, Scored, ScoreRequest, VersionGone
-from mtpctl.logprob.queue import Waiting
+from mtpctl.logprob.queue import BoundedQueue, Waiting
 from mtpctl.logprob.replica import END_S, Replica
-from mtpctl.logprob.room import BoundedQueue
 
 ATTEMPTS = 3
 """Number of replicas that may die over one request before the request is failed as the cause."""

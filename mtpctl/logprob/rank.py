@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mtpctl.convert.bridge import WeightStream
-    from mtpctl.logprob.adapter import MergedAdapter
+    from mtpctl.logprob.weights import MergedAdapter
     from mtpctl.trainer.engine import MegatronEngine
 
 FLOOR = 32
@@ -164,7 +164,7 @@ class ScoreRank:
     def begin_update(self, manifest: JsonObject, version: int, section: Section) -> None:
         """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict; nothing changed."""
         from mtpctl.convert.bridge import WeightStream
-        from mtpctl.logprob.adapter import MergedAdapter
+        from mtpctl.logprob.weights import MergedAdapter
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]

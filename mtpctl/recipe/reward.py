@@ -19,7 +19,7 @@ BUILT_IN = {
     "length": "mtpctl.rl.rewards.length:score",
     "llm_judge": "mtpctl.rl.rewards.llm_judge:score",
     "code": "mtpctl.sandbox.reward:score",
-    FROM_ENVIRONMENT: "mtpctl.environments.environment_reward:score",
+    FROM_ENVIRONMENT: "mtpctl.environments.built_in:environment_reward",
 }
 """Functions that come with mtpctl: the name in a recipe, and where it is found. All have the signature of a user's own."""
 

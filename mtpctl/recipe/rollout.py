@@ -19,7 +19,7 @@ VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 ENVIRONMENTS = {
-    "calculator": "mtpctl.environments.calculator:Calculator",
+    "calculator": "mtpctl.environments.built_in:Calculator",
     "python": "mtpctl.sandbox.environment:Python",
 }
 """The class behind each name that comes with mtpctl; `single` is none. It is imported when it is used."""

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mtpctl.environments.calculator import Calculator, compute
+from mtpctl.environments.built_in import Calculator, compute
 
 
 def asked(turn: str) -> str:

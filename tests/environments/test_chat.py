@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
-from mtpctl.environments.chat import ChatReplies
 from mtpctl.environments.environment import EnvironmentFailure
+from mtpctl.environments.turns import ChatReplies
 from tests.fakes.chat_families import FAMILIES, Family, tokenizer_of
 
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
-from mtpctl.environments import user_calls
-from mtpctl.environments.chat import ChatReplies
+from mtpctl.environments import environment
 from mtpctl.environments.environment import EnvironmentClass, Failures, environment_of
 from mtpctl.environments.trial import try_environment
-from mtpctl.environments.turns import Turns
+from mtpctl.environments.turns import ChatReplies, Turns
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig, environment_fits
 from mtpctl.rollout.pool import ReplicaPool
@@ -151,7 +150,7 @@ def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_aft
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever shares its event loop waits for it; as soon as that shows, others get a loop of their own."""
-    monkeypatch.setattr(user_calls, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(environment, "BLOCKED_S", 0.5)
     longest = 0.0
 
     async def drive() -> list[Sample]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
-from mtpctl.environments.calculator import Calculator
+from mtpctl.environments.built_in import Calculator
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import Turns, last_turn, turns
 from mtpctl.rollout.pool import ReplicaPool

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
-from mtpctl.environments.chat import ChatReplies
 from mtpctl.environments.environment import EnvironmentClass
-from mtpctl.environments.turns import Turns
+from mtpctl.environments.turns import ChatReplies, Turns
 from mtpctl.rollout.engine import GenerationChunk
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, EngineDead

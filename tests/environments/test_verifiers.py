@@ -17,10 +17,11 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets, first_problems, load_held_out, load_problem_sets
-from mtpctl.environments import environment_reward, verifiers
-from mtpctl.environments.agent_trial import try_episodes
+from mtpctl.environments import verifiers
 from mtpctl.environments.agents import playing
+from mtpctl.environments.built_in import environment_reward
 from mtpctl.environments.gateway.server import Gateway
+from mtpctl.environments.trial import try_episodes
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
@@ -118,7 +119,7 @@ def test_tasks_are_problems_and_their_rewards_the_samples() -> None:
     assert (lemon.environment_reward, lemon.reward_parts) == (1.25, {"right": 1.0, "short": 1.0, "letters": 1.0})
     assert (tiger.environment_reward, tiger.reward_parts) == (0.0, {"right": 0.0, "short": 0.0, "letters": 13.0})
     assert text(lemon) == "n<eos>" and bytes(sampled(lemon)[:-1]) == b"n" and not lemon.earlier
-    assert environment_reward.score("n", problems[2], lemon) == {"reward": 1.25, "right": 1.0, "short": 1.0, "letters": 1.0}
+    assert environment_reward("n", problems[2], lemon) == {"reward": 1.25, "right": 1.0, "short": 1.0, "letters": 1.0}
 
 
 def test_turns_of_the_environment_are_masked_in_one_sample() -> None:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from mtpctl.environments.chat import ChatReplies
+from mtpctl.environments.turns import ChatReplies
 
 NO_CHAT = ChatReplies(cast(Any, None))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl.logprob.adapter import MergedAdapter
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
+from mtpctl.logprob.weights import MergedAdapter
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters

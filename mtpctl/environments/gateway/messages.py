@@ -9,9 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
-from mtpctl.environments.gateway.errors import RequestInvalid
-from mtpctl.environments.gateway.fields import FieldRules, not_honored
-from mtpctl.environments.gateway.sampling import Sampling, changes_of
+from mtpctl.environments.gateway.fields import FieldRules, RequestInvalid, Sampling, changes_of, not_honored
 from mtpctl.samples import GenerationRequest
 from mtpctl.web.json_body import shown
 

@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.environments.gateway.answers import Completion
-from mtpctl.environments.gateway.errors import RequestInvalid
-from mtpctl.environments.gateway.fields import FieldRules
+from mtpctl.environments.gateway.fields import FieldRules, RequestInvalid
 from mtpctl.environments.gateway.messages import ChatRequest
 from mtpctl.environments.gateway.trajectory import REJECT, Model, Trajectory
 from mtpctl.errors import MtpctlError

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mtpctl.data.tokenizers import NONE, Variables
-from mtpctl.environments.chat import ChatReplies, ChatText
 from mtpctl.environments.environment import EnvironmentFailure, Message
-from mtpctl.environments.gateway.errors import OVER_BUDGET, OVER_CONTEXT, RequestInvalid
-from mtpctl.environments.gateway.fields import FieldRules
+from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT, FieldRules, RequestInvalid, apply
 from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest, as_template, same_as
-from mtpctl.environments.gateway.sampling import apply
-from mtpctl.environments.turns import Text, length_to_stop
+from mtpctl.environments.turns import ChatReplies, ChatText, Text, length_to_stop
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of

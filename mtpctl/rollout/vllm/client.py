@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Awaitable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mtpctl.errors import UserError
+from mtpctl.sync.adapter import adapter_root
+from mtpctl.sync.engine_target import EngineTarget
+from mtpctl.sync.protocol import JsonObject, Manifest, PauseMode, Section, SyncError
 from mtpctl.sync.receiver import UpdateStep
+from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -40,3 +55,193 @@ def adapter_request(name: str, number: int, folder: str, *, replaces: bool = Fal
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, folder, load_inplace=replaces)
+
+
+# A vLLM server that someone started, as a target for weights: vLLM's own routes for reinforcement learning.
+#
+# The server must have been started with `VLLM_SERVER_DEV_MODE=1` and
+# `--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension`; for adapters with
+# `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora --max-lora-rank N` as well, and to give its KV cache back at a sync with
+# `--enable-sleep-mode`. Requests for the model `mtpctl` are answered with the adapter.
+
+_ANSWER_S = 300.0
+_WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
+STARTED_WITH = (
+    'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
+    "--worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension"
+)
+
+
+ADAPTERS_WITH = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
+SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
+
+
+def _reason(told: str) -> str:
+    """The reason of a failure in vLLM's answer: the error of a worker, within vLLM's own error as JSON."""
+    # Another server's, or another kind of page, is told as it is.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        told = json.loads(told)["error"]["message"]
+    inner = _WORKER.search(told)
+    return (inner["error"] if inner else told).strip()[:400]
+
+
+class HttpClient:
+    """An `EngineClient` of a server. Raises SyncError for what it refuses, UserError where it is not there or lacks the routes."""
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"--to: {url} is no URL; give http://HOST:PORT of a vLLM server")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+
+    async def ask(self, path: str, body: dict[str, object] | None = None, *, method: str = "POST", needs: str = "") -> JsonObject:
+        """The JSON object that the server answers with; empty where it answers with text.
+
+        `needs`: how the server has to be started to have this route, where that is more than always.
+        """
+        return await asyncio.to_thread(self._ask, path, body, method, needs or STARTED_WITH)
+
+    def _ask(self, path: str, body: dict[str, object] | None, method: str, needs: str) -> JsonObject:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+                text, kind = answer.read(), answer.headers.get_content_type()
+        except urllib.error.HTTPError as error:
+            told = error.read().decode(errors="replace")
+            if error.code in (404, 405):
+                raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
+            raise SyncError(f"{self.url}{path}: {_reason(told) or error}") from error
+        except TimeoutError as error:
+            raise SyncError(f"{self.url}{path}: no answer within {_ANSWER_S:g} s") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
+        found = json.loads(text) if kind == "application/json" else {}
+        return found if isinstance(found, dict) else {}
+
+    async def start(self, *, draft: bool) -> None:
+        await self.ask("/start_draft_weight_update" if draft else "/start_weight_update")
+
+    async def step(self, info: UpdateStep) -> None:
+        await self.ask("/update_weights", {"update_info": info})
+
+    async def finish(self, version: int) -> None:
+        await self.ask("/finish_weight_update", {"weight_version": str(version)})
+
+    async def rpc(self, method: str, *args: str) -> list[object]:
+        answer = await self.ask("/collective_rpc", {"method": method, "args": list(args)})
+        return list(answer.get("results", []))
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load the adapter under this name: the server gives adapters numbers of its own."""
+        await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, needs=ADAPTERS_WITH)
+
+
+class ServedEngine:
+    """One server. Make it with `await ServedEngine.find(url)`."""
+
+    def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False) -> None:
+        self.client, self.ranks, self._paused, self._release_kv = client, ranks, False, release_kv
+        self._holds: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
+        # One folder a server, whoever syncs: it outlives this process, and the next one's adapter takes its place.
+        self.target = EngineTarget(
+            client,
+            version,
+            within=self._within,
+            paused=lambda: self._paused,
+            holds=self._holds,
+            adapters=adapter_root("", re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
+        )
+
+    @classmethod
+    async def find(cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False) -> ServedEngine:
+        """Ask a server for its state. Raises UserError where none answers, and where it cannot take weights, or not these `sections`.
+
+        `release_kv`: have it give the memory of its KV cache back for the time of a sync.
+        """
+        client = HttpClient(url)
+        told = await client.ask("/weight_info", method="GET")
+        ranks = await client.ask("/get_world_size", method="GET")
+        if "target" in sections and "adapter" not in sections:
+            models = await client.ask("/v1/models", method="GET")
+            if loaded := [model["id"] for model in models["data"] if model.get("parent")]:
+                raise UserError(
+                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would count on top of whole weights; "
+                    "have it unload that (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
+                )
+        found = await client.rpc("mtpctl_drafts")
+        version = str(told["weight_version"])
+        known = int(version) if version.isdigit() else 0
+        return cls(client, known, int(ranks["world_size"]), str(found[0]) == "True", release_kv=release_kv)
+
+    async def _within[T](self, step: Awaitable[T], what: str) -> T:
+        try:
+            return await asyncio.wait_for(step, _ANSWER_S)
+        except TimeoutError as error:
+            raise SyncError(f"{self.client.url}: {what} took longer than {_ANSWER_S:g} s") from error
+
+    async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
+        """Pause, apply the update, resume.
+
+        A server that is paused already may hold what a killed sync left behind: it is resumed only under whole weights.
+        """
+        began = time.monotonic()
+        query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
+        was_paused = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"])
+        released = applied = False
+        try:
+            if was_paused:
+                # Also its session, which would let no other begin.
+                with contextlib.suppress(SyncError):
+                    await self.client.step(UpdateStep(action="abort", section=""))
+            # A server that does not answer this may pause all the same, at once or later: then too it is resumed.
+            await self.client.ask(f"/pause?{query}")
+            self._paused = True
+            if self._release_kv:
+                await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
+                released = True
+            report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
+            applied = True
+        except SyncError as error:
+            if was_paused:
+                raise SyncError(
+                    f"{error}; {self.client.url} was paused before, and stays so until a sync succeeds or it is resumed"
+                ) from error
+            raise
+        finally:
+            # A server whose weights are no version's stays paused until it is restarted.
+            if not self.target.dirty and (applied or not was_paused):
+                if released:
+                    await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
+                await self.client.ask("/resume")
+                self._paused = False
+        return replace(report, stall_seconds=time.monotonic() - began)
+
+
+class ServedEngines:
+    """Servers in place of a pool: the `Generators` of a `WeightUpdate`."""
+
+    def __init__(self, engines: list[ServedEngine]) -> None:
+        self.engines = engines
+
+    @property
+    def version(self) -> int:
+        """The newest version that one of them has."""
+        return max(engine.target.version for engine in self.engines)
+
+    def quiesce(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
+        """The servers are those that the command names. Each knows whose requests it answers, so `apply_update` pauses it."""
+        return contextlib.nullcontext()
+
+    def members(self, ranks: int) -> list[str]:
+        """A name for each rank of each server; the recipe's number of ranks does not matter here."""
+        return [f"{engine.client.url} {rank}" for engine in self.engines for rank in range(engine.ranks)]
+
+    async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+        """Take every server to the version. Raises the first error, after all have answered."""
+        calls = (cancel_on_error(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in found if isinstance(result, SyncReport)]

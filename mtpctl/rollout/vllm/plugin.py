@@ -1,7 +1,7 @@
-"""mtpctl's plugin for vLLM (entry point `vllm.general_plugins`), called in each process before an engine is built in it.
+"""mtpctl's plugin for vLLM (entry point `vllm.general_plugins`), called in each process before it creates an engine.
 
-It patches vLLM for engines that mtpctl starts, or that ask for its weight transfer. Any other vLLM process of the environment, of
-whatever release, is left as it is.
+It patches vLLM only for engines that mtpctl starts or that use its weight transfer. Any other vLLM process of the environment, of any
+release, is unchanged.
 """
 
 from __future__ import annotations
@@ -14,38 +14,37 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 TRANSFER_BACKEND = "mtpctl"
-"""Name under which the weight receiver is known to vLLM (`weight_transfer_config.backend`)."""
+"""Name of the weight receiver in vLLM (`weight_transfer_config.backend`)."""
 
 OURS = "MTPCTL_VLLM"
-"""Environment variable that marks processes of such engines: vLLM's processes inherit it from the one that starts them."""
+"""Environment variable that marks processes of mtpctl's engines. vLLM's child processes inherit it."""
 
 _WATCHES = "_mtpctl_watches"
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def register() -> None:
-    """Install the patches in processes of our engines; elsewhere wait until an engine asks for our weight transfer. May be called again.
+    """Install the patches in processes of our engines; in others, when an engine requests our weight transfer. May be called again.
 
-    vLLM swallows errors of a plugin's import, but not of this call: so every import is in here.
+    vLLM swallows errors of a plugin's import, but not of this call, so all imports are in this function.
     """
     if os.environ.get(OURS):
         install()
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    from mtpctl.rollout.vllm.patches.assign import assign
+    from mtpctl.rollout.vllm.patches.guard import assign
 
     upstream = EngineArgs.create_model_config
     if hasattr(upstream, _WATCHES):
         return
 
     def create_model_config(self: EngineArgs) -> ModelConfig:
-        # vLLM calls this first of all with an engine's arguments, before it starts any of the engine's processes.
+        # vLLM calls this first with an engine's arguments, before it starts any process.
         if getattr(self.weight_transfer_config, "backend", None) == TRANSFER_BACKEND:
             os.environ[OURS] = "1"
-            # Workers of vLLM's Ray executor inherit nothing: they are given the variables that this one names.
-            named = os.environ.get(_COPIED, "")
-            os.environ[_COPIED] = ",".join(filter(None, [named, OURS]))
+            # Workers of vLLM's Ray executor inherit only the variables that this variable lists.
+            os.environ[_COPIED] = ",".join(filter(None, [os.environ.get(_COPIED, ""), OURS]))
             install()
         return upstream(self)
 
@@ -58,41 +57,30 @@ def install() -> None:
 
     Raises UpstreamMoved for another release of vLLM than the pinned one.
     """
-    from mtpctl.rollout.vllm.patches.version import require_pinned
+    from mtpctl.rollout.vllm.patches.guard import require_pinned
 
     require_pinned(__name__)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import (
-        aborts,
-        depths,
-        draft_counts,
-        drafter,
-        experts,
-        gemm,
-        logprobs,
-        packed,
-        rotary,
-        routes,
-        sampler,
-        seeds,
-        short_queries,
-    )
+    from mtpctl.rollout.vllm.patches import cpu_kernels, draft_counts, drafter, logprobs, pauses, routes, sampling, weights
 
     mimo_config.install()
-    sampler.install()
-    seeds.install()
-    gemm.install()
-    packed.install()
-    experts.install()
-    rotary.install()
-    short_queries.install()
-    drafter.install()
-    depths.install()
-    aborts.install()
-    draft_counts.install()
-    logprobs.install()
-    routes.install()
+    for patch in (
+        sampling.install_sampler,
+        sampling.install_seeds,
+        weights.install_gemm,
+        weights.install_packed,
+        cpu_kernels.install_experts,
+        cpu_kernels.install_rotary,
+        cpu_kernels.install_short_queries,
+        drafter.install_drafter,
+        drafter.install_depths,
+        pauses.install_partial_outputs,
+        draft_counts.install_draft_counts,
+        logprobs.install_logprobs,
+        routes.install_routes,
+    ):
+        patch()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.rollout.vllm.receiver", "ManifestTransferEngine")

@@ -17,8 +17,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mtpctl.rollout.vllm.client import adapter_request
-from mtpctl.rollout.vllm.patches import derived, names, packed
-from mtpctl.rollout.vllm.patches.draft_times import TIMES
+from mtpctl.rollout.vllm.patches import weights
+from mtpctl.rollout.vllm.patches.drafter import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
 from mtpctl.sync.memory import card_memory
@@ -89,7 +89,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def _adapter_receiver(self, plan: SectionPlan) -> AdapterReceiver:
         receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
         room = None if lora is None else int(lora.max_lora_rank)
-        check_fits(plan, self.model, rename=names.renamer(self.model), tp=_tp_rank(), room=room)
+        check_fits(plan, self.model, rename=weights.renamer(self.model), tp=_tp_rank(), room=room)
         return receiver
 
     def _match(self, plan: SectionPlan) -> dict[str, Shard]:
@@ -102,19 +102,19 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         return match_shards(
             self.model,
             plan,
-            rename=names.renamer(self.model),
+            rename=weights.renamer(self.model),
             elsewhere=elsewhere,
             tp=_tp_rank(),
             dtype=own,
-            plain_weight=packed.plain_weight,
-            derived=derived.DERIVED,
+            plain_weight=weights.plain_weight,
+            derived=weights.DERIVED,
         )
 
     def finish_weight_update(self) -> None:
         """Close the session's section. Raises SyncError where buckets are missing."""
         if isinstance(self._steps.finish(), SectionReceiver):
-            packed.repack(self.model)
-            derived.refresh(self.model, self.model_config.dtype)
+            weights.repack(self.model)
+            weights.refresh_derived(self.model, self.model_config.dtype)
 
     def write_adapter(self, folder: str) -> None:
         """Write the adapter received last to a folder, on the first rank: the others read it too."""

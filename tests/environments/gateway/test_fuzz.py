@@ -20,7 +20,7 @@ import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
 from mtpctl.environments.gateway.answers import AnswerReader
-from mtpctl.environments.gateway.errors import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.environments.gateway.trajectory import Model
 from mtpctl.rollout.pool import ReplicaPool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.environments.gateway.errors import RequestInvalid
+from mtpctl.environments.gateway.fields import RequestInvalid
 from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest
 from mtpctl.environments.gateway.trajectory import Answer, Trajectory
 from mtpctl.samples import Sample

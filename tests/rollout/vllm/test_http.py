@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout.vllm import http
-from mtpctl.rollout.vllm.http import ServedEngine
+from mtpctl.rollout.vllm import client
+from mtpctl.rollout.vllm.client import ServedEngine
 from mtpctl.sync.protocol import Manifest, SectionPlan, SyncError
 
 SENT = Manifest(1, "shm", "/nowhere", {"target": SectionPlan(())})
@@ -73,7 +73,7 @@ async def update(server: Server, sent: Manifest = SENT) -> None:
 
 def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses that have to end first may take longer than anybody waits."""
-    monkeypatch.setattr(http, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(client, "_ANSWER_S", 0.5)
     server.slow.add("/pause")
     with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
         asyncio.run(update(server))

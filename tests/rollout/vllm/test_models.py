@@ -43,7 +43,7 @@ def models(engine: VllmEngine) -> dict[str, torch.nn.Module]:
 
 def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
     """Everything that the live models hold."""
-    from mtpctl.rollout.vllm.patches.packed import plain_weight
+    from mtpctl.rollout.vllm.patches.weights import plain_weight
 
     found = {}
     for place, model in models(engine).items():

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.vllm import plugin
-from mtpctl.rollout.vllm.patches.version import PINNED, installed
+from mtpctl.rollout.vllm.patches.guard import PINNED, installed
 from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND, install, register
 from mtpctl.rollout.vllm.settings import engine_settings
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -35,12 +35,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import utils
 from vllm.v1.engine.core import EngineCore
-from mtpctl.rollout.vllm.patches import version
+from mtpctl.rollout.vllm.patches import guard
 
 model, ours = sys.argv[1:]
-real, found = version.installed, []
+real, found = guard.installed, []
 for release, backend in (("0.33.0", None), ("0.33.0", ours), (real(), ours)):
-    version.installed = lambda: release
+    guard.installed = lambda: release
     transfer = None if backend is None else {"backend": backend}
     try:
         EngineArgs(model, skip_tokenizer_init=True, weight_transfer_config=transfer).create_model_config()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.rollout.vllm.root_cause import FAILED, named_in_failures, root_cause
+from mtpctl.rollout.vllm.engine import FAILED, named_in_failures, root_cause
 from tests.environment import with_tree
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 

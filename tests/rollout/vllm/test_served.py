@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.vllm.http import ServedEngine
+from mtpctl.rollout.vllm.client import ServedEngine
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.store import SHARED_MEMORY
 from mtpctl.sync.update import SyncReport

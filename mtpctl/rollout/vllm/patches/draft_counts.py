@@ -1,21 +1,18 @@
-"""Leave drafts behind the end of a response out of its draft counts (vLLM 0.32.0).
+"""Exclude drafts behind the end of a response from its draft counts (vLLM 0.32.0).
 
-vLLM counts a request's drafts when a step is verified, and trims the step's tokens at the end of the response afterwards. Drafts that
-lie behind the end are counted all the same, most of them as rejected: a drafter that is always right shows some percent of rejections,
-and the more the shorter the responses are. Here the count of the last step is trimmed with its tokens.
+vLLM counts a request's drafts when a step is verified, and trims the step's tokens at the end of the response later. Drafts behind the
+end are still counted, most of them as rejected: a perfect drafter shows some percent of rejections, and the shorter the responses, the
+more. With the patch the count of the last step is trimmed along with its tokens.
 
-A stop string is found by the front end, and the scheduler's counts do not reach it. So every output of a request with stop strings
-carries the counts.
-
-The last step's count is sent in the lists that vLLM's level `detailed` keeps for every step.
+The front end finds stop strings, and does not get the scheduler's counts, so every output of a request with stop strings carries them.
+The last step's count is stored in the lists that vLLM's level `detailed` fills for every step.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mtpctl.rollout.vllm.patches.assign import assign
-from mtpctl.rollout.vllm.patches.version import require_pinned
+from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,25 +23,19 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-_MARK = "_mtpctl_counts"
 _OBSERVED = "_mtpctl_observed"
-"""Set on a request's counts when a step of it was counted, until the tokens of that step are appended."""
+"""Set on a request's counts from when a step is counted until the step's tokens are appended."""
 _UNSENT = "_mtpctl_unsent_counts"
-"""Attribute of the scheduler: counts that its next outputs carry, by request id."""
+"""Attribute of the scheduler: counts for its next outputs, by request id."""
 
 
-def install() -> bool:
-    """Put the count in place; returns whether it was done now. May be called again.
-
-    Raises UpstreamMoved for another release.
-    """
+@patch
+def install_draft_counts() -> None:
+    """Trim the count of the last step, in the scheduler and in the front end."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    if hasattr(RequestSpecDecodeMetrics.observe, _MARK):
-        return False
-    require_pinned(__name__)
     observe, append, update = RequestSpecDecodeMetrics.observe, Scheduler._update_request_with_output, Scheduler.update_from_output
     trim = OutputProcessor._trim_surplus_tokens
 
@@ -57,58 +48,56 @@ def install() -> bool:
     def update_request_with_output(
         self: Scheduler, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        kept, stopped = append(self, request, new_token_ids, is_stale)
+        tokens, stopped = append(self, request, new_token_ids, is_stale)
         counts = request.spec_decode_metrics
         if counts is None or self.spec_decode_metrics_level != "summary":
-            return kept, stopped
+            return tokens, stopped
         if not counts.__dict__.pop(_OBSERVED, False):
             _set_last_step(counts)
         elif stopped:
-            trim_last_step(counts, len(kept))
+            trim_last_step(counts, len(tokens))
         if not stopped and request.sampling_params is not None and request.sampling_params.stop:
             self.__dict__.setdefault(_UNSENT, {})[request.request_id] = snapshot(counts)
-        return kept, stopped
+        return tokens, stopped
 
     def update_from_output(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        found = update(self, scheduler_output, model_runner_output)
+        by_client = update(self, scheduler_output, model_runner_output)
         if unsent := self.__dict__.pop(_UNSENT, None):
-            for outputs in found.values():
+            for outputs in by_client.values():
                 for output in outputs.outputs:
                     output.spec_decode_metrics = output.spec_decode_metrics or unsent.get(output.request_id)
-        return found
+        return by_client
 
     def trim_surplus_tokens(req_state: RequestState, output: EngineCoreOutput, num_prev_tokens: int) -> None:
         trim(req_state, output, num_prev_tokens)
         if req_state.spec_decode_metrics is not None:
             trim_last_step(req_state.spec_decode_metrics, len(output.new_token_ids))
 
-    setattr(observe_last_step, _MARK, observe)
     assign(RequestSpecDecodeMetrics, observe=observe_last_step)
     assign(Scheduler, _update_request_with_output=update_request_with_output, update_from_output=update_from_output)
     assign(OutputProcessor, _trim_surplus_tokens=staticmethod(trim_surplus_tokens))
-    return True
 
 
 def _set_last_step(counts: RequestSpecDecodeMetrics, *step: int) -> None:
-    """Note how many tokens the last step drafted, and how many of them were accepted; no numbers where it drafted none."""
+    """Store how many tokens the last step drafted and how many of them were accepted; nothing if it did not draft."""
     counts.per_step_drafted, counts.per_step_accepted = [*step[:1]], [*step[1:]]
 
 
-def trim_last_step(counts: RequestSpecDecodeMetrics, kept: int) -> None:
-    """Count no drafts of the last step beyond its first `kept` tokens, which are those of the response."""
+def trim_last_step(counts: RequestSpecDecodeMetrics, length: int) -> None:
+    """Exclude drafts of the last step behind its first `length` tokens, which belong to the response."""
     if not counts.per_step_drafted:
         return
     drafted, accepted = counts.per_step_drafted[-1], counts.per_step_accepted[-1]
-    counts.num_draft_tokens -= max(0, drafted - kept)
+    counts.num_draft_tokens -= max(0, drafted - length)
     counts.histogram[accepted] -= 1
-    counts.histogram[min(accepted, kept)] += 1
-    _set_last_step(counts, min(drafted, kept), min(accepted, kept))
+    counts.histogram[min(accepted, length)] += 1
+    _set_last_step(counts, min(drafted, length), min(accepted, length))
 
 
 def snapshot(counts: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
-    """A copy that does not go on counting: where core and front end share a process they share objects."""
+    """An independent copy: if core and front end share a process, they share objects."""
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     return RequestSpecDecodeMetrics(

@@ -1,31 +1,27 @@
-"""Steps without drafts that do not run the drafter (vLLM 0.32.0).
-
-Where a step asks for no draft tokens, vLLM runs its drafter all the same, to keep the drafter's KV cache complete: on a model with a
-large vocabulary that is a tenth of the step, head included, so that "off" would be slower than an engine that never speculates.
-Here such a step leaves the drafter out. The tokens of such steps have no entries in the drafter's cache, so drafts of requests that are
-under way when drafting is switched on again are accepted less often, until those requests end. Accepted tokens are right all the same:
-the target decides. The first model runner, which CPUs have, also samples the tokens of such a step as if drafts were to be rejected,
-which takes three times as long as plain sampling; here it samples plainly.
-
-The engine core also gets a call that reports the scheduler's state and the drafting times, `EngineCore.mtpctl_speculation`.
-"""
+"""Drafting in vLLM (vLLM 0.32.0): steps without drafts, MTP layers by depth, and how long drafting takes."""
 
 from __future__ import annotations
 
 import inspect
+import statistics
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.protocol import SpeculationState
-from mtpctl.rollout.vllm.patches.assign import assign
-from mtpctl.rollout.vllm.patches.draft_times import TIMES
-from mtpctl.rollout.vllm.patches.version import require_pinned
+from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
+    from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+    from vllm.model_executor.models.mimo_mtp import MiMoMTP
+    from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import SamplerOutput
@@ -35,9 +31,12 @@ if TYPE_CHECKING:
 
     from mtpctl.rollout.vllm.scheduler import SwitchingScheduler
 
+TIMED_STEPS = 256
+"""Most recent steps whose drafting time is stored, for each number of drafts."""
+
 
 class Drafter(Protocol):
-    """What the drafters of both model runners have."""
+    """A drafter of either of vLLM's model runners."""
 
     speculative_config: SpeculativeConfig
     device: torch.device
@@ -57,51 +56,54 @@ class SecondDrafter(Drafter, Protocol):
 
 
 Propose = Callable[..., torch.Tensor]
-"""A drafter's `propose`; the two model runners call theirs with different arguments."""
+"""A drafter's `propose`; the two model runners pass different arguments."""
 
 
-def install() -> bool:
-    """Patch the drafters of both model runners, and the engine core; returns whether it was done now. May be called again.
+# ------------------------------------------------------------------------------------------------- steps without drafts
 
-    Raises UpstreamMoved for another release, and where a drafter takes its number of tokens in another way.
+
+@patch
+def install_drafter() -> None:
+    """Skip the drafter in steps without drafts, and time it in the others (`EngineCore.mtpctl_speculation` returns the times).
+
+    vLLM runs its drafter even if a step requests no draft tokens, to keep the drafter's KV cache complete. With a large vocabulary that is
+    a tenth of the step, head included, so "off" would be slower than an engine that never speculates. Without it, tokens of such steps
+    have no entries in the drafter's cache, and drafts of running requests are accepted less often after drafting resumes. The output
+    distribution is unaffected, because the target verifies. The first model runner, which CPUs use, also runs the rejection sampler in
+    such a step, which takes three times as long as plain sampling; with the patch it samples plainly.
     """
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.engine.core import EngineCore
-
-    if hasattr(EngineCore, "mtpctl_speculation"):
-        return False
-    require_pinned(__name__)
-    assign(EngineCore, mtpctl_speculation=_speculation)
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    _patch(SpecDecodeBaseProposer, _without_drafts)
-    _draw_plainly()
+    assign(EngineCore, mtpctl_speculation=_speculation)
+    _patch_propose(SpecDecodeBaseProposer, _without_drafts)
+    _sample_plainly()
     if HAS_TRITON:
         from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
         for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
-            _patch(speculator, _without_drafts_v2)
-    return True
+            _patch_propose(speculator, _without_drafts_v2)
 
 
 def _speculation(self: EngineCore, drafts: int | None, look_again: bool) -> SpeculationState:
-    """`SwitchingScheduler.speculation`, and the drafting times of rank 0 since the last call."""
+    """`SwitchingScheduler.speculation`, with the drafting times of rank 0 since the last call."""
     state = cast("SwitchingScheduler", self.scheduler).speculation(drafts, look_again)
     times: list[dict[int, float]] = self.model_executor.collective_rpc("mtpctl_draft_s")
     return {**state, "draft_s": times[0]}
 
 
-def _patch(owner: type, without_drafts: Propose) -> None:
-    """Have `owner.propose` return what `without_drafts` does where a step asks for no drafts, and time the drafting of the others."""
+def _patch_propose(owner: type, without_drafts: Propose) -> None:
+    """Make `owner.propose` call `without_drafts` in steps that request no drafts, and time all other steps."""
     upstream: Propose = vars(owner)["propose"]
     if "num_speculative_tokens" not in inspect.signature(upstream).parameters:
         raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
 
     def propose(self: Drafter, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = kwargs.get("num_speculative_tokens")
-        chosen = self.speculative_config.uses_dynamic_speculative_decoding()
-        if not chosen or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
+        dynamic = self.speculative_config.uses_dynamic_speculative_decoding()
+        if not dynamic or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
             return upstream(self, *args, **kwargs)
         if drafts == 0:
             return without_drafts(self, *args, **kwargs)
@@ -113,22 +115,22 @@ def _patch(owner: type, without_drafts: Propose) -> None:
     assign(owner, propose=propose)
 
 
-def _draw_plainly() -> None:
+def _sample_plainly() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     upstream = GPUModelRunner._sample
     if list(inspect.signature(upstream).parameters) != ["self", "logits", "spec_decode_metadata"]:
-        raise UpstreamMoved(f"{__name__}: GPUModelRunner._sample takes other arguments; find the new way to draw without drafts")
+        raise UpstreamMoved(f"{__name__}: GPUModelRunner._sample takes other arguments; find the new way to sample without drafts")
 
     def sample(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        none = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
-        return upstream(self, logits, None if none else spec_decode_metadata)
+        no_drafts = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
+        return upstream(self, logits, None if no_drafts else spec_decode_metadata)
 
     assign(GPUModelRunner, _sample=sample)
 
 
 def _without_drafts(self: FirstDrafter, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
-    """No draft tokens `[requests, 0]`, as the first model runner takes them."""
+    """No draft tokens `[requests, 0]`, in the form of the first model runner."""
     self.num_speculative_tokens = 0
     self._last_draft_probs = None
     return torch.empty(common_attn_metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
@@ -137,3 +139,98 @@ def _without_drafts(self: FirstDrafter, *_: object, common_attn_metadata: Common
 def _without_drafts_v2(self: SecondDrafter, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
     """The second model runner's buffer of draft tokens, marked empty `[requests, limit]`."""
     return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
+
+
+class DraftTimes:
+    """Seconds of drafting per step, by number of drafts.
+
+    On a GPU, a pair of events in the stream around the drafter measures it, idle gaps between its kernels included. The events are read
+    only in `take`, and only those that have completed, so no step waits.
+    """
+
+    def __init__(self) -> None:
+        self._readers: dict[int, deque[Callable[[], float | None]]] = defaultdict(partial(deque, maxlen=TIMED_STEPS))
+
+    def begin(self, drafts: int, device: torch.device) -> Callable[[], None]:
+        """Call at the start of drafting; returns the function to call at its end."""
+        if device.type == "cuda":
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+
+            def end() -> None:
+                last.record()
+                self._readers[drafts].append(lambda: first.elapsed_time(last) / 1e3 if last.query() else None)
+
+        else:
+            began = time.perf_counter()
+
+            def end() -> None:
+                seconds = time.perf_counter() - began
+                self._readers[drafts].append(lambda: seconds)
+
+        return end
+
+    def take(self) -> dict[int, float]:
+        """Return the median by number of drafts, and reset."""
+        times = {drafts: [seconds for read in readers if (seconds := read()) is not None] for drafts, readers in self._readers.items()}
+        self._readers.clear()
+        return {drafts: statistics.median(each) for drafts, each in times.items() if each}
+
+
+TIMES = DraftTimes()
+"""Times of the one drafter in this process."""
+
+
+# --------------------------------------------------------------------------------------------------- MTP layers by depth
+
+
+@patch
+def install_depths() -> None:
+    """Make drafters with several MTP layers run the layer of each depth.
+
+    The second model runner, which GPUs use, drafts each token of a step with the layer `spec_step_idx`. Two drafters ignore it:
+
+    - `MiMoMTP` asserts that the depth is the first, though it has the other layers.
+    - `DeepSeekMTP` is compiled once, for the first depth it is called with, and without guards: the compiled code would run that depth's
+      layer for all depths. The symptom is an acceptance of later drafts far below what the trainer expects.
+
+    With the patch MiMo runs the requested layer, and DeepSeek runs later depths without the compiled code; in decoding steps they are part
+    of the drafter's CUDA graph as before.
+    """
+    from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+    from vllm.model_executor.models.mimo_mtp import MiMoMTP
+
+    if _takes_later_depths(MiMoMTP.forward):
+        raise UpstreamMoved(f"{__name__}: MiMoMTP takes later depths by itself; remove this part of the patch")
+    compiled: Callable[..., Any] | None = vars(DeepSeekMTP).get("__call__")
+    if compiled is None:
+        raise UpstreamMoved(f"{__name__}: DeepSeekMTP is no longer compiled as a whole; remove this part of the patch")
+
+    def forward(
+        self: MiMoMTP,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        return self.model(input_ids, positions, hidden_states, inputs_embeds, spec_step_idx)  # type: ignore[no-any-return]
+
+    @wraps(compiled)
+    def call(self: DeepSeekMTP, *args: Any, **kwargs: Any) -> Any:
+        run = self.forward if kwargs.get("spec_step_idx") else compiled.__get__(self)
+        return run(*args, **kwargs)
+
+    assign(MiMoMTP, forward=forward)
+    assign(DeepSeekMTP, __call__=call)
+
+
+def _takes_later_depths(forward: Callable[..., Any]) -> bool:
+    """Whether the drafter's `forward` accepts the second depth (with a model that returns nothing)."""
+    drafter = SimpleNamespace(model=lambda *_: None)
+    try:
+        forward(drafter, None, None, None, spec_step_idx=1)
+    except AssertionError:
+        return False
+    return True

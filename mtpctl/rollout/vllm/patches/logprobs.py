@@ -1,10 +1,10 @@
-"""Log-probs that are sent once, with the end of their response, and not with every token (vLLM 0.32.0).
+"""Send log-probs once, with the last output of their response, instead of with every token (vLLM 0.32.0).
 
-vLLM's engine core sends each step's log-probs as three small arrays a request. Making, packing and unpacking them takes longer than
-everything else in the message, in the process that also launches the next step; with some hundred requests the card waits for that.
-Nobody reads them before the response ends. A request that says so in its sampling settings (`DEFERRED`) has its log-probs kept in the
-core, which sends them with its last output. Of a request that is aborted, `aborts.fetch_partial_outputs` fetches what was kept until then;
-tokens generated between that call and the abort have no log-probs, and the caller drops them.
+vLLM's engine core sends each step's log-probs as three small arrays per request. Creating, packing and unpacking them takes longer than
+everything else in the message, in the process that also launches the next step; with a few hundred requests the GPU waits for it. A
+request that needs its log-probs only at its end (`DEFERRED` in its sampling settings) has them stored in the core, which sends them with
+the last output. For a request that is aborted, `pauses.fetch_partial_outputs` fetches the stored ones; tokens generated between that call
+and the abort have no log-probs, and the caller drops them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.assign import assign
-from mtpctl.rollout.vllm.patches.version import require_pinned
+from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, RequestStatus
 
 DEFERRED = {"mtpctl_late_logprobs": True}
-"""`SamplingParams.extra_args` of a request whose log-probs nobody reads before its end, and that ends by tokens alone: the core
-knows nothing of stop strings. It gets the log-probs of sampled tokens, whatever else was asked for."""
+"""`SamplingParams.extra_args` of a request whose log-probs are read at its end only. It must not have stop strings, which the core does
+not know. It gets the log-probs of sampled tokens, whatever else it requests."""
 
 Columns = tuple[list[int], list[float]]
 """Tokens, and the log-prob of each."""
@@ -40,7 +39,7 @@ _MARK = "_mtpctl_deferred_logprobs"
 
 
 class PendingLogprobs:
-    """The sampled tokens of one unfinished request, with their log-probs. vLLM's ranks are not kept: nothing here reads them."""
+    """The sampled tokens of one unfinished request, with their log-probs. vLLM's ranks are dropped: nothing here reads them."""
 
     __slots__ = ("logprobs", "tokens")
 
@@ -56,7 +55,7 @@ class _Slice(NamedTuple):
 
 
 class _StepLogprobs:
-    """A step's log-probs in place of vLLM's `LogprobsLists`: `slice_request` notes which rows are a request's, and copies nothing."""
+    """Replaces vLLM's `LogprobsLists` of a step: `slice_request` only stores which rows belong to a request, and copies nothing."""
 
     __slots__ = ("_cumulative", "_logprobs", "whole")
 
@@ -73,16 +72,11 @@ class _StepLogprobs:
         return self._logprobs[start : start + part.positions]
 
 
-def install() -> bool:
-    """Have vLLM's scheduler keep the log-probs of `DEFERRED` requests; returns whether it was done now. May be called again.
-
-    Raises UpstreamMoved for another release.
-    """
+@patch
+def install_logprobs() -> None:
+    """Store the log-probs of `DEFERRED` requests in the scheduler until they finish."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if hasattr(Scheduler.add_request, _MARK):
-        return False
-    require_pinned(__name__)
     add, finish, update = Scheduler.add_request, Scheduler.finish_requests, Scheduler.update_from_output
 
     def add_request(self: Scheduler, request: Request) -> None:
@@ -104,36 +98,34 @@ def install() -> bool:
             return update(self, scheduler_output, model_runner_output)
         step = _StepLogprobs(model_runner_output.logprobs)
         model_runner_output.logprobs = cast("LogprobsLists", step)
-        found = update(self, scheduler_output, model_runner_output)
-        _distribute(found, step, pending)
-        return found
+        by_client = update(self, scheduler_output, model_runner_output)
+        _distribute(by_client, step, pending)
+        return by_client
 
-    setattr(add_request, _MARK, True)
     assign(Scheduler, add_request=add_request, finish_requests=finish_requests, update_from_output=update_from_output)
     _install_in_front_end()
-    return True
 
 
 def _pending(scheduler: SchedulerInterface) -> dict[str, PendingLogprobs]:
     """The scheduler's `DEFERRED` requests, by vLLM's internal request id."""
-    found: dict[str, PendingLogprobs] = scheduler.__dict__.setdefault("mtpctl_pending_logprobs", {})
-    return found
+    pending: dict[str, PendingLogprobs] = scheduler.__dict__.setdefault("mtpctl_pending_logprobs", {})
+    return pending
 
 
 def _install_in_front_end() -> None:
-    """Have the front end take a `DEFERRED` request's log-probs in one piece.
+    """Make the front end append a `DEFERRED` request's log-probs in one call.
 
-    vLLM takes them position by position, which for 256 responses that end together is a tenth of a second in which their answers wait.
+    vLLM appends them position by position, which delays 256 responses that end together by a tenth of a second.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     make, update = LogprobsProcessor.from_new_request, LogprobsProcessor._update_sample_logprobs
 
     def from_new_request(cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
-        made = make(tokenizer, request)
+        processor = make(tokenizer, request)
         if is_deferred(request) and request.sampling_params is not None and request.sampling_params.flat_logprobs:
-            setattr(made, _MARK, True)
-        return made
+            setattr(processor, _MARK, True)
+        return processor
 
     def _update_sample_logprobs(self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
         if hasattr(self, _MARK):
@@ -145,12 +137,12 @@ def _install_in_front_end() -> None:
 
 
 def is_deferred(request: Request | EngineCoreRequest) -> bool:
-    """Whether the request is answered at its end alone (`DEFERRED`)."""
+    """Whether the request is `DEFERRED`."""
     return request.sampling_params is not None and (request.sampling_params.extra_args or {}).keys() >= DEFERRED.keys()
 
 
 def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
-    """Append the sampled tokens' log-probs to those that the request has, one a position."""
+    """Append the sampled tokens' log-probs to the request's, one per position."""
     flat = cast("FlatLogprobs", processor.logprobs)
     first, logprobs = len(flat.logprobs), rows.logprobs[:, 0].tolist()
     flat.start_indices.extend(range(first, first + len(logprobs)))
@@ -162,29 +154,29 @@ def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
     processor.cumulative_logprob = (processor.cumulative_logprob or 0.0) + sum(logprobs)
 
 
-def _distribute(found: dict[int, EngineCoreOutputs], step: _StepLogprobs, pending: dict[str, PendingLogprobs]) -> None:
-    """Keep the rows of `DEFERRED` requests, send those of requests that have ended, and give the others the rows of vLLM's own slice."""
-    for outputs in found.values():
+def _distribute(by_client: dict[int, EngineCoreOutputs], step: _StepLogprobs, pending: dict[str, PendingLogprobs]) -> None:
+    """Store the rows of `DEFERRED` requests, send those of finished ones, and give all other requests the rows of vLLM's own slice."""
+    for outputs in by_client.values():
         for output in outputs.outputs:
             part: object = output.new_logprobs
             if part is None:
                 continue
             if not isinstance(part, _Slice):
                 raise UpstreamMoved(f"{__name__}: vLLM's scheduler takes log-probs from a step in another way")
-            kept = pending.get(output.request_id)
-            if kept is None:
+            stored = pending.get(output.request_id)
+            if stored is None:
                 output.new_logprobs = step.whole.slice_request(*part)
                 continue
-            kept.tokens.extend(output.new_token_ids)
-            kept.logprobs.extend(step.rows_of(part))
+            stored.tokens.extend(output.new_token_ids)
+            stored.logprobs.extend(step.rows_of(part))
             output.new_logprobs = None
             if output.finish_reason is not None:
                 del pending[output.request_id]
-                output.new_logprobs = as_arrays(kept.tokens, kept.logprobs)
+                output.new_logprobs = as_arrays(stored.tokens, stored.logprobs)
 
 
 def as_arrays(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists:
-    """Log-probs as vLLM's front end takes them from an output: one position a token, without ranks."""
+    """Log-probs in the format of vLLM's outputs: one position per token, without ranks."""
     from vllm.v1.outputs import LogprobsLists
 
     ids, values = np.array(tokens, np.int64).reshape(-1, 1), np.array(logprobs, np.float32).reshape(-1, 1)
@@ -192,16 +184,16 @@ def as_arrays(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists
 
 
 def pending_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[str, Columns]:
-    """What is kept for these requests.
+    """The stored log-probs of these requests.
 
-    It stays kept: a request may end by itself before the abort reaches it, and is then sent with all of its log-probs.
+    They stay stored: a request may finish before the abort arrives, and is then sent with all of its log-probs.
     """
     pending = _pending(scheduler)
     return {each: (pending[each].tokens.tolist(), pending[each].logprobs.tolist()) for each in request_ids if each in pending}
 
 
 def replace(processor: LogprobsProcessor, tokens: list[int], logprobs: list[float]) -> None:
-    """Have a request's `LogprobsProcessor` hold these, and nothing else."""
+    """Replace the log-probs in a request's `LogprobsProcessor`."""
     from vllm.logprobs import create_sample_logprobs
 
     processor.logprobs, processor.cumulative_logprob = create_sample_logprobs(True), 0.0

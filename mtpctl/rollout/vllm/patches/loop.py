@@ -1,9 +1,8 @@
-"""vLLM's engine core in the caller's own process and event loop (vLLM 0.32.0).
+"""vLLM's engine core in the caller's process and event loop (vLLM 0.32.0).
 
-`AsyncLLM` always puts the engine core in a process of its own, and on a CPU that process starts one more for the worker:
-three imports of vLLM, two messages a step, and a queue that spins on a core that the trainer could use. With one CPU
-worker nothing is gained by that. Here the task that waits for the core's output runs its steps, so that control calls (pause, weight
-updates) always fall between steps.
+`AsyncLLM` always starts the engine core in a separate process, and on a CPU that process starts another one for the worker: three imports
+of vLLM, two messages per step, and a queue that spins on a core that the trainer could use. With one CPU worker this gains nothing. Here
+the task that waits for the core's output runs its steps, so control calls (pause, weight updates) always fall between steps.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.request import RequestStatus
 
-from mtpctl.rollout.vllm.patches.assign import assign
-from mtpctl.rollout.vllm.patches.version import require_pinned
+from mtpctl.rollout.vllm.patches.guard import assign, require_pinned
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +35,7 @@ class _Resources:
 
 
 class LoopCore(InprocClient):
-    """The asynchronous calls that `AsyncLLM` makes, on top of vLLM's own in-process client."""
+    """Implements the asynchronous calls of `AsyncLLM` with vLLM's in-process client."""
 
     engine_ranks_managed = (0,)
 
@@ -49,9 +47,9 @@ class LoopCore(InprocClient):
         self._drained = asyncio.Event()
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Outputs of the next step. Other tasks get a turn before each step.
+        """Run the next step and return its outputs. Other tasks run before each step.
 
-        Raises whatever a step raises, and marks the engine dead.
+        If a step raises, the engine is marked dead.
         """
         while True:
             await asyncio.sleep(0)
@@ -79,7 +77,7 @@ class LoopCore(InprocClient):
         self._wake.set()
 
     async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop scheduling. `wait` returns when what was running has finished; the others return at once."""
+        """Stop scheduling. `wait` returns when running requests have finished; the other modes return immediately."""
         core = self.engine_core
         if mode == "wait":
             core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -135,12 +133,12 @@ class LoopCore(InprocClient):
 
 @contextmanager
 def core_in_loop() -> Iterator[None]:
-    """An `AsyncLLM` built inside this context runs its core in this process and in the running event loop.
+    """An `AsyncLLM` created in this context runs its core in this process and the running event loop.
 
-    The model class is inspected here too, where it is about to be imported anyway, and not in a process started for it.
+    The model class, which is imported here anyway, is also inspected in this process instead of a new one.
     Raises UpstreamMoved for another release.
     """
-    require_pinned(__name__)
+    require_pinned(f"{__name__}.core_in_loop")
     make_process, run_in_subprocess = EngineCoreClient.make_async_mp_client, registry._run_in_subprocess
 
     def make(vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object) -> LoopCore:

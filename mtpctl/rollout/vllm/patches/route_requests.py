@@ -1,7 +1,7 @@
 """Which rows of routes belong to a request, and when they are read: at its end, at a preemption, before an abort (vLLM 0.32.0).
 
-When a response ends, its rows are read while the next step runs: that step cannot write to slots that are still the response's. A preempted
-request loses its slots, and an aborted one is about to, so their rows are read then. `routes` puts a connector into vLLM's scheduler.
+When a response ends, its rows are read while the next step runs, which cannot write to slots that still belong to the response. A request
+loses its slots when it is preempted or aborted, so its rows are read just before. `routes` puts `SlotConnector` into vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 
+from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.logprobs import is_deferred
-from mtpctl.rollout.vllm.patches.route_slots import Span, group_of
 from mtpctl.routes import Routes
 
 if TYPE_CHECKING:
@@ -21,17 +21,34 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+Span = tuple[list[int], int, int]
+"""Blocks, beginning with that of the first token, and the positions of the first token and of the one after the last."""
 Fetch = Callable[[list[Span], bool], Routes]
-"""Reads rows, span after span. With True it waits for the steps that are under way: some of the rows may be theirs."""
+"""Reads rows of spans. With True it first waits for steps in flight, which may write some of the rows."""
+
+
+def group_of(config: KVCacheConfig) -> int:
+    """Index of the KV cache's first group of full-attention layers, whose blocks are kept while their request runs.
+
+    Raises UpstreamMoved if there is none.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    for number, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec, FullAttentionSpec):
+            return number
+    raise UpstreamMoved(f"{__name__}: no layer attends to every token, and routes have no slots to stay in")
 
 
 @dataclass(slots=True)
 class Saved:
-    """Rows that were read when their request was preempted, from position `first` on.
+    """Rows read when their request was preempted, beginning with position `first`.
 
-    Up to `settled` they are of tokens that the request had. Those behind are of the steps under way, whose tokens may still come.
+    Rows before `settled` belong to tokens that the request had. Later ones belong to steps in flight, whose tokens may still arrive.
     """
 
     first: int
@@ -40,10 +57,10 @@ class Saved:
 
 
 class SlotConnector:
-    """In the place of vLLM's connector in the scheduler: notes whose rows are wanted, and gives them to the outputs of a step."""
+    """Replaces vLLM's connector in the scheduler: collects which rows a step's outputs need, and adds them."""
 
     fetch_here: ClassVar[Fetch | None] = None
-    """Reads rows of this process's core."""
+    """Reads rows for the engine core in this process."""
 
     def __init__(self) -> None:
         self.fetch: Fetch | None = None
@@ -54,17 +71,17 @@ class SlotConnector:
         self._wanted: list[tuple[str, Routes | None, Span]] = []
 
     def attach(self, scheduler: Scheduler, fetch: Fetch) -> None:
-        """Work for this scheduler, and read rows with `fetch`."""
+        """Serve this scheduler, and read rows with `fetch`."""
         config = scheduler.kv_cache_manager.kv_cache_config
         self.scheduler, self.fetch = scheduler, fetch
         self._group = group_of(config)
         self._block = config.kv_cache_groups[self._group].kv_cache_spec.block_size
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: dict[str, Request]) -> None:
-        """Workers need to be told nothing."""
+        """Workers need no metadata."""
 
     def take_output(self, request: Request, output: dict[str, AuxRequestOutput] | None) -> None:
-        """Note a request's rows as wanted: all of a `DEFERRED` one at its end, of others those that are new with every output."""
+        """Request rows for an output: all rows of a `DEFERRED` request at its end, new rows with every output of others."""
         if is_deferred(request) and not request.is_finished():
             return
         start, end = self._due(request), request.num_tokens - 1
@@ -72,32 +89,32 @@ class SlotConnector:
         before: Routes | None = None
         if saved is not None:
             blocks = self._blocks(request)
-            # Without blocks it ends by a token of a step that was under way when it was preempted.
+            # Without blocks, it ends with a token of a step that was in flight when it was preempted.
             until = saved.settled if blocks else min(end, saved.first + len(saved.rows))
             before, start = saved.rows[start - saved.first : until - saved.first], max(start, until)
         if end > start or before is not None:
             self._wanted.append((request.request_id, before, self._span(request, start, max(end, start))))
             self._sent[request.request_id] = max(end, start)
 
-    def deliver(self, found: Iterable[EngineCoreOutputs]) -> None:
-        """Give the outputs of a step the rows that were noted in it."""
+    def deliver(self, by_client: Iterable[EngineCoreOutputs]) -> None:
+        """Add the rows requested during a step to its outputs."""
         if not self._wanted:
             return
         assert self.fetch is not None
         wanted, self._wanted = self._wanted, []
-        rows, place = self.fetch([span for _, _, span in wanted], False), 0
+        rows, offset = self.fetch([span for _, _, span in wanted], False), 0
         by_request: dict[str, Routes] = {}
         for name, before, (_, start, end) in wanted:
-            mine = rows[place : place + end - start]
-            place += end - start
-            by_request[name] = mine if before is None else np.concatenate([before, mine])
-        for outputs in found:
+            own = rows[offset : offset + end - start]
+            offset += end - start
+            by_request[name] = own if before is None else np.concatenate([before, own])
+        for outputs in by_client:
             for output in outputs.outputs:
                 if output.request_id in by_request:
                     output.routed_experts = by_request[output.request_id]
 
     def request_finished(self, request: Request) -> None:
-        """A request ends, or is preempted: then its rows are read before its blocks are another's."""
+        """Called when a request ends or is preempted; in the latter case its rows are read before its blocks are reused."""
         name = request.request_id
         if request.is_finished():
             self._sent.pop(name, None)
@@ -115,10 +132,10 @@ class SlotConnector:
             self._saved[name] = Saved(start if saved is None else saved.first, settled, rows)
 
     def reset(self) -> None:
-        """The prefix cache is emptied; rows of requests under way stay where they are."""
+        """Called when the prefix cache is cleared. Rows of running requests are unaffected."""
 
     def pending(self, request: Request) -> Routes:
-        """The rows of a request that is about to be aborted, which nobody has been given."""
+        """The rows of a request, about to be aborted, that were in no output yet."""
         start, end = self._due(request), min(request.num_tokens - 1, request.num_computed_tokens)
         saved = self._saved.get(request.request_id)
         parts = []
@@ -130,7 +147,7 @@ class SlotConnector:
         return np.concatenate(parts)
 
     def _due(self, request: Request) -> int:
-        """The position of the first row that nobody has been given."""
+        """The position of the first row that was in no output yet."""
         assert request.sampling_params is not None
         first = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
         return self._sent.get(request.request_id, first)
@@ -151,17 +168,17 @@ class SlotConnector:
 
 
 def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
-    """The rows of these requests, which are about to be aborted: bytes, type and sizes, which pass between processes."""
+    """The rows of requests that are about to be aborted, serialized as bytes, type and shape."""
     connector = getattr(scheduler, "aux_output_connector", None)
     if not isinstance(connector, SlotConnector):
         return {}
     requests = cast("Scheduler", scheduler).requests
-    # What others have was sent with each output.
-    asked = [requests[each] for each in request_ids if each in requests and is_deferred(requests[each])]
-    found = {each.request_id: connector.pending(each) for each in asked}
-    return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in found.items()}
+    # Rows of other requests were sent with each output.
+    deferred = [requests[each] for each in request_ids if each in requests and is_deferred(requests[each])]
+    pending = {each.request_id: connector.pending(each) for each in deferred}
+    return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in pending.items()}
 
 
 def as_rows(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
-    """One answer of `pending_of` as an array."""
+    """Deserialize one result of `pending_of`."""
     return np.frombuffer(data, dtype).reshape(tuple(shape))

@@ -1,28 +1,30 @@
-"""Routes of experts, which come with the end of their response (vLLM 0.32.0).
+"""Routes of experts, which come with the last output of their response (vLLM 0.32.0).
 
 vLLM captures which experts the target's routers choose; drafters are not captured. It copies every step's rows to the host, files them
-there by request and block, and hands them on with each output: 15 µs a request and step, in the process that also launches the next step.
-With 256 requests a card waits for it, and gives two thirds of its tokens. And it does so in its second model runner alone, which CPUs do
-not have.
+there by request and block, and sends them with each output: 15 µs per request and step, in the process that also launches the next step.
+With 256 requests a GPU waits for it, and generates a third fewer tokens. And only vLLM's second model runner does so, which CPUs lack.
 
-Here a step's rows are written on their device, at the slots that its tokens have in the KV cache (`route_slots`), and read once, at the
-end of their response (`route_requests`).
+Here a step's rows are written on their device, at the slots of its tokens in the KV cache, and read once, at the end of their response
+(`route_requests`). Rows of a prompt in the prefix cache are already there, and those of rejected drafts are overwritten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from mtpctl.rollout.vllm.patches.assign import assign
-from mtpctl.rollout.vllm.patches.route_requests import SlotConnector
-from mtpctl.rollout.vllm.patches.route_slots import SlotRecorder, Span, bytes_per_slot, bytes_per_token
-from mtpctl.rollout.vllm.patches.version import require_pinned
+import numpy as np
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.guard import assign, patch
+from mtpctl.rollout.vllm.patches.route_requests import SlotConnector, Span, group_of
 from mtpctl.routes import Routes
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
@@ -30,33 +32,27 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
 _FETCH = "mtpctl_fetch_routes"
 
 
-def install() -> bool:
-    """Put recorders and connectors in the places of vLLM's; returns whether it was done now. May be called again.
-
-    Raises UpstreamMoved for another release.
-    """
+@patch
+def install_routes() -> None:
+    """Replace vLLM's connectors for routes: `SlotRecorder` in each worker, `SlotConnector` in the scheduler."""
     from vllm.platforms import current_platform
-    from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, _FETCH):
-        return False
-    require_pinned(__name__)
     _connect()
     if current_platform.is_cpu():
-        _record_on_cpus()
+        _record_on_cpu()
     else:
-        _record_on_cards()
-    return True
+        _record_on_gpu()
 
 
 def _connect() -> None:
-    """In the core: whose rows are wanted, and the way to them."""
+    """In the core: request rows for outputs, and fetch them from the workers."""
     from vllm.v1.core.sched import scheduler as scheduling
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -66,7 +62,7 @@ def _connect() -> None:
 
     @wraps(sized)
     def _initialize_kv_caches(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        # Plugins are loaded within the core's `__init__`, so it is too late to wrap that one; the scheduler is made after this.
+        # Plugins are loaded in the core's `__init__`, too late to wrap that; the scheduler is created after this call.
         SlotConnector.fetch_here = partial(_of_first, self.model_executor)
         return sized(self, *args, **kwargs)
 
@@ -78,15 +74,15 @@ def _connect() -> None:
         if isinstance(connector, SlotConnector) and connector.scheduler is None:
             assert SlotConnector.fetch_here is not None, "the core has sized its caches"
             connector.attach(self, SlotConnector.fetch_here)
-        found = update(self, scheduler_output, model_runner_output)
+        by_client = update(self, scheduler_output, model_runner_output)
         if isinstance(connector, SlotConnector):
-            connector.deliver(found.values())
-        return found
+            connector.deliver(by_client.values())
+        return by_client
 
-    def mtpctl_fetch_routes(self: Worker, spans: list[Span], under_way: bool) -> Routes | None:
+    def mtpctl_fetch_routes(self: Worker, spans: list[Span], in_flight: bool) -> Routes | None:
         recorder = getattr(self.model_runner, "aux_output_connector", None)
         assert isinstance(recorder, SlotRecorder)
-        return recorder.fetch(spans, under_way)
+        return recorder.fetch(spans, in_flight)
 
     assign(scheduling, AuxOutputSchedulerConnector=SlotConnector)
     assign(EngineCore, _initialize_kv_caches=_initialize_kv_caches)
@@ -94,14 +90,14 @@ def _connect() -> None:
     assign(Worker, mtpctl_fetch_routes=mtpctl_fetch_routes)
 
 
-def _of_first(executor: Any, spans: list[Span], under_way: bool) -> Routes:
-    """The rows, from the one rank that has them."""
-    answers = executor.collective_rpc(_FETCH, args=(spans, under_way))
+def _of_first(executor: Any, spans: list[Span], in_flight: bool) -> Routes:
+    """Fetch rows from the one rank that has them."""
+    answers = executor.collective_rpc(_FETCH, args=(spans, in_flight))
     return next(each for each in answers if each is not None)
 
 
-def _record_on_cards() -> None:
-    """In vLLM's second model runner: a recorder in the place of its connector, and room for the rows beside the KV cache."""
+def _record_on_gpu() -> None:
+    """In vLLM's second model runner: replace its connector, and reserve memory for the rows next to the KV cache."""
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
@@ -131,15 +127,15 @@ def _record_on_cards() -> None:
     assign(Worker, determine_available_memory=determine_available_memory)
 
 
-def _record_on_cpus() -> None:
-    """In vLLM's first model runner, which upstream lets return no routes: the same recorder, after each step."""
+def _record_on_cpu() -> None:
+    """In vLLM's first model runner, which returns no routes upstream: call the recorder after each step."""
     from vllm.config import VllmConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     prepare, execute = CPUModelRunner.initialize_kv_cache, CPUModelRunner.execute_model
 
     def verify_aux_output_compatibility(self: VllmConfig) -> None:
-        """Upstream's own refuses this model runner."""
+        """Upstream rejects this model runner."""
 
     @wraps(prepare)
     def initialize_kv_cache(
@@ -161,3 +157,100 @@ def _record_on_cpus() -> None:
 
     assign(VllmConfig, _verify_aux_output_compatibility=verify_aux_output_compatibility)
     assign(CPUModelRunner, initialize_kv_cache=initialize_kv_cache, execute_model=execute_model)
+
+
+class SlotRecorder:
+    """Repositions vLLM's connector in a worker: stores rows by slot, on the first tensor-parallel rank."""
+
+    def __init__(self, *, vllm_config: VllmConfig, model: torch.nn.Module, kv_cache_config: KVCacheConfig) -> None:
+        import torch
+        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, bind_routed_experts_capturer
+
+        self._capturer = RoutedExpertsCapturer(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
+        bind_routed_experts_capturer(model, self._capturer)
+        self.group = group_of(kv_cache_config)
+        """The group of layers whose slots index the rows."""
+        self._block = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        self._shape, self._dtype = self._capturer.shape_per_token, np.dtype(self._capturer.output_dtype_name)
+        self._rows: torch.Tensor | None = None
+        self._step = False
+        self.slots: torch.Tensor | None = None
+        """Second model runner: the slot of each token of a step, by group of layers."""
+        if get_tp_group().is_first_rank:
+            width, device = int(np.prod(self._shape)), self._capturer.device_buffer.device
+            # torch supports few operations on uint16. Expert numbers fit into int16.
+            self._rows = torch.empty((kv_cache_config.num_blocks * self._block, width), dtype=_signed(self._dtype), device=device)
+            self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def begin_step(self, metadata: AuxOutputConnectorMetadata | None) -> None:
+        """Called by the second model runner before a step with requests, not before warm-up steps."""
+        self._step = True
+
+    def prepare_output(self, input_batch: InputBatch) -> None:
+        """Called by the second model runner after it launched a step."""
+        if not self._step:
+            return
+        self._step = False
+        assert self.slots is not None, "set with the KV cache"
+        self.write(self.slots[self.group, : int(input_batch.query_start_loc_np[len(input_batch.req_ids)])])
+
+    def write(self, slots: torch.Tensor) -> None:
+        """Write the rows of the step that was just launched to the slots of its tokens [tokens]."""
+        if self._rows is not None:
+            rows = self._capturer.device_buffer[: len(slots)].flatten(1).to(self._rows.dtype)
+            self._rows.index_copy_(0, slots, rows)
+
+    def fetch(self, spans: Sequence[Span], in_flight: bool) -> Routes | None:
+        """The concatenated rows of these spans [tokens, layers, experts per token]; None on a rank without rows.
+
+        With `in_flight`, first waits for launched steps, which may write some of the rows.
+        """
+        import torch
+
+        if self._rows is None:
+            return None
+        slots = torch.from_numpy(np.concatenate([slots_of(*span, self._block) for span in spans]))
+        if self._stream is None:
+            rows = self._rows[slots]
+        else:
+            if in_flight:
+                torch.cuda.synchronize(self._rows.device)
+            with torch.cuda.stream(self._stream):
+                index = slots.pin_memory().to(self._rows.device, non_blocking=True)
+                rows = self._rows.index_select(0, index).to("cpu", non_blocking=True)
+                self._stream.synchronize()
+        return rows.numpy().view(self._dtype).reshape(-1, *self._shape)
+
+    def close(self) -> None:
+        """Free the rows' memory."""
+        self._rows = None
+
+
+def slots_of(blocks: Sequence[int], start: int, end: int, block: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Slots of positions `start` to `end`. `blocks` begins with the block of `start`; each has `block` tokens."""
+    positions = np.arange(start, end, dtype=np.int64)
+    if end > start and (end - 1) // block - start // block >= len(blocks):
+        raise UpstreamMoved(f"{__name__}: tokens {start} to {end} have {len(blocks)} blocks of {block}, and need more")
+    return np.asarray(blocks, np.int64)[positions // block - start // block] * block + positions % block
+
+
+def bytes_per_slot(config: VllmConfig) -> int:
+    """Bytes of one token's rows on the GPU."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import _get_routed_experts_shape
+
+    layers, experts, chosen = _get_routed_experts_shape(config)
+    return int(layers * chosen * (1 if experts <= 256 else 2))
+
+
+def _signed(dtype: np.dtype[Any]) -> torch.dtype:
+    import torch
+
+    return torch.uint8 if dtype.itemsize == 1 else torch.int16
+
+
+def bytes_per_token(specs: Iterable[Any]) -> int:
+    """Bytes of one token in the KV cache of full-attention layers."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return sum(spec.page_size_bytes // spec.block_size for spec in specs if isinstance(spec, FullAttentionSpec)) or 1

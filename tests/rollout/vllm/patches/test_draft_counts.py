@@ -19,7 +19,7 @@ from mtpctl.rollout.vllm.patches import draft_counts
     ],
 )
 def test_drafts_behind_the_end_are_not_counted(accepted: int, kept: int, drafted: int, counted: int) -> None:
-    draft_counts.install()
+    draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 2)
     counts.observe(3, accepted)
@@ -31,7 +31,7 @@ def test_drafts_behind_the_end_are_not_counted(accepted: int, kept: int, drafted
 
 def test_cutting_twice_is_cutting_to_the_shorter() -> None:
     """Where the scheduler ended a response by its length, and the front end finds a stop string before that."""
-    draft_counts.install()
+    draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 3)
     for kept in (2, 1):
@@ -40,7 +40,7 @@ def test_cutting_twice_is_cutting_to_the_shorter() -> None:
 
 
 def test_every_step_is_kept_where_that_is_asked_for() -> None:
-    draft_counts.install()
+    draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 1, detailed=True)
     counts.observe(2, 0, detailed=True)

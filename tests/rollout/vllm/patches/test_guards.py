@@ -1,4 +1,4 @@
-"""Every patch refuses another release than the one that it was checked against, before it touches anything."""
+"""Every patch rejects any vLLM release other than the pinned one, and reports if upstream no longer has the fault."""
 
 from __future__ import annotations
 
@@ -6,49 +6,98 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from vllm.platforms import current_platform
 
-from mtpctl.rollout.vllm.patches.version import PINNED
-from mtpctl.rollout.vllm.plugin import OURS
+from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, sampling, weights
+from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
+from mtpctl.rollout.vllm.plugin import OURS, install
 
-NO_PATCHES = {"assign", "draft_times", "route_requests", "route_slots", "version"}
-FOR_CPUS = {"experts", "gemm", "packed", "rotary", "sampler", "seeds", "short_queries"}
 PROGRAM = """
-import asyncio, importlib, json, pkgutil, sys
+import asyncio, importlib, json, pkgutil
 from torch import nn
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm import patches
-from mtpctl.rollout.vllm.patches import version
+from mtpctl.rollout.vllm.patches import guard
 
-version.installed = lambda: "0.33.0"
-USES = {
-    "derived": lambda patch: patch.refresh(nn.Module(), "float32"),
-    "loop": lambda patch: patch.core_in_loop().__enter__(),
-    "names": lambda patch: patch.renamer(nn.Module()),
-    "pause": lambda patch: asyncio.run(patch.pause(None, "keep")),
-}
-said = {}
-for name in {module.name for module in pkgutil.iter_modules(patches.__path__)} - set(sys.argv[1:]):
-    patch = importlib.import_module(f"{patches.__name__}.{name}")
+guard.installed = lambda: "0.33.0"
+modules = [importlib.import_module(f"{patches.__name__}.{module.name}") for module in pkgutil.iter_modules(patches.__path__)]
+calls = {each.name: each for module in modules for each in vars(module).values() if isinstance(each, guard.Patch)}
+from mtpctl.rollout.vllm.patches import loop, pauses, weights
+
+for name, call in {
+    "weights.refresh_derived": lambda: weights.refresh_derived(nn.Module(), "float32"),
+    "weights.renamer": lambda: weights.renamer(nn.Module()),
+    "loop.core_in_loop": lambda: loop.core_in_loop().__enter__(),
+    "pauses.pause": lambda: asyncio.run(pauses.pause(None, "keep")),
+}.items():
+    calls[f"{patches.__name__}.{name}"] = call
+results = {}
+for name, call in calls.items():
     try:
-        said[name] = repr(USES.get(name, lambda patch: patch.install())(patch))
+        results[name] = repr(call())
     except UpstreamMoved as moved:
-        said[name] = str(moved)
-print(json.dumps(said))
+        results[name] = str(moved)
+print(json.dumps(results))
 """
+"""Calls every patch as if another release were installed, and prints what it returns or raises."""
+CPU_ONLY = {
+    patch.name for patch in (*vars(cpu_kernels).values(), *vars(sampling).values(), *vars(weights).values()) if isinstance(patch, Patch)
+}
 
 
-def test_another_release_is_refused_by_every_patch() -> None:
-    # In a process of its own: in this one patches may be in place, and those are not put in place again.
-    outside = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-c", PROGRAM, *NO_PATCHES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=outside)
+def test_every_patch_rejects_another_release() -> None:
+    # In a separate process: a patch that is already in place would not be applied again.
+    environment = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    said: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert said.keys() >= {"aborts", "derived", "loop", *FOR_CPUS}
-    for name, answer in said.items():
-        if name in FOR_CPUS and not current_platform.is_cpu():
-            assert answer == "False"
+    results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == 17 and results.keys() > CPU_ONLY
+    for name, result in results.items():
+        if name in CPU_ONLY and not current_platform.is_cpu():
+            assert result == "False"
         else:
-            assert answer.startswith(f"mtpctl.rollout.vllm.patches.{name} was written for vLLM {PINNED}, found 0.33.0")
+            assert result.startswith(f"{name} was written for vLLM {PINNED}, found 0.33.0")
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="most of them are faults of vLLM's CPU build")
+@pytest.mark.parametrize(
+    ("patch", "attribute", "replacement", "message"),
+    [
+        (sampling.install_sampler, f"{sampling.__name__}._loses_result", lambda upstream: False, "remove the patch"),
+        (sampling.install_seeds, f"{sampling.__name__}._has_offset", lambda: True, "remove the patch"),
+        (cpu_kernels.install_rotary, "vllm._custom_ops.rotary_embedding", lambda *_: None, "no longer shows the fault"),
+        (
+            cpu_kernels.install_experts,
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend",
+            None,
+            "is gone",
+        ),
+        (weights.install_gemm, "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", None, "is gone"),
+        (drafter.install_depths, f"{drafter.__name__}._takes_later_depths", lambda forward: True, "takes later depths by itself"),
+    ],
+    ids=lambda value: value.name.rpartition(".")[2] if isinstance(value, Patch) else "",
+)
+def test_fault_that_is_gone_upstream_is_reported(
+    patch: Patch, attribute: str, replacement: Callable[..., Any] | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    if replacement is None:
+        monkeypatch.delattr(attribute)
+    else:
+        monkeypatch.setattr(attribute, replacement)
+    monkeypatch.setattr(patch, "in_place", False)
+    with pytest.raises(UpstreamMoved, match=message) as moved:
+        patch()
+    assert patch.name.rpartition(".")[0] in str(moved.value)
+
+
+def test_depth_check_recognizes_a_drafter_that_takes_later_depths() -> None:
+    from vllm.model_executor.models.mimo_mtp import MiMoMTP
+
+    install()
+    assert drafter._takes_later_depths(MiMoMTP.forward), "as patched"

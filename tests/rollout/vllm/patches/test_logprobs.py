@@ -16,7 +16,7 @@ from mtpctl.rollout.vllm.patches import logprobs
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    logprobs.install()
+    logprobs.install_logprobs()
 
 
 def processor(*, late: bool, flat: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's CPU backend packs linear weights by one kernel or another and drops them; with the mend they stay, whatever the CPU."""
+"""vLLM's CPU backend packs linear weights and drops the parameters. With the patch they stay, on any CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import gemm, version
-from mtpctl.rollout.vllm.patches.packed import PackedWeight, plain_weight, repack
+from mtpctl.rollout.vllm.patches.weights import PackedWeight, plain_weight, repack
 from mtpctl.rollout.vllm.plugin import install
 from tests.fakes.cpus import linear_amx
 
@@ -40,30 +38,30 @@ def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def layer(rows: int = 32, columns: int = 64) -> Any:
     """A linear layer of vLLM after loading, as far as the dispatch reads it."""
-    made = nn.Module()
-    made.register_parameter("weight", nn.Parameter(torch.randn(rows, columns).bfloat16(), requires_grad=False))
-    return made
+    linear = nn.Module()
+    linear.register_parameter("weight", nn.Parameter(torch.randn(rows, columns).bfloat16(), requires_grad=False))
+    return linear
 
 
 def test_upstream_drops_the_weight(packing: str) -> None:
-    made = layer()
-    utils.dispatch_cpu_unquantized_gemm.__wrapped__(made, True)  # type: ignore[attr-defined]
-    assert made.weight.numel() == 0, packing
+    linear = layer()
+    utils.dispatch_cpu_unquantized_gemm.__wrapped__(linear, True)  # type: ignore[attr-defined]
+    assert linear.weight.numel() == 0, packing
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_the_weight_stays_and_is_what_counts(packing: str, remove: bool) -> None:
+def test_patched_layer_keeps_and_uses_its_weight(packing: str, remove: bool) -> None:
     """`remove` is False for an output head, whose parameter upstream keeps beside a packed copy."""
-    made, x = layer(), torch.randn(3, 64).bfloat16()
-    utils.dispatch_cpu_unquantized_gemm(made, remove)
-    assert made.weight.shape == (32, 64), packing
-    made.weight.data.copy_(torch.randn(32, 64))
-    found = utils.cpu_unquantized_gemm(made, x, made.weight, None)
-    assert torch.equal(found, torch.nn.functional.linear(x, made.weight))
+    linear, x = layer(), torch.randn(3, 64).bfloat16()
+    utils.dispatch_cpu_unquantized_gemm(linear, remove)
+    assert linear.weight.shape == (32, 64), packing
+    linear.weight.data.copy_(torch.randn(32, 64))
+    found = utils.cpu_unquantized_gemm(linear, x, linear.weight, None)
+    assert torch.equal(found, torch.nn.functional.linear(x, linear.weight))
 
 
 @pytest.mark.parametrize("cpu", ["arm", "x86", "plain"])
-def test_convolutions_keep_what_was_loaded(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_keep_the_loaded_layout(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed on Arm and on x86 with AVX-512 BF16, and then the loaded layout lies beside it."""
     install()
     monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.ARM if cpu == "arm" else CpuArchEnum.X86)
@@ -71,22 +69,22 @@ def test_convolutions_keep_what_was_loaded(cpu: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu == "x86")
     monkeypatch.setattr(ops, "causal_conv1d_weight_pack", lambda weight: weight.flip(0)[:, None])
     loaded, changed = torch.randn(2, 64, 1, 4).bfloat16()
-    made = nn.Module()
-    made.register_parameter("weight", nn.Parameter(loaded.clone(), requires_grad=False))
-    utils.dispatch_cpu_unquantized_gemm(made, True)
+    linear = nn.Module()
+    linear.register_parameter("weight", nn.Parameter(loaded.clone(), requires_grad=False))
+    utils.dispatch_cpu_unquantized_gemm(linear, True)
     packed = cpu != "plain"
-    assert torch.equal(made.get_parameter("weight"), loaded.flip(0) if packed else loaded)
-    assert torch.equal(plain_weight(made, "weight"), loaded)
-    plain_weight(made, "weight").copy_(changed)
-    repack(made)
-    assert torch.equal(made.get_parameter("weight"), changed.flip(0) if packed else changed)
+    assert torch.equal(linear.get_parameter("weight"), loaded.flip(0) if packed else loaded)
+    assert torch.equal(plain_weight(linear, "weight"), loaded)
+    plain_weight(linear, "weight").copy_(changed)
+    repack(linear)
+    assert torch.equal(linear.get_parameter("weight"), changed.flip(0) if packed else changed)
 
 
-def test_a_layer_that_is_held_packed_alone_is_named() -> None:
-    made = nn.Module()
-    made.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
+def test_layer_with_only_a_packed_weight_is_rejected() -> None:
+    linear = nn.Module()
+    linear.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
     with pytest.raises(PackedWeight, match=r"take attention_backend out of rollout\.engine_args"):
-        plain_weight(made, "weight")
+        plain_weight(linear, "weight")
 
 
 @pytest.mark.parametrize(
@@ -102,24 +100,3 @@ def test_latent_attention_keeps_its_weights(latent: bool, named: str | None, cho
         CpuPlatform.check_and_update_config(config)  # type: ignore[arg-type]
     found = config.attention_config.backend
     assert (None if found is None else found.name) == chosen
-
-
-@pytest.fixture
-def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if `install` had not been called in this process."""
-    install()
-    monkeypatch.setattr(utils, gemm._DISPATCH, utils.dispatch_cpu_unquantized_gemm.__wrapped__)  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("unmended")
-def test_a_function_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(utils, gemm._DISPATCH)
-    with pytest.raises(UpstreamMoved, match="is gone"):
-        gemm.install()
-
-
-@pytest.mark.usefixtures("unmended")
-def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "PINNED", "0.1.0")
-    with pytest.raises(UpstreamMoved, match=r"patches\.gemm"):
-        gemm.install()

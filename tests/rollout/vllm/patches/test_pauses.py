@@ -1,4 +1,4 @@
-"""A pause makes the very calls of vLLM's own, without the rest behind them."""
+"""A pause makes the same calls as vLLM's own, without the sleep."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import pause, version
+from mtpctl.rollout.vllm.patches import pauses
 
 
 class Recorded:
-    """What a pause asks of an `AsyncLLM`."""
+    """Records the calls of a pause."""
 
     def __init__(self) -> None:
         self.renderer = self.engine_core = self
@@ -26,22 +25,16 @@ class Recorded:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_what_upstream_does_less_its_rest(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+def test_pause_makes_upstreams_calls_without_the_sleep(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     upstream, ours = Recorded(), Recorded()
 
-    async def rest(seconds: float) -> None:
+    async def sleep(seconds: float) -> None:
         upstream.calls.append(seconds)
 
     with monkeypatch.context() as patched:
-        patched.setattr(asyncio, "sleep", rest)
+        patched.setattr(asyncio, "sleep", sleep)
         asyncio.run(AsyncLLM.pause_generation(upstream, mode=mode, clear_cache=True))  # type: ignore[arg-type]
-    asyncio.run(pause.pause(ours, mode))
+    asyncio.run(pauses.pause(ours, mode))
     assert upstream.calls == [*ours.calls, 0.02]
-
-
-def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed", lambda: "0.33.0")
-    with pytest.raises(UpstreamMoved, match=r"patches.pause was written for vLLM 0\.32\.0, found 0\.33\.0"):
-        asyncio.run(pause.pause(Recorded(), "keep"))

@@ -6,6 +6,8 @@ import ast
 import operator
 from collections.abc import Callable
 
+from mtpctl.samples import Sample
+
 
 class Calculator:
     """Computes what the model writes between `opening` and `closing`, and answers with the result, or with `error`."""
@@ -66,3 +68,16 @@ def _value(node: ast.expr) -> float:
 def _formatted(value: float) -> str:
     """The number as text: `6.0` as 6."""
     return str(int(value)) if value == int(value) else f"{value:.10g}"
+
+
+# The reward function `environment`: what the environment's own `reward()`, or the agent, returned when the response ended.
+
+
+def environment_reward(response: str, problem: object, sample: Sample) -> float | dict[str, float]:
+    """The environment's reward with its parts; 0 where the environment failed or was cut. Raises ValueError where it gives none."""
+    if sample.environment_reward is not None:
+        return {"reward": sample.environment_reward, **sample.reward_parts}
+    use = sample.environment
+    if use is None or use.errors or use.timeouts:  # None: a row on which the function is tried before there are responses
+        return 0.0
+    raise ValueError("the environment gives no reward; have its `reward()` return a number, or name another reward.function")

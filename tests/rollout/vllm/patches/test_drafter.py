@@ -1,17 +1,18 @@
-"""vLLM's drafters of several MTP layers take one depth's layer for all of them, or none beyond the first, without the patch."""
+"""Each MTP layer runs at its depth, and drafting times are reported by number of drafts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 
-from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import depths
+from mtpctl.rollout.vllm.patches.drafter import TIMED_STEPS, DraftTimes
 from mtpctl.rollout.vllm.plugin import install
 
 COMPILED = """
@@ -29,9 +30,9 @@ class Layers(nn.Module):
 
 
 if sys.argv[1] == "patched":
-    from mtpctl.rollout.vllm.patches import depths
+    from mtpctl.rollout.vllm.patches.drafter import install_depths
 
-    depths.install()
+    install_depths()
 config = VllmConfig(compilation_config=CompilationConfig(mode=2, backend="eager"))
 drafter = DeepSeekMTP.__new__(DeepSeekMTP)
 nn.Module.__init__(drafter)
@@ -67,14 +68,65 @@ def test_each_depth_has_its_layer() -> None:
     assert compiled("patched") == "[10.0, 20.0, 30.0]"
 
 
-def test_mimos_drafter_runs_the_layer_that_it_is_asked_for() -> None:
+def test_mimo_drafter_runs_the_requested_layer() -> None:
     install()
     drafter = SimpleNamespace(model=lambda ids, positions, state, embedded, depth: (ids, positions, state, embedded, depth))
     assert MiMoMTP.forward(drafter, "ids", "positions", "state", None, "embedded", 2) == ("ids", "positions", "state", "embedded", 2)
 
 
-def test_a_drafter_that_takes_later_depths_by_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    install()
-    monkeypatch.delattr(MiMoMTP, "mtpctl_depths")
-    with pytest.raises(UpstreamMoved, match="takes later depths by itself"):
-        depths.install()
+CPU = torch.device("cpu")
+
+
+def draft(times: DraftTimes, drafts: int, seconds: float, monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU) -> None:
+    clock = iter([10.0, 10.0 + seconds])
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(clock))
+        times.begin(drafts, device)()
+
+
+def test_take_returns_medians_by_number_of_drafts_and_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = DraftTimes()
+    for seconds in (0.25, 0.5, 8.0):
+        draft(times, 1, seconds, monkeypatch)
+    draft(times, 3, 2.0, monkeypatch)
+    assert times.take() == {1: 0.5, 3: 2.0}
+    assert times.take() == {}
+
+
+def test_only_recent_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = DraftTimes()
+    for seconds in [1.0] * TIMED_STEPS + [2.0] * TIMED_STEPS:
+        draft(times, 1, seconds, monkeypatch)
+    assert times.take() == {1: 2.0}
+
+
+class Event:
+    """A CUDA event that has passed, or not."""
+
+    made: list[Event]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.passed = True
+        Event.made.append(self)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.passed
+        return 1.5
+
+
+def test_steps_that_the_gpu_has_not_finished_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    Event.made = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times = DraftTimes()
+    for _ in range(2):
+        times.begin(2, torch.device("cuda"))()
+    times.begin(1, torch.device("cuda"))()
+    Event.made[-1].passed = False
+    assert times.take() == {2: pytest.approx(0.0015)}

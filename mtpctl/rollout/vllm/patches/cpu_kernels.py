@@ -1,0 +1,179 @@
+"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, linear attention with short queries, experts with LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+# ---------------------------------------------------------------------------------------------------- rotary embeddings
+
+
+@cpu_patch
+def install_rotary() -> None:
+    """Fix rotary embeddings of queries `[tokens, heads, width]`, as latent attention passes them.
+
+    The CPU kernel expects `[tokens, heads * width]`. With a separate dimension for heads it counts one head, takes the stride between
+    heads for the stride between tokens, and rotates rows by the positions of other rows: DeepSeek's log-probs are off by 0.5 nats on
+    average. Such calls now use vLLM's own formula in PyTorch, and the result is written in place, as the kernel does. The CUDA kernel
+    reads the dimensions correctly.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    if not _misreads_heads():
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU kernel for rotary embeddings no longer shows the fault patched here; remove the patch")
+    upstream = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if query.dim() == 2 and (key is None or key.dim() == 2):
+            return upstream(self, positions, query, key)
+        rotated, rotated_key = self.forward_native(positions, query, key)
+        query.copy_(rotated)
+        if key is not None and rotated_key is not None:
+            key.copy_(rotated_key)
+        return query, key
+
+    assign(RotaryEmbedding, forward_cpu=forward_cpu)
+
+
+def _misreads_heads() -> bool:
+    """Whether the kernel returns another result for the same queries if heads have a separate dimension."""
+    from vllm import _custom_ops as ops
+
+    tokens, heads, width = 2, 2, 64
+    angles = torch.arange(tokens)[:, None] * torch.ones(width // 2)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    flat, split = torch.ones(tokens, heads * width), torch.ones(tokens, heads, width)
+    for query in (flat, split):
+        ops.rotary_embedding(torch.arange(tokens), query, torch.ones(tokens, width), width, table, False)
+    return not torch.allclose(flat, split.flatten(1))
+
+
+# ----------------------------------------------------------------------------------- linear attention with short queries
+
+
+@cpu_patch
+def install_short_queries() -> None:
+    """Fix the convolution state of linear attention for sequences with fewer drafts than the engine's maximum.
+
+    With speculation, vLLM keeps for each sequence a buffer of the last inputs of the causal convolution: `width - 2` inputs before the
+    current query, then the query's. The next step reads its history at the number of accepted tokens. A query of `state_len - width + 2`
+    tokens fills the buffer exactly. A shorter one (at the context limit, or after the number of drafts was reduced) must be stored at the
+    same column, but vLLM aligns it to the end of the buffer. The next step then reads inputs that are too old, and if the previous step
+    accepted more tokens than the query has, the copy fails and the engine dies. The CUDA kernel stores short queries correctly.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    upstream = gdn_attention._spec_forward
+
+    def spec_forward(
+        layer: Any,
+        metadata: GDNAttentionMetadata,
+        mixed_TD: Tensor,
+        b: Tensor,
+        a: Tensor,
+        conv_buffers: Tensor,
+        recurrent_states: Tensor,
+        width: int,
+        state_len: int,
+    ) -> Tensor:
+        bounds, slots, accepted = metadata.spec_query_start_loc, metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
+        assert bounds is not None and slots is not None and accepted is not None
+        sequences = metadata.num_spec_decodes
+        bounds, slots, accepted = bounds[: sequences + 1], slots[:sequences], accepted[:sequences]
+        lengths = bounds.diff().tolist()
+        if all(tokens == state_len - width + 2 for tokens in lengths):
+            return upstream(layer, metadata, mixed_TD, b, a, conv_buffers, recurrent_states, width, state_len)
+        # Padding sequences of no tokens have no state to read.
+        present = [index for index, tokens in enumerate(lengths) if tokens]
+        first_slots, accepted_before = slots[:, 0].tolist(), accepted.tolist()
+        convolved = convolve(
+            mixed_TD,
+            [lengths[index] for index in present],
+            [accepted_before[index] for index in present],
+            [conv_buffers[first_slots[index]] for index in present],
+            gdn_attention._unpacked_conv_weight(layer)[:, None],
+            layer.conv1d.bias,
+        )
+        heads = layer.rearrange_mixed_qkv(functional.silu(convolved) if layer.activation == "silu" else convolved)
+        query, key, value = (each.squeeze(0) for each in heads)
+        return ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            q=query,
+            k=key,
+            v=value,
+            a=a,
+            b=b,
+            initial_state_source=recurrent_states,
+            spec_state_indices=slots.int().contiguous(),
+            num_accepted_tokens=accepted.int().contiguous(),
+            cu_seqlens=bounds.int().contiguous(),
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    assign(gdn_attention, _spec_forward=spec_forward)
+
+
+def convolve(
+    inputs_TD: Tensor, lengths: list[int], accepted: list[int], buffers_NDS: list[Tensor], taps_D1W: Tensor, bias_D: Tensor | None
+) -> Tensor:
+    """Causal convolution of each sequence's query, without activation, and the update of its buffer in place.
+
+    Args:
+        inputs_TD: the queries of all sequences, one after another: T tokens, D channels.
+        lengths: tokens of each query, at least 1.
+        accepted: tokens of each sequence's previous step that were accepted, at least 1.
+        buffers_NDS: one buffer [D, S] per sequence.
+        taps_D1W: weights of the depthwise convolution over W inputs.
+        bias_D: bias, if the layer has one.
+
+    Returns:
+        [T, D]
+    """
+    width = taps_D1W.shape[-1]
+    outputs = []
+    for query_TD, tokens_before, buffer_DS in zip(inputs_TD.split(lengths), accepted, buffers_NDS, strict=True):
+        history_DW = buffer_DS[:, tokens_before - 1 : tokens_before + width - 2]
+        window = torch.cat([history_DW, query_TD.T.to(buffer_DS.dtype)], dim=1)
+        outputs.append(functional.conv1d(window[None], taps_D1W, bias_D, groups=len(window))[0].T)
+        buffer_DS[:, : window.shape[1] - 1] = window[:, 1:]
+    return torch.cat(outputs).to(inputs_TD.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ experts with LoRA
+
+
+@cpu_patch
+def install_experts() -> None:
+    """Select the CPU's own kernel for experts in an engine with LoRA.
+
+    With LoRA enabled, vLLM computes all experts by Triton kernels, even if the adapter does not target experts; a CPU has no Triton.
+    `engine_settings` names the target layers of the recipe, and a recipe that adapts experts on a CPU is rejected.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    upstream = getattr(method, "select_unquantized_moe_backend", None)
+    if upstream is None:
+        raise UpstreamMoved(f"{__name__}: {method.__name__}.select_unquantized_moe_backend is gone; find where the expert kernel is chosen")
+
+    @wraps(upstream)
+    def select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts] | None]:
+        return upstream(replace(moe_config, is_lora_enabled=False))  # type: ignore[no-any-return]
+
+    assign(method, select_unquantized_moe_backend=select)

