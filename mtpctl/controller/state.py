@@ -16,7 +16,6 @@ from mtpctl.checkpoint.finding import BUFFER, RUN, check, choose, newest
 from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import CursorState
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
@@ -24,6 +23,7 @@ from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from mtpctl.controller.copies import Copies
+    from mtpctl.controller.trainers import TrainerGroup
 
 Tell = Callable[[str], None]
 Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
