@@ -24,7 +24,7 @@ from mtpctl.errors import UserError
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig, parallel_fits
+from mtpctl.recipe.parallel import ParallelConfig, check_parallel
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import update_flops
 from mtpctl.trainer.config import EngineConfig
@@ -69,7 +69,7 @@ def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
     parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, dp=ep, sequence_parallel=tp > 1)
     if ep > 1 and not folder.shape.moe:
         raise UserError(f"--ep: {folder.shape.family} has no experts")
-    for complaint in parallel_fits(parallel, folder.shape, "train.parallel"):
+    for complaint in check_parallel(parallel, folder.shape, "train.parallel"):
         raise UserError("--" + complaint.removeprefix("train.parallel."))
     if torch.cuda.is_available() and torch.cuda.device_count() < parallel.world_size:
         raise UserError(f"--tp, --cp, --ep: {parallel.world_size} ranks, and this host has {torch.cuda.device_count()} cards")

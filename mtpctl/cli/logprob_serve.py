@@ -115,13 +115,13 @@ def _laid_out(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | No
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
     from mtpctl.recipe.model import hf_config
-    from mtpctl.recipe.parallel import parallel_fits
+    from mtpctl.recipe.parallel import check_parallel
 
     asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
     parallel = recipe.logprob.parallel.model_copy(update=asked)
     changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
     config = hf_config(recipe.model)
-    if config is not None and (wrong := next(iter(parallel_fits(parallel, shape_of(config), "logprob.parallel")), None)):
+    if config is not None and (wrong := next(iter(check_parallel(parallel, shape_of(config), "logprob.parallel")), None)):
         raise UserError(wrong)
     return recipe.model_copy(update={"logprob": recipe.logprob.model_copy(update=changes)})
 

@@ -26,7 +26,7 @@ from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.data import DataConfig
-from mtpctl.recipe.fields import Keys
+from mtpctl.recipe.fields import KeyPath
 from mtpctl.recipe.loading import dump_resolved, flatten
 from mtpctl.recipe.model import hf_config, path_in_full
 from mtpctl.recipe.rl import TeacherConfig
@@ -241,7 +241,7 @@ def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
             )
 
 
-def _drawn_from(tree: Mapping[str, object]) -> dict[Keys, object]:
+def _drawn_from(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     """The values of a resolved recipe that its random weights depend on, by key."""
     values = flatten(tree)
     found = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}

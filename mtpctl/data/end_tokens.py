@@ -188,7 +188,7 @@ def _generation_config(model: ModelConfig) -> Mapping[str, object]:
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: {file} cannot be read as JSON ({error}); fix it, or remove it") from error
     if not isinstance(fields, dict):
-        raise UserError(f"model.path: {file}:1: must hold an object")
+        raise UserError(f"model.path: {file}:1: must be a JSON object")
     return fields
 
 

@@ -18,8 +18,8 @@ from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, trainer_memory
 from mtpctl.plan.placement import engine_share
-from mtpctl.recipe.parallel import ParallelConfig, parallel_fits
-from mtpctl.recipe.rollout import heads_split
+from mtpctl.recipe.parallel import ParallelConfig, check_parallel
+from mtpctl.recipe.rollout import check_tp
 from mtpctl.recipe.schema import Recipe
 
 Rank = Literal["trainer_rank", "rollout_rank", "logprob_rank", "shared_card"]
@@ -270,14 +270,14 @@ def _splits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator
             update["sequence_parallel"] = True
         if name == "ep" and (parallel.dp * parallel.cp) % (2 * parallel.ep):
             update["dp"] = 2 * parallel.dp
-        if not list(parallel_fits(parallel.model_copy(update=update), shape, field)):
+        if not list(check_parallel(parallel.model_copy(update=update), shape, field)):
             yield {f"{field}.{key}": value for key, value in update.items()}
 
 
 def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     rollout = recipe.rollout
     changes: list[Change] = []
-    if not list(heads_split(2 * rollout.tp, shape)):
+    if not list(check_tp(2 * rollout.tp, shape)):
         changes.append({"rollout.tp": 2 * rollout.tp})
     if recipe.train.precision == "fp32" and rollout.dtype == "auto":
         changes.append({"rollout.dtype": "bf16"})

@@ -1,151 +1,141 @@
-"""The schema as a tree of keys with types and defaults: for lookups, for suggestions in messages, and for the reference page."""
+"""The schema as a tree of keys, and errors about keys and values: lookup, hints for unknown keys, and pydantic's errors in plain words."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, Tag
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from mtpctl.errors import MtpctlError, UserError, first_of
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
+from mtpctl.recipe.secrets import masked
 
-# Names that other frameworks have for keys of the recipe, so that a message about an unknown key can point to ours.
-
-_LR = ("train.rl.optimizer.lr", "train.sft.optimizer.lr")
-_BATCH = ("train.rl.prompts_per_step", "train.sft.batch_size")
-_CLIP_GRAD = ("train.rl.optimizer.clip_grad", "train.sft.optimizer.clip_grad")
-_WARMUP = ("train.rl.optimizer.warmup_steps", "train.sft.optimizer.warmup_steps")
-_STEPS = ("train.rl.steps", "train.sft.steps")
-_TP = ("train.parallel.tp", "rollout.tp", "logprob.parallel.tp")
-
-KEYS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr", "learning_rate", "actor_lr", "actor_learning_rate"), _LR),
-    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size", "num_prompts", "gen_batch_size"), _BATCH),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "grad_norm_clip"), _CLIP_GRAD),
-    **dict.fromkeys(("warmup", "lr_warmup_steps", "num_warmup_steps", "warmup_ratio"), _WARMUP),
-    **dict.fromkeys(("max_steps", "num_steps", "total_steps", "total_training_steps", "num_rollout"), _STEPS),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), _STEPS),
-    **dict.fromkeys(
-        ("n", "n_samples", "num_samples", "num_generations", "n_samples_per_prompt", "samples_per_prompt", "rollout_n", "group_n"),
-        ("train.rl.group_size",),
+OTHER_NAMES: Mapping[str, str] = {
+    "train.rl.optimizer.lr train.sft.optimizer.lr": "lr learning_rate actor_lr actor_learning_rate",
+    "train.rl.prompts_per_step train.sft.batch_size": (
+        "batch_size train_batch_size rollout_batch_size global_batch_size num_prompts gen_batch_size"
     ),
-    **dict.fromkeys(("ppo_epochs", "num_minibatches", "mini_batch_size", "ppo_mini_batch_size"), ("train.rl.minibatches",)),
-    **dict.fromkeys(
-        (
-            "micro_batch_size",
-            "per_device_train_batch_size",
-            "ppo_micro_batch_size_per_gpu",
-            "max_tokens_per_gpu",
-            "ppo_max_token_len_per_gpu",
-        ),
-        ("train.tokens_per_microbatch",),
+    "train.rl.optimizer.clip_grad train.sft.optimizer.clip_grad": (
+        "max_grad_norm grad_clip gradient_clipping clip_grad_norm grad_norm_clip"
     ),
-    **dict.fromkeys(("kl_beta", "beta", "kl_coeff", "kl_loss_coef", "kl_penalty", "init_kl_coef"), ("train.rl.kl_coef",)),
-    **dict.fromkeys(("entropy_coeff", "ent_coef", "entropy_bonus"), ("train.rl.entropy_coef",)),
-    **dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "clip_ratio_low", "epsilon", "eps_clip", "clip_eps"), ("train.rl.clip_low",)),
-    **dict.fromkeys(("clip_ratio_high", "epsilon_high", "eps_clip_high"), ("train.rl.clip_high",)),
-    **dict.fromkeys(("adv_estimator", "advantage_estimator"), ("train.rl.advantage",)),
-    **dict.fromkeys(("algorithm", "algo"), ("train.rl.preset",)),
-    **dict.fromkeys(("loss_agg_mode", "loss_type"), ("train.rl.aggregate",)),
-    **dict.fromkeys(
-        ("max_new_tokens", "max_response_length", "max_completion_length", "response_length", "generate_max_len"), ("rollout.max_tokens",)
+    "train.rl.optimizer.warmup_steps train.sft.optimizer.warmup_steps": "warmup lr_warmup_steps num_warmup_steps warmup_ratio",
+    "train.rl.steps train.sft.steps": (
+        "max_steps num_steps total_steps total_training_steps num_rollout epochs num_epochs num_train_epochs total_epochs"
     ),
-    **dict.fromkeys(("max_model_len", "max_seq_len", "max_length", "context_length", "max_position_embeddings"), ("rollout.context",)),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), _TP),
-    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), ("train.parallel.pp", "logprob.parallel.pp")),
-    **dict.fromkeys(("context_parallel_size", "cp_size"), ("train.parallel.cp",)),
-    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size", "ep_size"), ("train.parallel.ep",)),
-    **dict.fromkeys(("data_parallel_size", "dp_size"), ("train.parallel.dp",)),
-    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), ("rollout.gpu_memory",)),
-    **dict.fromkeys(("max_num_seqs", "max_running_requests"), ("rollout.max_in_flight",)),
-    **dict.fromkeys(("num_speculative_tokens", "speculative_num_steps", "draft_tokens"), ("rollout.speculation.num_tokens",)),
-    **dict.fromkeys(("num_engines", "num_rollout_engines", "vllm_num_engines"), ("rollout.replicas",)),
-    "stop_token_ids": ("rollout.stop_ids",),
-    "eos_token_id": ("rollout.end_ids",),
-    "eos_token_ids": ("rollout.end_ids",),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity"), ("train.recompute",)),
-    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), ("train.precision",)),
-    **dict.fromkeys(("lora_rank", "lora_r"), ("train.lora.rank",)),
-    "lora_alpha": ("train.lora.alpha",),
-    **dict.fromkeys(("target_modules", "lora_target_modules"), ("train.lora.targets",)),
-    **dict.fromkeys(("model_path", "model_name", "model_name_or_path", "pretrain", "hf_checkpoint"), ("model.path",)),
-    **dict.fromkeys(("dataset", "dataset_name", "train_files", "train_data", "prompt_data"), ("data.path",)),
-    **dict.fromkeys(("val_files", "eval_data", "test_files", "eval_dataset"), ("data.eval_path",)),
-    **dict.fromkeys(("reward_fn", "reward_func", "reward_funcs", "reward_function", "rm_type", "custom_rm_path"), ("reward.function",)),
-    **dict.fromkeys(("test_freq", "eval_freq", "eval_interval", "eval_steps"), ("train.eval_every",)),
-    **dict.fromkeys(("save_freq", "save_interval", "save_steps"), ("train.checkpoint_every",)),
-    **dict.fromkeys(("save_total_limit", "max_ckpt_to_keep", "max_actor_ckpt_to_keep"), ("train.keep_checkpoints",)),
-    **dict.fromkeys(("output_dir", "save_dir", "default_local_dir"), ("run_dir",)),
-    **dict.fromkeys(("experiment_name", "run_name", "exp_name"), ("name",)),
-    **dict.fromkeys(("project_name", "wandb_project"), ("telemetry.wandb",)),
-    **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node"), ("cluster.gpus_per_node",)),
+    "train.rl.group_size": "n n_samples num_samples num_generations n_samples_per_prompt samples_per_prompt rollout_n group_n",
+    "train.rl.minibatches": "ppo_epochs num_minibatches mini_batch_size ppo_mini_batch_size",
+    "train.tokens_per_microbatch": (
+        "micro_batch_size per_device_train_batch_size ppo_micro_batch_size_per_gpu max_tokens_per_gpu ppo_max_token_len_per_gpu"
+    ),
+    "train.rl.kl_coef": "kl_beta beta kl_coeff kl_loss_coef kl_penalty init_kl_coef",
+    "train.rl.entropy_coef": "entropy_coeff ent_coef entropy_bonus",
+    "train.rl.clip_low": "clip_range cliprange clip_ratio clip_ratio_low epsilon eps_clip clip_eps",
+    "train.rl.clip_high": "clip_ratio_high epsilon_high eps_clip_high",
+    "train.rl.advantage": "adv_estimator advantage_estimator",
+    "train.rl.preset": "algorithm algo",
+    "train.rl.aggregate": "loss_agg_mode loss_type",
+    "rollout.max_tokens": "max_new_tokens max_response_length max_completion_length response_length generate_max_len",
+    "rollout.context": "max_model_len max_seq_len max_length context_length max_position_embeddings",
+    "train.parallel.tp rollout.tp logprob.parallel.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
+    "train.parallel.pp logprob.parallel.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "train.parallel.cp": "context_parallel_size cp_size",
+    "train.parallel.ep": "expert_parallel_size expert_model_parallel_size ep_size",
+    "train.parallel.dp": "data_parallel_size dp_size",
+    "rollout.gpu_memory": "gpu_memory_utilization mem_fraction_static",
+    "rollout.max_in_flight": "max_num_seqs max_running_requests",
+    "rollout.speculation.num_tokens": "num_speculative_tokens speculative_num_steps draft_tokens",
+    "rollout.replicas": "num_engines num_rollout_engines vllm_num_engines",
+    "rollout.stop_ids": "stop_token_ids",
+    "rollout.end_ids": "eos_token_id eos_token_ids",
+    "train.recompute": "gradient_checkpointing activation_checkpointing recompute_granularity",
+    "train.precision": "bf16 fp16 mixed_precision",
+    "train.lora.rank": "lora_rank lora_r",
+    "train.lora.alpha": "lora_alpha",
+    "train.lora.targets": "target_modules lora_target_modules",
+    "model.path": "model_path model_name model_name_or_path pretrain hf_checkpoint",
+    "data.path": "dataset dataset_name train_files train_data prompt_data",
+    "data.eval_path": "val_files eval_data test_files eval_dataset",
+    "reward.function": "reward_fn reward_func reward_funcs reward_function rm_type custom_rm_path",
+    "train.eval_every": "test_freq eval_freq eval_interval eval_steps",
+    "train.checkpoint_every": "save_freq save_interval save_steps",
+    "train.keep_checkpoints": "save_total_limit max_ckpt_to_keep max_actor_ckpt_to_keep",
+    "run_dir": "output_dir save_dir default_local_dir",
+    "name": "experiment_name run_name exp_name",
+    "telemetry.wandb": "project_name wandb_project",
+    "cluster.gpus_per_node": "n_gpus_per_node num_gpus_per_node",
 }
-"""By a name elsewhere, the keys here that mean it, the most usual one first."""
+"""Names that other frameworks have for recipe keys, for hints about unknown keys. Of several recipe keys, the most common is first."""
+ALIASES: Mapping[str, tuple[str, ...]] = {name: tuple(keys.split()) for keys, names in OTHER_NAMES.items() for name in names.split()}
+"""Recipe keys by their names in other frameworks."""
 
 
-def ours(path: tuple[str, ...]) -> str | None:
-    """The key here for a name of another framework; of several, the one that has most of the path in common, or else the first."""
-    keys = KEYS.get(path[-1].lower(), ())
-    return max(keys, key=lambda key: _shared(tuple(key.split(".")), path), default=None)
+def from_alias(path: tuple[str, ...]) -> str | None:
+    """The recipe key for another framework's name: the one with the longest common path, or else the first."""
+
+    def common(key: str) -> int:
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(key.split("."), path, strict=False))))
+
+    return max(ALIASES.get(path[-1].lower(), ()), key=common, default=None)
 
 
-def _shared(key: tuple[str, ...], path: tuple[str, ...]) -> int:
-    """How many steps the two have in common from the top."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(key, path, strict=False))))
-
-
-Keys = tuple[str, ...]
+KeyPath = tuple[str, ...]
+Origins = dict[KeyPath, str]
+"""`FILE:LINE` or `--set`, by the path of a key."""
+Tree = dict[str, object]
+"""A recipe as parsed from YAML: scalars, lists and mappings."""
 _SCALARS: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the recipe. `models` are the sections below it: none for a value, several where a variant is chosen.
+    """One key of the recipe.
 
-    A key such as `rollout.replicas` may have a section or a value.
+    models: the sections below it: none for a value, several for a choice of variants. A key such as `rollout.replicas` may be a section or
+    a value.
     """
 
-    path: Keys
+    path: KeyPath
     field: FieldInfo
     models: tuple[type[BaseModel], ...]
 
     @property
     def dotted(self) -> str:
-        """The key as `--set` takes it: `train.rl.steps`."""
+        """The key as in `--set`: `train.rl.steps`."""
         return ".".join(self.path)
 
     @property
     def default(self) -> object:
-        """The value of the key where no file and no `--set` gives one."""
         return self.field.get_default(call_default_factory=True)
 
     @property
     def valued(self) -> bool:
-        """Whether the key may have a value that is no section."""
+        """Whether the key may have a value that is not a section."""
         parts = [part for part in _alternatives(self.field.annotation) if part is not type(None)]
         return len(parts) > len(self.models)
 
     @property
-    def forms(self) -> frozenset[str]:
-        """The names that pydantic's locations have for a section or a value at this key; empty where it can have one of them alone."""
+    def tags(self) -> frozenset[str]:
+        """The tags in pydantic's locations for a key that may be a section or a value; empty for other keys."""
         parts = get_args(self.field.annotation) if get_origin(self.field.annotation) in (Union, UnionType) else ()
         tags = [note for part in parts if get_origin(part) is Annotated for note in get_args(part)[1:] if isinstance(note, Tag)]
         return frozenset(tag.tag for tag in tags)
 
     @property
     def free(self) -> bool:
-        """Whether the value is a mapping of any keys (`model.config`, `rollout.engine_args`)."""
+        """Whether the value is a mapping with arbitrary keys (`model.config`, `rollout.engine_args`)."""
         return any((get_origin(part) or part) is dict for part in _alternatives(self.field.annotation))
 
 
 def _alternatives(annotation: object) -> tuple[object, ...]:
-    """The types of a union, or the one type, without `Annotated`."""
+    """The types of a union, or the single type, without `Annotated`."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -154,46 +144,37 @@ def _alternatives(annotation: object) -> tuple[object, ...]:
 
 
 def element(key: Key) -> type[BaseModel] | None:
-    """The section that stands below each name of the user's own in a mapping such as `evaluation.sets`; None for any other key."""
+    """The section below each user-defined name in a mapping such as `evaluation.sets`; None for other keys."""
     for part in _alternatives(key.field.annotation):
         if get_origin(part) is dict and isinstance(below := get_args(part)[1], type) and issubclass(below, BaseModel):
             return below
     return None
 
 
-def children(model: type[BaseModel], path: Keys = ()) -> dict[str, Key]:
-    """Keys of one section, by the name they have in YAML."""
+def children(model: type[BaseModel], path: KeyPath = ()) -> dict[str, Key]:
+    """The keys of one section, by their names in YAML."""
     return {name: Key((*path, name), field, models) for name, (field, models) in _fields(model).items()}
 
 
 @cache
 def _fields(model: type[BaseModel]) -> dict[str, tuple[FieldInfo, tuple[type[BaseModel], ...]]]:
-    """The fields of a section by their names in YAML, each with the sections that its type holds."""
-    found = {}
+    """The fields of a section by their names in YAML, each with the sections in its type."""
+    fields = {}
     for attribute, field in model.model_fields.items():
         models = tuple(part for part in _alternatives(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel))
-        found[field.alias or attribute] = (field, models)
-    return found
+        fields[field.alias or attribute] = (field, models)
+    return fields
 
 
-def variant(key: Key, value: object) -> tuple[type[BaseModel], ...]:
-    """The sections that may stand below `key` given the value it has: the one chosen, or all where the choice is not valid."""
-    if len(key.models) < 2:
-        return key.models
-    tag, default = DEFAULT_VARIANTS[key.path[-1]]
-    chosen = value.get(tag, default) if isinstance(value, Mapping) else default
-    return tuple(m for m in key.models if m.model_fields[tag].default == chosen) or key.models
-
-
-def walk(model: type[BaseModel] = Recipe, path: Keys = ()) -> Iterator[Key]:
-    """Every key, sections before what they hold. A key that several variants share comes once."""
-    seen: set[Keys] = set()
+def walk(model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[Key]:
+    """Every key, sections before their contents. A key that several variants share appears once."""
+    visited: set[KeyPath] = set()
     for key in children(model, path).values():
         yield key
         for below in key.models:
             for deeper in walk(below, key.path):
-                if deeper.path not in seen:
-                    seen.add(deeper.path)
+                if deeper.path not in visited:
+                    visited.add(deeper.path)
                     yield deeper
 
 
@@ -202,49 +183,49 @@ def dotted_keys() -> tuple[str, ...]:
     return tuple(key.dotted for key in walk())
 
 
-def find(path: Keys) -> Key | None:
-    """The key at `path`, None where there is none. Below a free mapping every path leads to that mapping's key."""
+def find(path: KeyPath) -> Key | None:
+    """The key at `path`; None if there is none. Any path below a free mapping leads to the mapping's key."""
     models: tuple[type[BaseModel], ...] = (Recipe,)
     key = None
     for depth, name in enumerate(path):
         if key is not None and key.free:
             return key
-        found = next((fields[name] for model in models if name in (fields := _fields(model))), None)
-        if found is None:
+        match = next((fields[name] for model in models if name in (fields := _fields(model))), None)
+        if match is None:
             return None
-        field, models = found
+        field, models = match
         key = Key(path[: depth + 1], field, models)
     return key
 
 
-def suggest(path: Keys, siblings: tuple[str, ...] = ()) -> str:
-    """What a message about an unknown key ends with: `; did you mean ...?`, searched first among its siblings, then
-    among the names that other frameworks have, then among all keys.
+def suggest(path: KeyPath, siblings: tuple[str, ...] = ()) -> str:
+    """The hint of an error about an unknown key, such as `; did you mean ...?`.
 
-    Where nothing is like it: the siblings' names, or an empty text without siblings. A key with its value stuck to it is told so.
+    Searches the siblings, then the names in other frameworks, then all keys. If nothing is similar, lists the siblings. Detects a missing
+    space after the colon.
     """
     prefix = ".".join(path[:-1])
     name, colon, value = path[-1].partition(":")
     if colon and name in siblings:
-        return f"; YAML wants a space behind the colon: {name}: {value}"
-    known = ours(path)
-    # A name of another framework's is no misspelling, unless it is one by a letter.
-    close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.85 if known else 0.7)
+        return f"; YAML needs a space after the colon: {name}: {value}"
+    alias = from_alias(path)
+    # A name of another framework is not a misspelling unless it differs by about one letter.
+    close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.85 if alias else 0.7)
     if close:
         return f"; did you mean {'.'.join((*path[:-1], close[0]))}?"
-    if known:
-        return f"; did you mean {known}?"
+    if alias:
+        return f"; did you mean {alias}?"
     dotted = ".".join(path)
-    like = [key for key in dotted_keys() if difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], path[-1]).ratio() >= 0.7]
-    same = [key for key in like if key.rsplit(".", 1)[-1] == path[-1]]
-    close = difflib.get_close_matches(dotted, same, n=1, cutoff=0.0) or difflib.get_close_matches(dotted, like, n=1, cutoff=0.6)
+    similar = [key for key in dotted_keys() if difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], path[-1]).ratio() >= 0.7]
+    equal = [key for key in similar if key.rsplit(".", 1)[-1] == path[-1]]
+    close = difflib.get_close_matches(dotted, equal, n=1, cutoff=0.0) or difflib.get_close_matches(dotted, similar, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]}?"
     return f"; keys of {prefix or 'a recipe'}: {', '.join(siblings)}" if siblings else ""
 
 
 def type_text(annotation: object) -> str:
-    """A type in words, for whoever writes YAML."""
+    """A type in words, for authors of YAML."""
     parts = []
     for part in _alternatives(annotation):
         origin = get_origin(part)
@@ -263,3 +244,90 @@ def type_text(annotation: object) -> str:
         else:
             parts.append(_SCALARS[part])
     return " | ".join(dict.fromkeys(parts))
+
+
+def user_error(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlError:
+    """The error for the first mistake, with its origin and key. Its notes report mistakes in other keys."""
+    mistakes: dict[KeyPath, UserError] = {}
+    for item in error.errors(include_url=False):
+        path = _yaml_path(item["loc"])
+        if item["type"] == "union_tag_invalid":
+            path = (*path, DEFAULT_VARIANTS[path[-1]][0])
+        elif item["type"] == "missing":  # of a list that is too short: every key has a default
+            path = path[:-1]
+        origin = origin_of(path, origins)
+        prefix = f"{origin}: " if origin else ""
+        mistakes.setdefault(path, UserError(masked(f"{prefix}{'.'.join(path)} {_sentence(item, path, tree)}")))
+    return first_of(list(mistakes.values()))
+
+
+def origin_of(path: KeyPath, origins: Origins) -> str | None:
+    """The origin of a key, or of the nearest section above it that has one."""
+    return next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
+
+
+def _yaml_path(location: Iterable[str | int]) -> KeyPath:
+    """The path of a pydantic location, without the tags of variants."""
+    path: KeyPath = ()
+    key: Key | None = None
+    models: tuple[type[BaseModel], ...] = (Recipe,)
+    free = False
+    for step in map(str, location):
+        if (len(models) > 1 and not any(step in children(m) for m in models)) or (key is not None and step in key.tags):
+            continue
+        path = (*path, step)
+        key = None if free else next((keys[step] for m in models if step in (keys := children(m, path[:-1]))), None)
+        free = free or key is None
+        models = key.models if key else ()
+    return path
+
+
+def _sentence(item: ErrorDetails, path: KeyPath, tree: Tree) -> str:
+    kind, got, limits = item["type"], item.get("input"), item.get("ctx", {})
+    shown = "null" if got is None else str(got).lower() if isinstance(got, bool) else repr(got)
+    match kind:
+        case "extra_forbidden" if path[0] not in DEFAULT_VARIANTS:
+            return f"is not a key of {'.'.join(path[:-1])}"
+        case "extra_forbidden":
+            tag, default = DEFAULT_VARIANTS[path[0]]
+            section = tree[path[0]]
+            return f"is not a key of {path[0]} with {tag}: {section.get(tag, default) if isinstance(section, dict) else default}"
+        case "literal_error":
+            return f"must be {limits['expected']}, got {shown}{_nearest(got, limits['expected'])}"
+        case "union_tag_invalid":
+            return f"must be one of {limits['expected_tags']}, got {limits['tag']!r}{_nearest(limits['tag'], limits['expected_tags'])}"
+        case "string_type":
+            return f"must be text, got {shown}" + (": put it in quotes" if isinstance(got, (int, float)) else "")
+        case "int_type" | "int_parsing" | "int_from_float":
+            return f"must be an integer, got {shown}"
+        case "float_type" | "float_parsing":
+            return f"must be a number, got {shown}"
+        case "finite_number":
+            return f"must be a finite number, got {shown}"
+        case "bool_type" | "bool_parsing":
+            return f"must be true or false, got {shown}"
+        case "greater_than":
+            return f"must be greater than {limits['gt']}, got {shown}"
+        case "greater_than_equal":
+            return f"must be at least {limits['ge']}, got {shown}"
+        case "less_than_equal":
+            return f"must be at most {limits['le']}, got {shown}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"must be a mapping of keys to values, got {shown}"
+        case "list_type" | "tuple_type":
+            return f"must be a list, got {shown}; write [{got}]"
+        case "missing" | "too_long" if (key := find(path)) is not None:
+            return f"must be a list of {type_text(key.field.annotation)}, got {shown}"
+        case "less_than":
+            return f"must be below {limits['lt']}, got {shown}"
+        case "string_too_short":
+            return "must not be empty"
+        case "string_pattern_mismatch":
+            return f"may contain only letters, digits, dots, dashes and underscores, got {shown}"
+    return f"{item['msg'].removeprefix('Value error, ').lower()}, got {shown}" if kind != "value_error" else str(limits["error"])
+
+
+def _nearest(got: object, expected: str) -> str:
+    choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
+    close = difflib.get_close_matches(str(got), choices, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

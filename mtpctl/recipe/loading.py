@@ -1,4 +1,4 @@
-"""Load a recipe from files, overlays and `--set`, and record where each of its values came from."""
+"""Load a recipe from files, overlays and `--set`, and record the origin of each value."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import cast
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
-from mtpctl.errors import MtpctlError, UserError, first_of
+from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.fields import Key, Keys, children, element, find, suggest, type_text, variant
+from mtpctl.recipe.fields import Key, KeyPath, Origins, Tree, children, element, find, origin_of, suggest, user_error
 from mtpctl.recipe.model import has_mtp_head, hf_config
 from mtpctl.recipe.presets import PRESETS
-from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
+from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.secrets import masked, secrets_in
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
-"""Folder of the recipes that come with mtpctl: inside the package in a wheel, beside the package in a checkout."""
+"""Folder of the recipes that ship with mtpctl: inside the package in a wheel, next to the package in a checkout."""
 
 FILES = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path")
-"""Keys that name a file. A `*` stands for any one key, for sections with names of the user's own."""
+"""Keys that name a file. `*` matches one user-defined key."""
 REFERENCES = (
     "reward.function",
     "evaluation.sets.*.reward.function",
@@ -37,21 +36,20 @@ REFERENCES = (
     "train.rl.loss",
     "train.rl.advantage",
 )
-"""Keys that may name something in a file, as FILE.py:NAME."""
+"""Keys that may name an object in a file, as FILE.py:NAME."""
 
 MODEL_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
-Origins = dict[Keys, str]
-"""`FILE:LINE` or `--set`, by the path of a key."""
-Tree = dict[str, object]
-"""A recipe as YAML has it: scalars, lists and mappings."""
+CPU_INFO = Path("/proc/cpuinfo")
+AMX = {"amx_tile", "amx_bf16"}
+"""CPU flags with which matrix products are faster in bf16 than in fp32. Without them they are 5 to 10 times slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A recipe, the origin of every value by dotted key (`default`, `preset NAME`, `FILE:LINE` or `--set`), and the files read.
+    """A recipe with the origin of every value by dotted key (`default`, `preset NAME`, `FILE:LINE` or `--set`), and its files.
 
-    `notes`: defaults that the model or this machine changed, a line each.
+    notes: one line for each default that depends on the model or on this machine.
     """
 
     recipe: Recipe
@@ -61,12 +59,13 @@ class Loaded:
 
 
 def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = ()) -> Loaded:
-    """Load a recipe by path or by name, lay `overlays` over it in order, then apply `sets`.
+    """Load a recipe by path or name, merge `overlays` into it in order, then apply `sets`.
 
-    Mappings merge key by key, everything else is replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which
-    appends to a list. Each value is checked here by itself; `checks.validate` checks them together.
+    Mappings merge key by key; other values are replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which appends to a list.
+    Values are checked one by one here; `checks.validate` checks combinations.
 
-    Raises UserError that names file and line, or the set, and what to write instead.
+    Raises:
+        UserError: with the file and line, or the set, and the fix.
     """
     tree: Tree = {}
     origins: Origins = {}
@@ -77,31 +76,31 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
         if not isinstance(value, dict):
             raise UserError(f"{source}:1: a recipe is a mapping of keys to values")
         lines = {tuple(map(str, path)): f"{source}:{line}" for path, line in document.lines.items()}
-        _refuse_unknown(value, Recipe, (), lines)
+        _reject_unknown(value, Recipe, (), lines)
         _merge(tree, value, (), lines, origins)
     for text in sets:
         _apply_set(tree, text, origins)
-    _find_files(tree, origins, [source.absolute().parent for source in sources])
+    _resolve_files(tree, origins, [source.absolute().parent for source in sources])
     for path, text in secrets_in(tree):
-        origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
+        origin = origin_of(path, origins)
         raise UserError(f"{origin}: {text}" if origin else text)
     try:
         checked = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise _explained(error, origins, tree) from error
-    found = _all_origins(checked, origins)
-    checked, notes = filled(checked, lambda key: found[key] != "default")
-    return Loaded(checked, found, tuple(sources), tuple(notes))
+        raise user_error(error, origins, tree) from error
+    all_origins = _all_origins(checked, origins)
+    checked, notes = with_model_defaults(checked, lambda key: all_origins[key] != "default")
+    return Loaded(checked, all_origins, tuple(sources), tuple(notes))
 
 
 def dump_resolved(recipe: Recipe) -> str:
-    """The recipe with every default written out, as YAML that loads back equal."""
+    """The recipe with all defaults, as YAML that loads as an equal recipe."""
     return yaml12.dump(recipe.model_dump(mode="json", by_alias=True))
 
 
-def flatten(tree: Mapping[str, object], path: Keys = ()) -> dict[Keys, object]:
-    """The values of a tree by their paths. Lists and empty mappings count as values."""
-    flat: dict[Keys, object] = {}
+def flatten(tree: Mapping[str, object], path: KeyPath = ()) -> dict[KeyPath, object]:
+    """The values of a tree by path. Lists and empty mappings count as values."""
+    flat: dict[KeyPath, object] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             flat.update(flatten(value, (*path, name)))
@@ -111,7 +110,7 @@ def flatten(tree: Mapping[str, object], path: Keys = ()) -> dict[Keys, object]:
 
 
 def locate(name: str | Path) -> Path:
-    """The file of a recipe or an overlay that comes with mtpctl. Raises UserError for a name that is neither."""
+    """The file of a recipe or overlay that ships with mtpctl. Raises UserError for an unknown name."""
     overlay = RECIPES / "overlays" / f"{name}.yaml"
     return overlay if overlay.is_file() else _locate(name, RECIPES, "recipe")
 
@@ -121,28 +120,25 @@ def available(folder: Path = RECIPES) -> list[Path]:
     return sorted(folder.glob("*.yaml"))
 
 
-# --------------------------------------------------------------------------------------------------------- reading
-
-
-def _locate(name: str | Path, folder: Path, what: str) -> Path:
-    given = Path(name).expanduser()
-    if given.suffix in MODEL_FILES:
-        raise UserError(f"{name} is a model's file, not a {what}; name a {what}, and the model's folder by --set model.path=FOLDER")
-    if given.is_file():
-        return given
+def _locate(name: str | Path, folder: Path, kind: str) -> Path:
+    path = Path(name).expanduser()
+    if path.suffix in MODEL_FILES:
+        raise UserError(f"{name} is a model file, not a {kind}; name a {kind}, and pass the model's folder as --set model.path=FOLDER")
+    if path.is_file():
+        return path
     known = folder / f"{name}.yaml"
-    if given.name == str(name) and known.is_file():
+    if path.name == str(name) and known.is_file():
         return known
-    if given.is_dir():
-        raise UserError(f"{name} is a folder, not a {what} file")
+    if path.is_dir():
+        raise UserError(f"{name} is a folder, not a {kind} file")
     names = [path.stem for path in available(folder)]
-    close = difflib.get_close_matches(given.stem, names, n=1)
+    close = difflib.get_close_matches(path.stem, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known names: {', '.join(names) or 'none'}"
-    raise UserError(f"there is no {what} {str(name)!r}; {hint}")
+    raise UserError(f"there is no {kind} {str(name)!r}; {hint}")
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises UserError if it cannot be read, or is not UTF-8."""
+    """The text of a file. Raises UserError if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -151,35 +147,32 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-# --------------------------------------------------------------------------------------------------------- merging
-
-
-def _refuse_unknown(tree: Mapping[str, object], model: type[BaseModel], path: Keys, lines: Mapping[Keys, str]) -> None:
-    known = children(model, path)
+def _reject_unknown(tree: Mapping[str, object], model: type[BaseModel], path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
+    keys = children(model, path)
     for name, value in tree.items():
         here = (*path, name)
-        if name not in known:
-            raise UserError(f"{lines[here]}: {'.'.join(here)} is not a key{suggest(here, tuple(known))}")
-        if isinstance(value, Mapping) and known[name].models:
-            # Which variant holds is known only after merging: here a key of any of them will do.
-            _refuse_unknown_below(value, known[name], here, lines)
-        elif isinstance(value, Mapping) and (below := element(known[name])) is not None:
+        if name not in keys:
+            raise UserError(f"{lines[here]}: {'.'.join(here)} is not a key{suggest(here, tuple(keys))}")
+        if isinstance(value, Mapping) and keys[name].models:
+            # The variant is only known after merging: keys of all variants are accepted here.
+            _reject_unknown_below(value, keys[name], here, lines)
+        elif isinstance(value, Mapping) and (below := element(keys[name])) is not None:
             for own, inner in value.items():
                 if isinstance(inner, Mapping):
-                    _refuse_unknown(inner, below, (*here, own), lines)
+                    _reject_unknown(inner, below, (*here, own), lines)
 
 
-def _refuse_unknown_below(tree: Mapping[str, object], key: Key, path: Keys, lines: Mapping[Keys, str]) -> None:
+def _reject_unknown_below(tree: Mapping[str, object], key: Key, path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
     names = {name: model for model in reversed(key.models) for name in children(model)}
     for name in tree:
         if name not in names:
             raise UserError(f"{lines[(*path, name)]}: {'.'.join((*path, name))} is not a key{suggest((*path, name), tuple(names))}")
     for model in dict.fromkeys(names.values()):
-        _refuse_unknown({name: value for name, value in tree.items() if names[name] is model}, model, path, lines)
+        _reject_unknown({name: value for name, value in tree.items() if names[name] is model}, model, path, lines)
 
 
-def _merge(tree: Tree, over: Mapping[str, object], path: Keys, lines: Mapping[Keys, str], origins: Origins) -> None:
-    for name, value in over.items():
+def _merge(tree: Tree, overlay: Mapping[str, object], path: KeyPath, lines: Mapping[KeyPath, str], origins: Origins) -> None:
+    for name, value in overlay.items():
         here, below = (*path, name), tree.get(name)
         if isinstance(value, Mapping) and isinstance(below, dict):
             _merge(below, value, here, lines, origins)
@@ -191,7 +184,7 @@ def _merge(tree: Tree, over: Mapping[str, object], path: Keys, lines: Mapping[Ke
             origins.update({(*here, *leaf): lines[(*here, *leaf)] for leaf in leaves})
 
 
-def _forget(origins: Origins, path: Keys) -> None:
+def _forget(origins: Origins, path: KeyPath) -> None:
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
 
@@ -214,7 +207,7 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
         value = _appended(tree, path, key, value, text)
     elif isinstance(value, dict) and key.models:
         below = [(*path, *leaf[:depth]) for leaf in flatten(value) for depth in range(1, len(leaf) + 1)]
-        _refuse_unknown_below(value, key, path, dict.fromkeys(below, f"--set {text}"))
+        _reject_unknown_below(value, key, path, dict.fromkeys(below, f"--set {text}"))
     at = tree
     for step in path[:-1]:
         inner = at.get(step)
@@ -227,7 +220,7 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     origins.update({(*path, *leaf): "--set" for leaf in flatten(value)} if isinstance(value, dict) else {})
 
 
-def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> list[object]:
+def _appended(tree: Tree, path: KeyPath, key: Key, value: object, text: str) -> list[object]:
     current: object = tree
     for step in path:
         current = current.get(step) if isinstance(current, Mapping) else None
@@ -238,159 +231,59 @@ def _appended(tree: Tree, path: Keys, key: Key, value: object, text: str) -> lis
     return [*(current or []), *(value if isinstance(value, list) else [value])]
 
 
-# ----------------------------------------------------------------------------------------------------------- files
-
-
-def _find_files(tree: Tree, origins: Origins, beside: Sequence[Path]) -> None:
+def _resolve_files(tree: Tree, origins: Origins, set_folders: Sequence[Path]) -> None:
     """Make paths absolute, so that a run can be resumed from another working directory.
 
-    A relative path is looked for in the working directory, and after that in the folder of the recipe file that names it, or for `--set` in
-    the folders `beside`, those of the recipe and its overlays. A path that is in none of them is not changed: it is a module or a hub
-    id, or the recipe's checks report it.
+    A relative path is looked up in the working directory, then in the folder of the recipe file that contains it, or for `--set` in
+    `set_folders`: the folders of the recipe and its overlays. Other paths are not changed: they are modules or hub ids, or the recipe's
+    checks report them.
     """
     for keys, value in flatten(tree).items():
         if not isinstance(value, str):
             continue
-        if _named(keys, FILES):
+        if _matches(keys, FILES):
             source, colon, name = value, "", ""
-        elif _named(keys, REFERENCES) and ".py:" in value:
+        elif _matches(keys, REFERENCES) and ".py:" in value:
             source, colon, name = value.rpartition(":")
         else:
             continue
         origin = origins.get(keys, "--set")
-        folders = [Path.cwd(), *(beside if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
-        given = Path(source).expanduser()
-        if (found := next((folder / given for folder in folders if (folder / given).exists()), None)) is not None:
+        folders = [Path.cwd(), *(set_folders if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
+        relative = Path(source).expanduser()
+        if (file := next((folder / relative for folder in folders if (folder / relative).exists()), None)) is not None:
             at = tree
             for step in keys[:-1]:
                 at = cast(Tree, at[step])
-            at[keys[-1]] = f"{found}{colon}{name}"
+            at[keys[-1]] = f"{file}{colon}{name}"
 
 
-def _named(keys: Keys, patterns: Iterable[str]) -> bool:
+def _matches(keys: KeyPath, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(".".join(keys), pattern) for pattern in patterns)
 
 
-# ---------------------------------------------------------------------------------------------- origins and messages
-
-
 def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
-    found = {}
+    """The origin of every key of the recipe, defaults included."""
+    all_origins = {}
     if recipe.data.checker is not None and ("reward", "function") not in origins:
         origins = {**origins, ("reward", "function"): origins["data", "checker"]}
     preset = recipe.train.rl.preset
     by_preset = {("train", "rl", *path) for path in flatten(PRESETS[preset])} if preset else set()
     for path in flatten(recipe.model_dump(mode="json", by_alias=True)):
-        near = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
-        unsaid = f"preset {preset}" if path in by_preset else "default"
-        found[".".join(path)] = near if near and (path in origins or _inside_value(path, origins)) else unsaid
-    return found
+        origin = origin_of(path, origins)
+        default = f"preset {preset}" if path in by_preset else "default"
+        all_origins[".".join(path)] = origin if origin and (path in origins or _inside_value(path, origins)) else default
+    return all_origins
 
 
-def _inside_value(path: Keys, origins: Origins) -> bool:
+def _inside_value(path: KeyPath, origins: Origins) -> bool:
     key = find(path)
     return key is not None and key.free and key.path in origins
 
 
-def _explained(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlError:
-    """An error of the first mistake: its origin, its key and what is wrong. Its notes say the same of further keys."""
-    mistakes: dict[Keys, UserError] = {}
-    for item in error.errors(include_url=False):
-        path = _yaml_path(item["loc"], tree)
-        if item["type"] == "union_tag_invalid":
-            path = (*path, DEFAULT_VARIANTS[path[-1]][0])
-        elif item["type"] == "missing":  # of a list that is too short: every key has a default
-            path = path[:-1]
-        origin = next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
-        said = f"{origin}: " if origin else ""
-        mistakes.setdefault(path, UserError(masked(f"{said}{'.'.join(path)} {_sentence(item, path, tree)}")))
-    return first_of(list(mistakes.values()))
+def with_model_defaults(recipe: Recipe, is_set: Callable[[str], bool]) -> tuple[Recipe, list[str]]:
+    """The recipe with defaults that depend on the model and the machine, and one note for each of them.
 
-
-def _yaml_path(loc: Iterable[str | int], tree: Tree) -> Keys:
-    """The path of pydantic's location `loc`, without the names of variants and of forms."""
-    path: Keys = ()
-    key: Key | None = None
-    models: tuple[type[BaseModel], ...] = (Recipe,)
-    value: object = tree
-    free = False
-    for step in map(str, loc):
-        if len(models) > 1 and not any(step in children(m) for m in models):
-            continue
-        if key is not None and step in key.forms:
-            continue
-        path = (*path, step)
-        key = None if free else next((found[step] for m in models if step in (found := children(m, path[:-1]))), None)
-        value = value.get(step) if isinstance(value, Mapping) else None
-        free = free or key is None
-        models = variant(key, value) if key else ()
-        if key and len(key.models) > 1:
-            models = key.models
-    return path
-
-
-def _sentence(item: ErrorDetails, path: Keys, tree: Tree) -> str:
-    kind, got, limits = item["type"], item.get("input"), item.get("ctx", {})
-    shown = "null" if got is None else str(got).lower() if isinstance(got, bool) else repr(got)
-    match kind:
-        case "extra_forbidden" if path[0] not in DEFAULT_VARIANTS:
-            return f"is not a key of {'.'.join(path[:-1])}"
-        case "extra_forbidden":
-            tag, default = DEFAULT_VARIANTS[path[0]]
-            section = tree[path[0]]
-            return f"is not a key of {path[0]} with {tag}: {section.get(tag, default) if isinstance(section, dict) else default}"
-        case "literal_error":
-            return f"must be {limits['expected']}, got {shown}{_nearest(got, limits['expected'])}"
-        case "union_tag_invalid":
-            return f"must be one of {limits['expected_tags']}, got {limits['tag']!r}{_nearest(limits['tag'], limits['expected_tags'])}"
-        case "string_type":
-            return f"must be text, got {shown}" + (": put it in quotes" if isinstance(got, (int, float)) else "")
-        case "int_type" | "int_parsing" | "int_from_float":
-            return f"must be an integer, got {shown}"
-        case "float_type" | "float_parsing":
-            return f"must be a number, got {shown}"
-        case "finite_number":
-            return f"must be a finite number, got {shown}"
-        case "bool_type" | "bool_parsing":
-            return f"must be true or false, got {shown}"
-        case "greater_than":
-            return f"must be greater than {limits['gt']}, got {shown}"
-        case "greater_than_equal":
-            return f"must be at least {limits['ge']}, got {shown}"
-        case "less_than_equal":
-            return f"must be at most {limits['le']}, got {shown}"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be a mapping of keys to values, got {shown}"
-        case "list_type" | "tuple_type":
-            return f"must be a list, got {shown}; write [{got}]"
-        case "missing" | "too_long" if (key := find(path)) is not None:
-            return f"must be a list of {type_text(key.field.annotation)}, got {shown}"
-        case "less_than":
-            return f"must be below {limits['lt']}, got {shown}"
-        case "string_too_short":
-            return "must not be empty"
-        case "string_pattern_mismatch":
-            return f"may hold letters, digits, dots, dashes and underscores only, got {shown}"
-    return f"{item['msg'].removeprefix('Value error, ').lower()}, got {shown}" if kind != "value_error" else str(limits["error"])
-
-
-def _nearest(got: object, expected: str) -> str:
-    choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
-    close = difflib.get_close_matches(str(got), choices, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-# Defaults that depend on the model and the machine. They are filled in when a recipe is loaded, unless the recipe sets the value.
-
-CPU_INFO = Path("/proc/cpuinfo")
-AMX = {"amx_tile", "amx_bf16"}
-"""CPU flags with which matrix products are faster in bf16 than in fp32. Without them they are 5 to 10 times slower."""
-
-
-def filled(recipe: Recipe, given: Callable[[str], bool]) -> tuple[Recipe, list[str]]:
-    """The recipe with these defaults, and a line for each that differs from the schema's.
-
-    given: whether the recipe sets a dotted key. Unreadable models are reported by the recipe's checks.
+    is_set: whether the recipe sets a dotted key. An unreadable model is reported by the recipe's checks.
     """
     try:
         config = hf_config(recipe.model, fetch=False)
@@ -398,34 +291,34 @@ def filled(recipe: Recipe, given: Callable[[str], bool]) -> tuple[Recipe, list[s
     except UserError:
         return recipe, []
     notes: list[str] = []
-    recipe = _without_head(recipe, shape, given, notes)
-    return _in_precision(recipe, shape, given, notes), notes
+    recipe = _without_head(recipe, shape, is_set, notes)
+    return _with_precision(recipe, shape, is_set, notes), notes
 
 
-def _without_head(recipe: Recipe, shape: ModelShape | None, given: Callable[[str], bool], notes: list[str]) -> Recipe:
-    """If there is no MTP head, turn speculation and MTP training off."""
-    drafts = "rollout.speculation.num_tokens"
+def _without_head(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[str], bool], notes: list[str]) -> Recipe:
+    """Disable speculation and MTP training if there is no MTP head."""
+    key = "rollout.speculation.num_tokens"
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
-    if headless and not given("mtp.mode"):
+    if headless and not is_set("mtp.mode"):
         recipe = recipe.model_copy(update={"mtp": recipe.mtp.model_copy(update={"mode": "off"})})
-    if (headless or recipe.mtp.mode == "off") and recipe.rollout.speculation.num_tokens and not given(drafts):
+    if (headless or recipe.mtp.mode == "off") and recipe.rollout.speculation.num_tokens and not is_set(key):
         speculation = recipe.rollout.speculation.model_copy(update={"num_tokens": 0})
         recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"speculation": speculation})})
-        notes.append(f"{drafts}: 0, because {'the model has no MTP head' if headless else 'mtp.mode is off'}: speculation is off")
+        notes.append(f"{key}: 0, because {'the model has no MTP head' if headless else 'mtp.mode is off'}: speculation is off")
     return recipe
 
 
-def _in_precision(recipe: Recipe, shape: ModelShape | None, given: Callable[[str], bool], notes: list[str]) -> Recipe:
-    """bf16 on a card, on a CPU with AMX, and for linear attention, which vLLM computes on a CPU in bf16 alone; else fp32."""
+def _with_precision(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[str], bool], notes: list[str]) -> Recipe:
+    """Set fp32 on a CPU without AMX, except for linear attention, which vLLM supports on a CPU only in bf16."""
     linear = shape is not None and "linear_attention" in shape.layer_kinds
-    if given("train.precision") or recipe.device == "cuda" or linear or has_amx():
+    if is_set("train.precision") or recipe.device == "cuda" or linear or has_amx():
         return recipe
     notes.append("train.precision: fp32, because this CPU has no AMX, without which bf16 is slower")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "fp32"})})
 
 
 def has_amx() -> bool:
-    """Whether this machine's CPU multiplies matrices of bf16 by AMX."""
+    """Whether this machine's CPU has AMX for bf16."""
     try:
         flags = next((line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
     except OSError:

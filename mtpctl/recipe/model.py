@@ -1,4 +1,4 @@
-"""The sections `model` and `mtp`: the model to train, and how its MTP layers are trained."""
+"""The sections `model` and `mtp`: the model to train, its folder and config, and the training of its MTP layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -16,41 +16,44 @@ from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.section import Complaints, Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
 
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""The names of the precisions in torch and in the engines."""
+"""Names of the precisions in torch and in the engines."""
 BYTE_VOCAB_SIZE = 259
-"""Ids of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
+"""Vocabulary of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
 
 
 class ModelConfig(Section):
     path: HomePath | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
-    init: Literal["weights", "random"] = Field("weights", description="weights: load them; random: draw them from the seed.")
+    init: Literal["weights", "random"] = Field("weights", description="weights: load them; random: initialize them from the seed.")
     config: dict[str, object] | None = Field(
-        None, description="Hugging Face config.json fields, inline: a new model of this shape is made in the run directory."
+        None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
     )
-    tokenizer: HomePath | None = Field(None, description="Tokenizer folder, or `bytes`; default: the one beside the model.")
+    tokenizer: HomePath | None = Field(None, description="Tokenizer folder, hub id, or `bytes`; default: the model's own tokenizer.")
 
     @property
     def drawn(self) -> bool:
-        """Whether a run draws its first weights from its seed; they are then written into its directory."""
+        """Whether the run initializes its weights from the seed and writes them into its directory."""
         return self.config is not None or self.init == "random"
 
 
 class MtpConfig(Section):
     mode: Literal["off", "load", "joint", "isolated"] = Field(
         "isolated",
-        description="off: no MTP layers; load: loaded and exported, not trained; joint: trained, and their loss also updates the trunk; "
+        description="off: no MTP layers; load: loaded and exported, but frozen; joint: trained, and their loss also updates the trunk; "
         "isolated: trained, and their loss updates neither trunk, embedding nor LM head.",
     )
     loss: Literal["ce", "soft_ce", "kl", "tv"] = Field(
         "ce",
-        description="What each MTP depth learns: ce: the sampled token; the trunk's own distribution of that token by cross-entropy "
-        "(soft_ce), by KL divergence (kl) or by total variation (tv), the share of probabilistic drafts that would be turned down.",
+        description="Target of each MTP depth. ce: the sampled token; the others: the trunk's distribution, by cross-entropy (soft_ce), KL "
+        "divergence (kl) or total variation (tv), the share of probabilistic drafts that would be rejected.",
     )
-    loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; the rest of 1 is the weight of ce beside it.")
-    loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss in the sum with the main loss.")
-    clip_grad: NonNegativeFloat = Field(1.0, description="Largest gradient norm of the MTP layers, beyond which it is clipped; 0: never.")
-    repeat: PositiveInt = Field(1, description="MTP depths that are trained by applying the one MTP layer repeatedly.")
+    loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; ce has the weight 1 - loss_mix.")
+    loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss relative to the main loss.")
+    clip_grad: NonNegativeFloat = Field(1.0, description="Maximum gradient norm of the MTP layers; 0: no clipping.")
+    repeat: PositiveInt = Field(1, description="MTP depths that share one MTP layer, which is applied repeatedly.")
 
     @property
     def trains(self) -> bool:
@@ -58,31 +61,64 @@ class MtpConfig(Section):
         return self.mode in ("joint", "isolated")
 
 
-# Find a recipe's model: its folder, and its config.json fields.
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_MOST_HEADER = 100_000_000
-"""Bytes of a file's header that are read at most; the safetensors library has the same bound."""
+_MAX_HEADER = 100_000_000
+"""Maximum size of a safetensors header in bytes, as in the safetensors library."""
 
 
-def model_fits(model: ModelConfig) -> Complaints:
-    """Refuse folders without weights, and tokenizers that are missing. Raises what `model_folder` raises."""
+def check_model(model: ModelConfig) -> Complaints:
+    """Folders without weights, and missing tokenizers. Raises UserError as `model_folder` does."""
     folder = model_folder(model)
     if folder is not None and model.init == "weights" and not has_weights(folder):
-        yield f"model.path: {folder} holds no weights (*.safetensors); give a folder that does, or set model.init: random"
+        yield f"model.path: {folder} has no weights (*.safetensors); name a folder with weights, or set model.init: random"
     if model.config is not None and model.tokenizer is None:
-        yield "model.tokenizer: a model made from model.config has none beside it; write `bytes`, or a tokenizer folder"
-    named = model.tokenizer
-    if named and named != "bytes" and not Path(named).is_dir() and not TOKENIZER_ID.fullmatch(named):
-        yield f"model.tokenizer: there is no folder {named}; give a folder with a tokenizer, a hub id, or `bytes`"
+        yield "model.tokenizer: a model from model.config has no tokenizer; set `bytes`, or a tokenizer folder"
+    name = model.tokenizer
+    if name and name != "bytes" and not Path(name).is_dir() and not TOKENIZER_ID.fullmatch(name):
+        yield f"model.tokenizer: there is no folder {name}; name a folder with a tokenizer, a hub id, or `bytes`"
+
+
+def check_byte_tokenizer(model: ModelConfig, shape: ModelShape | None) -> Complaints:
+    """A vocabulary that is too small for the byte tokenizer."""
+    if model.tokenizer == "bytes" and shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
+        yield f"model.config.vocab_size: {shape.vocab} is too small for the {BYTE_VOCAB_SIZE} ids of the byte tokenizer"
+
+
+def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
+    """MTP training and speculation that the model's MTP layers do not support."""
+    k = recipe.rollout.speculation.num_tokens
+    headless = shape is not None and not has_mtp_head(recipe.model, shape)
+    if headless and recipe.mtp.mode != "off":
+        yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
+    if headless and k:
+        yield f"rollout.speculation.num_tokens: {k} needs an MTP head, but the model has none; leave it out, or set it to 0"
+    elif recipe.mtp.mode == "off" and k:
+        yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
+    layers = 0 if shape is None else shape.mtp_layers
+    if layers <= 1:
+        return
+    if recipe.mtp.repeat > 1:
+        yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, but the model has {layers}; set it to 1"
+    if recipe.rollout.engine != "vllm":
+        return
+    if k > 1 and recipe.device == "cpu":
+        yield (
+            f"rollout.speculation.num_tokens: {k}, but vLLM on a CPU drafts every token with the first of the model's {layers} MTP layers; "
+            "set it to 1"
+        )
+    elif k > layers:
+        yield (
+            f"rollout.speculation.num_tokens: {k}, but after the model's {layers} MTP layers vLLM starts over with the first, which is "
+            f"not trained for that depth; set it to {layers} or less"
+        )
 
 
 def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
-    """The folder that `model.path` names, which errors call `field`; None for a hub id or an inline config.
+    """The folder of `model.path`; None for a hub id or an inline config. `field` names the path in errors.
 
-    Raises UserError where the path is neither a folder nor shaped like a hub id.
+    Raises UserError if the path is neither a folder nor has the form of a hub id.
     """
     if model.path is None:
         return None
@@ -95,11 +131,11 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
         raise UserError(f"{field}: there is no file {folder}, and GGUF files are not supported; name a Hugging Face folder or a hub id")
     if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():
         return None
-    raise UserError(f"{field}: there is no folder {model.path}; give a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
+    raise UserError(f"{field}: there is no folder {model.path}; name a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
 
 
 def _file_hint(file: Path) -> str:
-    """The problem with a file in place of a folder, and the fix."""
+    """The error and fix for a file instead of a folder."""
     if file.suffix != ".gguf":
         return f"{file} is a file; name its folder, which must have a config.json"
     return (
@@ -109,7 +145,7 @@ def _file_hint(file: Path) -> str:
 
 
 def has_mtp_head(model: ModelConfig, shape: ModelShape) -> bool:
-    """Whether the model has MTP layers, named by its config or, in a folder, by its weights alone."""
+    """Whether the model has MTP layers, according to its config or to the weights in its folder."""
     if shape.mtp_layers or model.drawn or model.path is None or not (folder := Path(model.path)).is_dir():
         return bool(shape.mtp_layers)
     family = next(family for family in FAMILIES if family.name == shape.family)
@@ -120,21 +156,24 @@ def has_mtp_head(model: ModelConfig, shape: ModelShape) -> bool:
 
 
 def path_in_full(path: str | None) -> str | None:
-    """The absolute path of a folder, so that two spellings of one compare equal; a hub id is returned as it is."""
+    """The absolute path of a folder, for comparison; a hub id is returned unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
 def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.path") -> dict[str, object] | None:
-    """The config.json fields of the recipe's model: inline, from its folder, from `families.hub`, or from the hub.
+    """The config.json fields of the recipe's model: inline, from its folder, from `families.configs`, or from the hub.
 
-    With `fetch=False` the hub is not asked, and the result is None for a hub model that `families.hub` does not know. `field`: what errors
-    call the path.
-    Raises UserError for a recipe without a model and a folder without a usable config.json, EnvironmentMissing for a hub that does not
-    answer.
+    Args:
+        fetch: if false, the hub is not contacted; returns None for a hub model that is not in `families.configs`.
+        field: the name of the path in errors.
+
+    Raises:
+        UserError: for a recipe without a model, or a folder without a usable config.json.
+        EnvironmentMissing: if the hub does not respond.
     """
     if (model.config is None) == (model.path is None):
-        said = "both are given" if model.path else "neither is given"
-        raise UserError(f"model: {said}; set model.path to a folder or hub id, or model.config to the fields of a new model")
+        reason = "both are set" if model.path else "neither is set"
+        raise UserError(f"model: {reason}; set model.path to a folder or hub id, or model.config to the fields of a new model")
     if model.config is not None:
         return dict(model.config)
     folder = model_folder(model, field)
@@ -147,7 +186,7 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
 
 
 def cached_file(path: str, name: str) -> Path | None:
-    """A file of a model or tokenizer: in the folder `path`, or for a hub id in the hub's cache. None if it is not on this machine."""
+    """A file of a model or tokenizer, in the folder `path` or in the hub's cache; None if it is not on this machine."""
     if Path(path).is_dir():
         return file if (file := Path(path) / name).is_file() else None
     if not TOKENIZER_ID.fullmatch(path):
@@ -159,12 +198,12 @@ def cached_file(path: str, name: str) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder holds weight files."""
+    """Whether a model folder has weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors files. Unreadable files are left out here; loading the weights reports them."""
+    """Names of the tensors in a folder's safetensors files. Unreadable files are skipped; loading the weights reports them."""
     names: set[str] = set()
     for index in folder.glob("*.safetensors.index.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -172,7 +211,7 @@ def tensor_names(folder: Path) -> set[str]:
     if not names:
         for file in folder.glob("*.safetensors"):
             with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
-                names.update(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MOST_HEADER))))
+                names.update(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER))))
     return names
 
 
@@ -180,13 +219,13 @@ def _read(path: Path, field: str) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{field}: {path.parent} holds no config.json; give a Hugging Face model folder") from error
+        raise UserError(f"{field}: {path.parent} has no config.json; name a Hugging Face model folder") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{field}: {path} cannot be read: {error}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{field}: {path}:{error.lineno}: not valid JSON: {error.msg}") from error
     if not isinstance(config, dict):
-        raise UserError(f"{field}: {path}:1: must hold an object")
+        raise UserError(f"{field}: {path}:1: must be a JSON object")
     return config
 
 
@@ -198,4 +237,4 @@ def _fetch(hub_id: str, field: str) -> dict[str, object]:
         return _read(Path(hf_hub_download(hub_id, "config.json")), field)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had from the hub ({reason})") from error
+        raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be downloaded from the hub ({reason})") from error

@@ -1,17 +1,20 @@
-"""The section `reward`: the function that rewards responses, and how it is run."""
+"""The section `reward`: the reward function, and how it is run."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Section
 from mtpctl.user_code import is_reference, missing_file
 
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
+
 FROM_ENVIRONMENT = "environment"
-"""The function that takes what the environment's own `reward()` returned."""
+"""The reward function that returns the result of the environment's own `reward()`."""
 
 BUILT_IN = {
     "exact": "mtpctl.rl.rewards.exact:score",
@@ -21,52 +24,51 @@ BUILT_IN = {
     "code": "mtpctl.sandbox.reward:score",
     FROM_ENVIRONMENT: "mtpctl.environments.built_in:environment_reward",
 }
-"""Functions that come with mtpctl: the name in a recipe, and where it is found. All have the signature of a user's own."""
+"""Built-in functions by their names in a recipe, as `MODULE:NAME`. They have the signature of user-defined functions."""
 
 VERIFIERS = ("exact", "math")
-"""Those that only compare the final answer, so that a row's own solution has to be right."""
-
+"""Functions that only compare the final answer, so they must accept a row's own solution."""
 
 BOUNDS = {"code": "timeout_s", "math": "seconds"}
-"""The arguments by which some of them bound their own seconds: what is over these is a wrong answer, and over `timeout_s` a failed call."""
+"""The argument by which a built-in function limits its own time. Exceeding it is a wrong answer, not a failed call."""
 
 
 class RewardConfig(Section):
     function: str = Field(
         "exact",
         min_length=1,
-        description=f"What gives rewards: a function of your own as FILE.py:NAME or MODULE:NAME, or one of {', '.join(BUILT_IN)}.",
+        description=f"Reward function: a user-defined one, FILE.py:NAME or MODULE:NAME, or one of {', '.join(BUILT_IN)}.",
     )
-    args: dict[str, object] = Field({}, description="Arguments of the function, by name, beside response, problem and sample.")
+    args: dict[str, object] = Field({}, description="Keyword arguments in addition to response, problem and sample.")
     workers: PositiveInt | None = Field(
         None,
-        description="Processes for a plain function; of a coroutine, calls under way at once. Default: a process a CPU, at most 16, and "
-        "more while calls only wait; 256 calls of a coroutine.",
+        description="Worker processes of a plain function; concurrent calls of a coroutine. Default: one process per CPU, at most 16, and "
+        "more if calls only wait; 256 calls of a coroutine.",
     )
-    timeout_s: PositiveFloat = Field(30.0, description="Seconds that one call may take, without the wait for a free process.")
+    timeout_s: PositiveFloat = Field(30.0, description="Timeout of a call in seconds, without the wait for a free process.")
     on_error: Literal["zero", "drop", "stop"] = Field(
         "zero",
-        description="After a call that raises, takes too long or returns no number. zero: the reward is 0; drop: the group is left out; "
+        description="Reaction to a call that raises, times out or returns no number. zero: the reward is 0; drop: the group is dropped; "
         "stop: the run ends.",
     )
 
 
 def reference_of(function: str) -> str:
-    """Where the function that a recipe names is found: `FILE.py:NAME` or `MODULE:NAME`."""
+    """The function that a recipe names, as `FILE.py:NAME` or `MODULE:NAME`."""
     return BUILT_IN.get(function, function)
 
 
-def reward_fits(reward: RewardConfig, checker: str | None) -> Complaints:
-    """Refuse a function that is not there, and one beside another `data.checker`, the key that it had before."""
+def check_reward(reward: RewardConfig, checker: str | None) -> Complaints:
+    """A function that is missing, and one that contradicts the older key `data.checker`."""
     if checker is not None and checker != reward.function:
         yield f"data.checker: {checker} is the older key for reward.function, which is {reward.function}; remove data.checker"
-    yield from function_fits(reward, "reward")
+    yield from check_function(reward, "reward")
 
 
-def function_fits(reward: RewardConfig, section: str) -> Complaints:
-    """Refuse a function that is neither built in nor a name in a file that is there, and one whose own bound is over that of its calls.
+def check_function(reward: RewardConfig, section: str) -> Complaints:
+    """A function that is neither built in nor in an existing file, and one whose own time limit exceeds that of its calls.
 
-    `section` is the key of the recipe that holds `reward`.
+    `section` is the recipe key of `reward`.
     """
     function, field = reward.function, f"{section}.function"
     if function in BUILT_IN:
@@ -76,8 +78,8 @@ def function_fits(reward: RewardConfig, section: str) -> Complaints:
             yield f"{section}.timeout_s: must be more than {key}: {seconds:g}, got {reward.timeout_s:g}"
         return
     if is_reference(function):
-        if told := missing_file(function):
-            yield f"{field}: {told}"
+        if reason := missing_file(function):
+            yield f"{field}: {reason}"
         return
     if function.endswith(".py"):
         yield f"{field}: {function} is a file; name the function in it, as {function}:score"
@@ -85,3 +87,24 @@ def function_fits(reward: RewardConfig, section: str) -> Complaints:
     near = difflib.get_close_matches(function, BUILT_IN, 1)
     hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILT_IN)}; write your own as FILE.py:NAME or MODULE:NAME"
     yield f"{field}: {function!r} is not built in; {hint}"
+
+
+def check_answers(recipe: Recipe) -> Complaints:
+    """Rows without answers, with a reward that compares a response with the answer: an empty response would be correct."""
+    data, function, environment = recipe.data, recipe.reward.function, recipe.rollout.environment
+    if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.agents_play and "rl" in recipe.train.stages:
+        yield "reward.function: environment needs an environment with reward(), but rollout.environment is single; name one"
+    if recipe.rollout.verifiers is not None and data.path is None and data.task is None:
+        if function in VERIFIERS and "rl" in recipe.train.stages:
+            yield f"reward.function: {function} has no answer to compare with, and {environment} rewards its own tasks; set environment"
+        if "sft" in recipe.train.stages and data.sft_path is None and data.sft_task is None:
+            yield f"data.sft_path: tasks of {environment} have no solutions; name rows for the supervised stage, or set stages: [rl]"
+    if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
+        yield f"data.columns.answer: the reward {function} needs an answer to compare with, got null; name the column"
+    for name, each in recipe.evaluation.sets.items():
+        columns, own = each.columns or data.columns, each.reward.function if each.reward else function
+        if columns.answer is None and own in VERIFIERS:
+            yield (
+                f"evaluation.sets.{name}.columns.answer: the reward {own} needs an answer to compare with, got null; name the column, "
+                f"or set evaluation.sets.{name}.reward.function"
+            )

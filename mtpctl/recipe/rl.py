@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.presets import PRESETS, laid_over
+from mtpctl.families.reading import shape_of
+from mtpctl.recipe.model import ModelConfig, hf_config
+from mtpctl.recipe.parallel import ParallelConfig, check_parallel
+from mtpctl.recipe.presets import PRESETS, with_preset
 from mtpctl.recipe.section import (
     Complaints,
     Float,
@@ -22,20 +24,23 @@ from mtpctl.recipe.section import (
 )
 from mtpctl.user_code import is_reference
 
-# The sections `train.sft.optimizer` and `train.rl.optimizer`.
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
 
 
 class OptimizerConfig(Section):
+    """The sections `train.rl.optimizer` and, with other defaults, `train.sft.optimizer`."""
+
     lr: PositiveFloat = Field(1e-6, description="Peak learning rate.")
-    mtp_lr: PositiveFloat | None = Field(None, description="Learning rate of the MTP layers; default: the same.")
+    mtp_lr: PositiveFloat | None = Field(None, description="Peak learning rate of the MTP layers; default: lr.")
     betas: tuple[Float, Float] = Field((0.9, 0.95), description="Adam's decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay.")
     warmup_steps: NonNegativeInt = Field(
-        0, description="Linear warm-up from zero, in optimizer steps, of which an RL update makes `minibatches`."
+        0, description="Linear warm-up from zero, in optimizer steps; an RL update has `minibatches` of them."
     )
-    min_lr_ratio: Fraction = Field(1.0, description="Cosine decay to this share of the peak; 1: constant.")
-    clip_grad: NonNegativeFloat = Field(1.0, description="Largest gradient norm of the trunk, beyond which it is clipped; 0: never.")
+    min_lr_ratio: Fraction = Field(1.0, description="Cosine decay to this fraction of the peak; 1: constant.")
+    clip_grad: NonNegativeFloat = Field(1.0, description="Maximum gradient norm of the trunk; 0: no clipping.")
 
 
 class SftOptimizerConfig(OptimizerConfig):
@@ -66,65 +71,63 @@ Advantage = Annotated[str, _built_in_or_user_defined(ADVANTAGES)]
 
 
 class OverlongConfig(Section):
-    enabled: bool = Field(False, description="Punish responses near the length limit (DAPO's soft overlong punishment).")
+    enabled: bool = Field(False, description="Penalize responses near the length limit (DAPO's soft overlong punishment).")
     buffer: PositiveInt = Field(64, description="Tokens before the limit over which the penalty grows.")
     penalty: NonNegativeFloat = Field(1.0, description="Penalty at the limit.")
 
 
 class CorrectionConfig(Section):
-    """Off-policy correction by the ratio of old log-probs to behaviour log-probs."""
+    """Off-policy correction by the ratio of old to behavior probabilities."""
 
     mode: Literal["off", "truncate", "clip", "mask"] = Field(
         "off",
-        description="off; truncate: weights capped above (TIS); clip: bounded both sides; mask: outside the band dropped (MIS, IcePop).",
+        description="truncate: weights capped above (TIS); clip: clipped on both sides; mask: tokens outside the band dropped (MIS, "
+        "IcePop).",
     )
-    level: Literal["token", "sequence"] = Field("token", description="Ratio of each token, or of the whole response.")
+    level: Literal["token", "sequence"] = Field("token", description="Ratio per token, or per response.")
     low: NonNegativeFloat = Field(0.0, description="Lower bound of the ratio.")
     high: PositiveFloat = Field(2.0, description="Upper bound of the ratio.")
 
 
 POLICY = "policy"
-"""`train.rl.teacher.path` of a teacher that is the policy itself."""
-
-
+"""`train.rl.teacher.path` if the policy is its own teacher."""
 MOST_CANDIDATES = 32
-"""The most tokens a place of which a teacher's probabilities are asked for."""
+"""Maximum number of teacher candidates per position."""
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: the policy samples, and learns what a teacher thinks of each of its tokens."""
+    """On-policy distillation: the policy learns from a teacher's probabilities of its own tokens."""
 
     path: str | None = Field(
         None,
-        description="Model folder or hub id of a teacher that the run serves itself; or policy: the policy itself, as the run's log-prob "
-        "server has it, whose prompts get the hint.",
+        description="Model folder or hub id of a teacher that the run serves; policy: the policy itself, on the run's log-prob server, "
+        "with the hint in its prompts.",
     )
-    url: str | None = Field(None, description="Address of the log-prob server that serves the teacher (mtpctl logprob-serve).")
+    url: str | None = Field(None, description="URL of a log-prob server that serves the teacher (mtpctl logprob-serve).")
     kl: Literal["reverse", "forward"] = Field(
         "reverse",
-        description="reverse: the KL from the policy to the teacher, which takes up the teacher's likeliest answers; forward: from the "
-        "teacher to the policy, which covers all of them.",
+        description="reverse: KL(policy ‖ teacher), which is mode-seeking; forward: KL(teacher ‖ policy), which is mode-covering.",
     )
     topk: Annotated[int, Field(ge=0, le=MOST_CANDIDATES)] = Field(
         0,
-        description="The teacher's likeliest tokens that are compared at each place, the rest taken as one; 0: the sampled token alone, "
-        "which estimates the KL.",
+        description="Number of the teacher's most likely tokens compared at each position, with the rest as one; 0: only the sampled "
+        "token, which estimates the KL.",
     )
-    coef: PositiveFloat = Field(1.0, description="Weight of the KL in the loss; with topk: 0 of its estimate in a token's advantage.")
-    rewards: bool = Field(True, description="Rewards count as well; false: the teacher alone.")
+    coef: PositiveFloat = Field(1.0, description="Weight of the KL in the loss; with topk: 0, of its estimate in the advantages.")
+    rewards: bool = Field(True, description="Also train on rewards; false: only on the teacher.")
     hint: str | None = Field(
         None,
-        description="What the teacher reads in place of the prompt, such as '{prompt} (the answer is {answer})': the prompt, the answer "
-        "and the row's other columns are filled in.",
+        description="The teacher's prompt, such as '{prompt} (the answer is {answer})'; the prompt, the answer and the row's other columns "
+        "are replaced.",
     )
-    replicas: PositiveInt = Field(1, description="Servers of a teacher at path.")
+    replicas: PositiveInt = Field(1, description="Servers of the teacher at path.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    gpus: PositiveFloat = Field(1.0, description="GPUs of each rank of it; a fraction shares the card.")
-    timeout_s: PositiveFloat = Field(300.0, description="Seconds that one answer of it may take, a full queue there included.")
+    gpus: PositiveFloat = Field(1.0, description="GPUs per rank; a fraction shares the GPU.")
+    timeout_s: PositiveFloat = Field(300.0, description="Timeout of a request to the teacher in seconds, its queue included.")
 
     @property
     def served(self) -> bool:
-        """Whether the run starts servers for it."""
+        """Whether the run serves the teacher."""
         return self.path is not None and self.path != POLICY
 
 
@@ -137,70 +140,69 @@ def _not_auto(value: object) -> object:
 
 class RlConfig(Section):
     preset: Literal["grpo", "dapo", "dr_grpo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "sapo"] | None = Field(
-        None, description="A published algorithm, whose values become the defaults of this section; keys that are given override them."
+        None, description="A published algorithm, whose values become the defaults of this section."
     )
     steps: NonNegativeInt = Field(0, description="Policy updates.")
-    prompts_per_step: PositiveInt = Field(32, description="Prompts of an update, each with one group of responses.")
-    group_size: PositiveInt = Field(8, description="Responses to each prompt (n).")
-    minibatches: PositiveInt = Field(1, description="Optimizer steps of an update. Its groups are split over them; a group is not split.")
+    prompts_per_step: PositiveInt = Field(32, description="Prompts per update, each with one group of responses.")
+    group_size: PositiveInt = Field(8, description="Responses per prompt (n).")
+    minibatches: PositiveInt = Field(1, description="Optimizer steps per update, over which its groups are split.")
     train_mtp: Annotated[bool, BeforeValidator(_not_auto)] = Field(
-        True, description="Train the MTP layers in RL, too; false: RL leaves them as they are."
+        True, description="Also train the MTP layers in RL; false: they are frozen."
     )
     loss: Loss = Field(
         "ppo",
-        description="ppo: token ratio, clipped; gspo: sequence ratio; decoupled: PPO with a proximal policy of its own; cispo: the clipped "
-        "ratio weighs each token's log-prob; sapo: a soft gate in place of the clip; or a loss of your own, FILE.py:NAME or MODULE:NAME.",
+        description="ppo: clipped token ratio; gspo: sequence ratio; decoupled: PPO with a separate proximal policy; cispo: the clipped "
+        "ratio weights each token's log-prob; sapo: a soft gate instead of the clip; or your own loss, FILE.py:NAME or MODULE:NAME.",
     )
-    loss_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of a loss of your own.")
+    loss_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of your own loss.")
     advantage: Advantage = Field(
         "grpo",
-        description="Baseline and scale: of the group with its standard deviation (grpo), without (grpo_no_std, rloo); of the whole batch "
-        "(reinforce_pp), or of the group and then scaled by the whole batch (reinforce_pp_baseline); or a user-defined function, "
-        "FILE.py:NAME or MODULE:NAME.",
+        description="grpo: group baseline, scaled by the group's standard deviation; grpo_no_std, rloo: group baseline, unscaled; "
+        "reinforce_pp: batch baseline and scale; reinforce_pp_baseline: group baseline, batch scale; or your own function, FILE.py:NAME or MODULE:NAME.",
     )
-    advantage_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of a user-defined advantage.")
+    advantage_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of your own advantage.")
     aggregate: Literal["token", "sequence", "constant"] = Field(
         "token",
-        description="token: mean over all tokens (DAPO); sequence: mean over trajectories of their means; constant: sum over all tokens, "
+        description="token: mean over all tokens (DAPO); sequence: mean over trajectories of their token means; constant: sum over tokens, "
         "divided by trajectories × rollout.max_tokens (Dr. GRPO).",
     )
     old_logprobs: Literal["auto", "recompute", "behaviour"] = Field(
         "auto",
-        description="Log-probs that the ratio is taken against. behaviour: the engine's own, so that the clip bounds stale samples, too; "
-        "recompute: Megatron's, computed by the trainer at the update or by the log-prob server; auto: behaviour where samples can be "
-        "stale, recompute on policy and where a log-prob server, a correction or loss: decoupled needs it.",
+        description="Denominator of the ratio. behaviour: the engine's log-probs, so the clip also bounds stale samples; recompute: "
+        "Megatron's, computed by the trainer at the update or by the log-prob server; auto: behaviour if samples can be stale; recompute "
+        "on policy, and if a log-prob server, a correction or loss: decoupled needs it.",
     )
-    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 less this; 1: not at all, with loss: cispo.")
-    clip_high: PositiveFloat = Field(0.28, description="The ratio is clipped at 1 plus this (clip-higher).")
-    clip_dual: NonNegativeFloat = Field(0.0, description="Bound of the ratio for negative advantages (dual clip); 0: none.")
-    tau_pos: PositiveFloat = Field(1.0, description="Temperature of SAPO's gate where the advantage is positive.")
-    tau_neg: PositiveFloat = Field(1.05, description="The same where it is not; above tau_pos, such tokens are let go sooner.")
+    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 - clip_low; 1: no lower clip (loss: cispo).")
+    clip_high: PositiveFloat = Field(0.28, description="The ratio is clipped at 1 + clip_high (clip-higher).")
+    clip_dual: NonNegativeFloat = Field(0.0, description="Maximum ratio for negative advantages (dual clip); 0: none.")
+    tau_pos: PositiveFloat = Field(1.0, description="Temperature of SAPO's gate for positive advantages.")
+    tau_neg: PositiveFloat = Field(1.05, description="Temperature of the gate for other advantages; above tau_pos, they decay faster.")
     entropy_coef: Float = Field(0.0, description="Weight of the entropy bonus.")
-    kl_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty to the reference policy, the model before RL.")
-    kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of that KL from samples; GRPO uses k3.")
-    dynamic_sampling: bool = Field(True, description="Groups whose rewards are all equal are replaced by fresh ones.")
+    kl_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty against the reference policy, the model before RL.")
+    kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of the KL penalty; GRPO uses k3.")
+    dynamic_sampling: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
-    teacher: TeacherConfig | None = Field(None, description="A model whose log-probs of the policy's own tokens it learns from.")
+    teacher: TeacherConfig | None = Field(None, description="Teacher model of on-policy distillation.")
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _preset_defaults(cls, data: object) -> object:
-        """Fill in what the preset says and the recipe does not."""
+        """Use the preset's values for keys that are not set."""
         if not isinstance(data, dict) or data.get("preset") not in PRESETS:
             return data
-        return laid_over(PRESETS[data["preset"]], data)
+        return with_preset(PRESETS[data["preset"]], data)
 
 
-def correction_fits(correction: CorrectionConfig) -> Complaints:
-    """Refuse bounds between which no ratio lies."""
+def check_correction(correction: CorrectionConfig) -> Complaints:
+    """Bounds that exclude every ratio."""
     if correction.mode in ("clip", "mask") and correction.low >= correction.high:
         yield f"train.rl.correction.low: must be below high: {correction.high}, got {correction.low}"
 
 
-def clips_fit(rl: RlConfig) -> Complaints:
-    """Refuse clips that would clip every ratio, or none."""
+def check_clips(rl: RlConfig) -> Complaints:
+    """Clips that would clip every ratio, or none."""
     if rl.clip_low > 1 or (rl.clip_low == 1 and rl.loss != "cispo"):
         limit = "at most 1" if rl.loss == "cispo" else "below 1"
         yield f"train.rl.clip_low: must be {limit}, got {rl.clip_low}"
@@ -210,30 +212,68 @@ def clips_fit(rl: RlConfig) -> Complaints:
         yield f"train.rl.clip_dual: loss: {rl.loss} has no dual clip; set it to 0"
 
 
-def teacher_fits(rl: RlConfig) -> Complaints:
-    """Refuse a teacher that is nowhere or in two places, and losses that give all tokens of a response one advantage."""
+def check_teacher(rl: RlConfig) -> Complaints:
+    """A teacher without an address or with two, and losses with one advantage for all tokens of a response."""
     teacher = rl.teacher
     if teacher is None:
         return
     if (teacher.path is None) == (teacher.url is None):
-        yield "train.rl.teacher: give one of path and url"
+        yield "train.rl.teacher: set either path or url"
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
         yield f"train.rl.teacher.url: must begin with http:// or https://, got {teacher.url}"
     if teacher.path == POLICY and teacher.hint is None:
-        yield "train.rl.teacher.hint: a policy that reads the same prompt teaches itself nothing; give it a hint"
+        yield "train.rl.teacher.hint: a policy with the same prompt teaches itself nothing; set a hint"
     if rl.loss == "gspo" and not teacher.topk:
-        yield "train.rl.loss: gspo weighs a response as a whole, and a teacher each of its tokens; set ppo, or train.rl.teacher.topk"
+        yield "train.rl.loss: gspo weights whole responses, and a teacher single tokens; set ppo, or train.rl.teacher.topk"
 
 
-def loss_fits(rl: RlConfig) -> Complaints:
-    """Refuse arguments of a built-in loss or advantage, and groups without a baseline or without a chance to differ."""
+def check_teacher_in_run(recipe: Recipe) -> Complaints:
+    """A teacher that the rest of the run does not support."""
+    teacher = recipe.train.rl.teacher
+    if teacher is None:
+        return
+    if teacher.path == POLICY and not recipe.logprob.standalone:
+        yield "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"
+    if teacher.served and "rl" in recipe.train.stages:
+        config = hf_config(ModelConfig(path=teacher.path), fetch=False, field="train.rl.teacher.path")
+        if config is not None:
+            yield from check_parallel(teacher.parallel, shape_of(config), "train.rl.teacher.parallel")
+    if teacher.topk and recipe.train.parallel.cp > 1:
+        yield "train.rl.teacher.topk: needs whole responses on each rank; set train.parallel.cp: 1, or topk: 0"
+    if teacher.hint is not None and recipe.rollout.agents_play:
+        yield "train.rl.teacher.hint: an agent writes its own prompts, which have no hint; leave it out"
+
+
+def check_objective(recipe: Recipe) -> Complaints:
+    """Sampling filters and old log-probs that the loss and the correction do not support."""
+    rl, rollout = recipe.train.rl, recipe.rollout
+    correction = rl.correction
+    if (rollout.top_p < 1 or rollout.top_k) and correction.mode == "off" and "rl" in recipe.train.stages:
+        field, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("top_k", rollout.top_k)
+        yield (
+            f"rollout.{field}: {value} renormalizes the sampling distribution, so the trainer cannot match its log-probs; "
+            f"set it to {1 if field == 'top_p' else 0}, or train.rl.correction.mode: truncate"
+        )
+    if rl.old_logprobs == "behaviour":
+        if recipe.logprob.standalone:
+            yield "train.rl.old_logprobs: behaviour leaves the log-prob servers without work; set auto, or logprob.standalone: false"
+        if correction.mode != "off":
+            yield "train.rl.correction.mode: with behaviour log-probs as old ones, there is nothing to correct; leave old_logprobs at auto"
+        if rl.loss == "decoupled":
+            yield "train.rl.loss: decoupled needs a proximal policy other than the behavior policy; leave train.rl.old_logprobs at auto"
+    if rl.overlong.enabled and rl.overlong.buffer >= rollout.max_tokens:
+        yield f"train.rl.overlong.buffer: must be below rollout.max_tokens: {rollout.max_tokens}, got {rl.overlong.buffer}"
+
+
+def check_loss(rl: RlConfig) -> Complaints:
+    """Arguments of a built-in loss or advantage, and groups that are too small for the baseline or for dynamic sampling."""
     if rl.loss_args and not is_reference(rl.loss):
-        yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name a loss of your own as FILE.py:NAME"
+        yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name your own loss as FILE.py:NAME"
     if rl.advantage_args and not is_reference(rl.advantage):
         yield f"train.rl.advantage_args: advantage: {rl.advantage} takes none; remove them, or name a function as FILE.py:NAME"
     if rl.group_size > 1:
         return
     if rl.advantage in ADVANTAGES and rl.advantage != "reinforce_pp":
-        yield f"train.rl.group_size: the {rl.advantage} baseline needs at least 2 responses a prompt, got {rl.group_size}"
+        yield f"train.rl.group_size: the {rl.advantage} baseline needs at least 2 responses per prompt, got {rl.group_size}"
     elif rl.dynamic_sampling:
         yield "train.rl.dynamic_sampling: replaces every group of group_size: 1, whose rewards cannot differ; set it to false"

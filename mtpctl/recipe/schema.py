@@ -1,7 +1,7 @@
-"""The recipe: every key of a run, with its type, its default and a description.
+"""The recipe, and its sections `async`, `logprob` and `kernels`. Every other section has a module of its own.
 
-Each section is one pydantic model, strict about unknown keys, importable without torch. The JSON schema and docs/recipe.md
-print the descriptions, so they are written for whoever edits YAML.
+Each section is a pydantic model that rejects unknown keys. No module here imports torch. The descriptions appear in the JSON schema and in
+docs/recipe.md.
 """
 
 from __future__ import annotations
@@ -19,72 +19,70 @@ from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
+from mtpctl.recipe.rollout import RolloutConfig, SglangConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import Replay, TrainConfig
 
-# The section `kernels`: which implementation computes log-probs and losses.
-
-
-class KernelsConfig(Section):
-    linear_logprob: Literal["auto", "reference", "chunked", "triton"] = Field(
-        "auto", description="What computes log-probs and losses from hidden states; reference takes a second pass for the loss."
-    )
-    workspace_bytes: PositiveInt = Field(1 << 30, description="Bytes that log-prob kernels may use beside their inputs and outputs.")
-
-
-# The section `logprob`: servers that compute old log-probs beside generation.
-
-
-class LogprobConfig(Section):
-    standalone: bool = Field(False, description="Compute old log-probs in servers, while generation goes on, and not in the trainer.")
-    replicas: PositiveInt = Field(1, description="Log-prob servers.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica within an hour before it is quarantined.")
-    tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of a forward pass, at most.")
-    queue_tokens: PositiveInt = Field(1 << 20, description="Tokens that may wait in the queue; beyond them callers have to wait.")
-    keep_previous: bool = Field(False, description="Keep the weights of the version before, too; takes their memory a second time.")
-    gpus: NonNegativeFloat = Field(1.0, description="GPUs of each rank; a fraction shares the card.")
-
-
-# The section `async`: how far generation may run ahead of training.
-
 
 class AsyncConfig(Section):
+    """The section `async`: how far generation may run ahead of training."""
+
     staleness_threshold: NonNegativeFloat = Field(
-        0.5, description="Samples that may be generated ahead, as a share of those that the updates until the next sync need; 0: none."
+        0.5, description="Samples generated ahead of training, as a fraction of the samples needed until the next sync; 0: none."
     )
     max_staleness: NonNegativeInt = Field(
         8,
-        description="Greatest age of a token that is trained on, in versions behind the published one. Prompts of groups with older tokens "
-        "are generated again, and the trainer waits for them.",
+        description="Maximum age of a trained token, in weight versions. Groups with older tokens are generated again, and the trainer "
+        "waits for them.",
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
     partial_rollout: bool = Field(
         True, description="Responses in flight at a sync continue under the new weights; false: the sync waits until they end."
     )
     deterministic: bool = Field(
-        False, description="Same seed, same losses: nothing is generated ahead, batches are in prompt order, each request has its seed."
+        False, description="Same seed, same losses: nothing is generated ahead, batches are in prompt order, each request has its own seed."
     )
 
     @property
     def staleness(self) -> float:
-        """The threshold in effect: 0 in a deterministic run, at most `max_staleness`, beyond which samples would be too old to train on."""
+        """The effective threshold: 0 in a deterministic run, at most `max_staleness`."""
         return 0.0 if self.deterministic else min(self.staleness_threshold, self.max_staleness)
 
 
+class LogprobConfig(Section):
+    """The section `logprob`: servers that compute old log-probs during generation."""
+
+    standalone: bool = Field(False, description="Compute old log-probs in servers during generation instead of in the trainer.")
+    replicas: PositiveInt = Field(1, description="Log-prob servers.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    max_restarts: NonNegativeInt = Field(3, description="Restarts of a replica within an hour before it is quarantined.")
+    tokens_per_batch: PositiveInt = Field(16384, description="Maximum packed tokens in a forward pass.")
+    queue_tokens: PositiveInt = Field(1 << 20, description="Maximum tokens in the queue; further callers wait.")
+    keep_previous: bool = Field(False, description="Also keep the weights of the previous version, which doubles their memory.")
+    gpus: NonNegativeFloat = Field(1.0, description="GPUs per rank; a fraction shares the GPU.")
+
+
+class KernelsConfig(Section):
+    """The section `kernels`: the implementation that computes log-probs and losses."""
+
+    linear_logprob: Literal["auto", "reference", "chunked", "triton"] = Field(
+        "auto", description="Kernel that computes log-probs and losses from hidden states; reference makes a second pass for the loss."
+    )
+    workspace_bytes: PositiveInt = Field(1 << 30, description="Workspace of log-prob kernels in bytes, without inputs and outputs.")
+
+
 NAMES = r"^[A-Za-z0-9._-]+$"
-"""The names that a run can have."""
+"""Pattern of a run's name."""
 
 
 class Recipe(Section):
     """A whole run."""
 
     name: str = Field("run", pattern=NAMES, description="Name of the run.")
-    seed: NonNegativeInt = Field(0, lt=1 << 63, description="Seed of every random draw.")
-    run_dir: str = Field("runs/{name}", description="Directory that the run writes to; {name} and {seed} are filled in.")
+    seed: NonNegativeInt = Field(0, lt=1 << 63, description="Random seed of the whole run.")
+    run_dir: str = Field("runs/{name}", description="Directory that the run writes to; {name} and {seed} are replaced.")
     model: ModelConfig = Field(default_factory=ModelConfig)
     mtp: MtpConfig = Field(default_factory=MtpConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -102,7 +100,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_variants(cls, data: object) -> object:
-        """Fill in the default variant of a section that names none."""
+        """Select the default variant of sections that name none."""
         if not isinstance(data, dict):
             return data
         filled = dict(data)
@@ -120,7 +118,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _older_keys(cls, data: object) -> object:
-        """Take `data.checker` for `reward.function` where the latter is not given."""
+        """Use `data.checker` as `reward.function` if the latter is not set."""
         if not isinstance(data, dict) or not isinstance(data.get("data"), dict) or not isinstance(data.get("reward", {}), dict):
             return data
         checker = data["data"].get("checker")
@@ -128,7 +126,7 @@ class Recipe(Section):
 
     @property
     def off_policy(self) -> bool:
-        """Whether newer weights may train on a sample than sampled it: samples are generated ahead, or several updates share a sync."""
+        """Whether a sample may be trained under newer weights than those that generated it."""
         return self.async_.staleness > 0 or self.async_.sync_every > 1
 
     @property
@@ -141,7 +139,7 @@ class Recipe(Section):
         return "behaviour" if self.off_policy and not recomputes else "recompute"
 
     def replay(self, shape: ModelShape) -> Replay:
-        """`train.moe.replay` for this model, with its default filled in; `off` for a model without experts."""
+        """`train.moe.replay` for this model, with its default resolved; `off` for a dense model."""
         if shape.moe is None or "rl" not in self.train.stages:
             return "off"
         if self.train.moe.replay is not None:
@@ -152,32 +150,32 @@ class Recipe(Section):
 
     @property
     def engine_gives_routes(self) -> bool:
-        """Whether the engine tells the experts of a token: vLLM, on a card with its prefix cache alone."""
+        """Whether the engine returns the experts of each token. vLLM does; on a GPU only if prefix caching is on."""
         if not isinstance(self.rollout, VllmConfig):
             return False
         return self.device == "cpu" or bool(self.rollout.engine_args.get("enable_prefix_caching", True))
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:
-        """By their keys, the reward of the run and those that held-out sets have of their own."""
+        """The reward of the run and the rewards of held-out sets that have their own, by recipe key."""
         own = {f"evaluation.sets.{name}.reward": each.reward for name, each in self.evaluation.sets.items() if each.reward is not None}
         return {"reward": self.reward, **own}
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """The device of the run: `cluster.device`, or with `auto` the device that the transport is for."""
+        """The device of the run: `cluster.device`; if `auto`, the device that the transport needs."""
         if self.cluster.device != "auto":
             return self.cluster.device
         return "cuda" if TRANSPORTS[self.sync.transport].cuda else "cpu"
 
     @property
     def run_path(self) -> Path:
-        """The run directory, `{name}` and `{seed}` filled in."""
+        """`run_dir` with `{name}` and `{seed}` replaced."""
         return Path(self._filled(self.run_dir)).expanduser()
 
     @property
     def copy_url(self) -> str | None:
-        """`train.checkpoint_copy`, `{name}` and `{seed}` filled in."""
+        """`train.checkpoint_copy` with `{name}` and `{seed}` replaced."""
         return None if self.train.checkpoint_copy is None else self._filled(self.train.checkpoint_copy)
 
     def _filled(self, text: str) -> str:
@@ -185,27 +183,52 @@ class Recipe(Section):
 
 
 DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "sync": ("transport", "nccl")}
-"""Sections that have variants: the key that chooses one, and its default."""
+"""Sections with variants: the key that selects one, and its default."""
 
 
-def run_dir_fits(recipe: Recipe) -> Complaints:
-    """Refuse a run directory with an unknown placeholder, and one that is a file."""
+def check_run_dir(recipe: Recipe) -> Complaints:
+    """A run directory that is a file, or has an unknown placeholder."""
     if unknown := _unknown_placeholders(recipe.run_dir):
-        yield f"run_dir: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
+        yield f"run_dir: {unknown[0]} is not a placeholder; only {{name}} and {{seed}} are replaced"
     elif recipe.run_path.exists() and not recipe.run_path.is_dir():
         yield f"run_dir: {recipe.run_path} is a file; name a folder"
 
 
-def copy_fits(recipe: Recipe) -> Complaints:
-    """Refuse a place for copies of checkpoints that is no URL, or has an unknown placeholder."""
+def check_copy_url(recipe: Recipe) -> Complaints:
+    """A `train.checkpoint_copy` that is not a URL, or has an unknown placeholder."""
     field, url = "train.checkpoint_copy", recipe.train.checkpoint_copy
     if url is None:
         return
     if unknown := _unknown_placeholders(url):
-        yield f"{field}: {unknown[0]} is not known; {{name}} and {{seed}} are filled in"
+        yield f"{field}: {unknown[0]} is not a placeholder; only {{name}} and {{seed}} are replaced"
     elif not re.fullmatch(r"[a-z][a-z0-9+.-]*://\S+", url):
-        yield f"{field}: {url} is no URL; write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
+        yield f"{field}: {url} is not a URL; write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
 
 
 def _unknown_placeholders(text: str) -> list[str]:
     return re.findall(r"\{(?!name\}|seed\})[^}]*\}?", text)
+
+
+def check_kernels(recipe: Recipe) -> Complaints:
+    """Kernels that would fail at the first update."""
+    if recipe.kernels.linear_logprob != "triton":
+        return
+    if recipe.device == "cpu":
+        yield "kernels.linear_logprob: triton needs a GPU; set auto"
+    elif recipe.train.precision != "bf16":
+        yield "kernels.linear_logprob: triton needs train.precision: bf16; set auto"
+
+
+def check_deterministic(recipe: Recipe) -> Complaints:
+    """Engines whose responses `async.deterministic` cannot reproduce."""
+    if not recipe.async_.deterministic:
+        return
+    rollout = recipe.rollout
+    if rollout.elastic:
+        yield "rollout.replicas: async.deterministic needs a fixed number of replicas; write a number instead of min and max"
+    if rollout.speculation.auto:
+        yield "rollout.speculation.auto: depends on measured speed, which async.deterministic rules out; set auto: false"
+    if rollout.speculation.num_tokens and rollout.speculation.draft_method == "probabilistic":
+        yield "rollout.speculation.draft_method: probabilistic ignores the seeds of async.deterministic; set greedy"
+    if isinstance(rollout, SglangConfig) and not rollout.engine_args.get("enable_deterministic_inference"):
+        yield "async.deterministic: SGLang needs rollout.engine_args: {enable_deterministic_inference: true}; set it"

@@ -1,7 +1,7 @@
 """Rejects recognizable secrets in a recipe, because a recipe is printed and written into the run directory.
 
 A value of `reward.args`, `rollout.agent_args` and `rollout.environment_args` may be `env:NAME`: the environment variable is read when the
-function is loaded (`mtpctl.user_code.from_environment`), so the recipe holds its name only.
+function is loaded (`mtpctl.user_code.from_environment`), so the recipe contains only its name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FREE = re.compile(
     r"(?P<read>(?:evaluation\.sets\.[^.]+\.)?reward\.args|rollout\.(?:agent|environment|environment_eval)_args)\.(?P<key>.+)"
     r"|(?:rollout\.engine_args|model\.config)\.(?P<other>.+)"
 )
-"""Sections of a recipe with free keys; `read`: sections in which `env:NAME` is replaced."""
+"""Mappings with arbitrary keys; `read`: those in which `env:NAME` is replaced."""
 _HINT = "secrets do not belong in a recipe, which is written into the run directory"
 
 
 def secrets_in(tree: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The paths of the secrets in a recipe, each with a sentence about it that does not contain the secret."""
+    """The paths of secrets in a recipe, each with an error that does not contain the secret."""
     for path, text in _texts(tree, ()):
         if text.startswith("env:"):
             continue
@@ -47,7 +47,7 @@ def secrets_in(tree: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], st
 
 
 def masked(text: str) -> str:
-    """The text with passwords of URLs, and values of secret keys (`KEY=VALUE`), masked."""
+    """The text with masked passwords in URLs and masked values of secret keys (`KEY=VALUE`)."""
     text = _IN_URL.sub(lambda match: f"{match[1] or ''}***", text)
     match = _SET.match(text)
     if match is not None and _KEY.search(match["key"].rpartition(".")[2]) and not match["value"].startswith("env:"):

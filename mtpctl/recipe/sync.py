@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from mtpctl.families.shape import ModelShape
+from mtpctl.recipe.model import model_folder, tensor_names
+from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, SglangConfig
 from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Section
+
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
+
+_PACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
 class SyncBase(Section):
-    bucket_bytes: PositiveInt = Field(1 << 30, description="Bytes of one bucket of tensors, at most.")
+    bucket_bytes: PositiveInt = Field(1 << 30, description="Maximum size of a bucket of tensors, in bytes.")
     sections: list[Literal["target", "draft", "adapter"]] = Field(
         ["target", "draft"],
-        description="What is sent at each sync. With train.lora, target is the weights with the adapter merged in; adapter, in its place, "
-        "is the adapter alone.",
+        description="Weights sent at each sync. With train.lora, target sends the merged weights; adapter replaces target and sends only "
+        "the adapter.",
     )
-    verify: Literal["first", "always", "never"] = Field("first", description="At which syncs both ends compare checksums of every tensor.")
+    verify: Literal["first", "always", "never"] = Field("first", description="Syncs at which both ends compare checksums of every tensor.")
     pause: Literal["keep", "abort", "wait"] = Field(
         "keep",
-        description="What becomes of requests in flight at a sync. keep: they pause; abort: they are cut, and continued afterwards; "
-        "wait: the sync waits for them.",
+        description="Requests in flight at a sync. keep: they are paused; abort: they are aborted and continued afterwards; wait: the "
+        "sync waits for them.",
     )
-    deadline_s: PositiveFloat = Field(120.0, description="Seconds after which a sync is given up.")
-    release_kv: bool = Field(False, description="Engines free the memory of their KV cache during a sync.")
+    deadline_s: PositiveFloat = Field(120.0, description="Timeout of a sync, in seconds.")
+    release_kv: bool = Field(False, description="Free the KV cache of the engines during a sync.")
     on_collapse: Literal["warn", "error"] = Field(
-        "warn", description="What to do when draft acceptance falls below half its running mean after a sync."
+        "warn", description="Reaction if draft acceptance falls below half its running mean after a sync."
     )
 
 
 class ShmConfig(SyncBase):
-    transport: Literal["shm"] = Field("shm", description="One host, through its shared memory; also from and to cards.")
+    transport: Literal["shm"] = Field("shm", description="Shared memory of one host; CPU and GPU.")
 
 
 class IpcConfig(SyncBase):
-    transport: Literal["ipc"] = Field("ipc", description="CUDA, one host, through IPC memory handles.")
+    transport: Literal["ipc"] = Field("ipc", description="CUDA IPC memory handles on one host.")
 
 
 class NcclConfig(SyncBase):
-    transport: Literal["nccl"] = Field("nccl", description="CUDA, any hosts. The default, unless cluster.device is cpu: then it is shm.")
+    transport: Literal["nccl"] = Field("nccl", description="NCCL between any hosts. Default unless cluster.device is cpu, which uses shm.")
 
 
 SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="transport")]
@@ -47,10 +57,10 @@ SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What a transport needs, and how it works.
+    """Properties of a transport.
 
-    `pushes`: sender and receivers take part at the same time; otherwise receivers read from the version store when they like.
-    `cuda`: both ends are on cards. `one_process_a_card`: no two of its processes share a card.
+    pushes: sender and receivers take part at the same time; otherwise receivers read from the version store later.
+    cuda: both ends are GPUs. one_process_a_card: no two of its processes may share a GPU.
     """
 
     pushes: bool
@@ -63,14 +73,79 @@ TRANSPORTS = {
     "ipc": Transport(pushes=True, cuda=True),
     "nccl": Transport(pushes=True, cuda=True, one_process_a_card=True),
 }
-"""By the values of `sync.transport`. The module of each is of the same name, in `mtpctl.sync.transports`."""
+"""Transports by `sync.transport`. Each has a module of the same name in `mtpctl.sync.transports`."""
 
 PUSHED = tuple(name for name, transport in TRANSPORTS.items() if transport.pushes)
 
 
-def sections_fit(sync: SyncBase) -> Complaints:
-    """Refuse sections that do not make up a whole version, and buckets that are too small."""
+def check_sections(sync: SyncBase) -> Complaints:
+    """Sections that are not a whole version, and buckets that are too small."""
     if len(set(sync.sections)) != len(sync.sections) or ("target" in sync.sections) == ("adapter" in sync.sections):
-        yield f"sync.sections: must hold target or adapter, and draft or not, each once, got [{', '.join(sync.sections)}]"
+        yield f"sync.sections: must contain either target or adapter, and optionally draft, each once, got [{', '.join(sync.sections)}]"
     if sync.bucket_bytes < 1024:
         yield f"sync.bucket_bytes: must be at least 1024, got {sync.bucket_bytes}"
+
+
+def check_transport(recipe: Recipe) -> Complaints:
+    """Transports that the devices do not support, and engines that cannot free their KV cache."""
+    device, transport, rollout = recipe.cluster.device, recipe.sync.transport, recipe.rollout
+    if device == "cpu" and TRANSPORTS[transport].cuda:
+        yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu, or leave it out"
+    if TRANSPORTS[transport].one_process_a_card and "rl" in recipe.train.stages:
+        scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
+        shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}
+        for field in [field for field, share in shares.items() if share and share < 1][-1:]:
+            yield f"sync.transport: {transport} supports one process per GPU, but with {field}: {shares[field]:g} two share one; set ipc"
+    if recipe.sync.release_kv:
+        if isinstance(rollout, SglangConfig):
+            yield "sync.release_kv: works with rollout.engine: vllm; set it to false"
+        elif recipe.device == "cpu":
+            yield "sync.release_kv: a CPU engine cannot free its KV cache; set it to false"
+        elif rollout.engine_args.get("enable_sleep_mode", True) is False:
+            yield "sync.release_kv: needs vLLM's sleep mode; remove rollout.engine_args.enable_sleep_mode: false"
+
+
+def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
+    """Adapters that the engines cannot load."""
+    rollout, lora = recipe.rollout, recipe.train.lora
+    if "adapter" not in recipe.sync.sections:
+        return
+    if lora is None:
+        yield "sync.sections: there is no adapter without train.lora; replace adapter by target, or set train.lora"
+        return
+    if isinstance(rollout, SglangConfig):
+        yield "sync.sections: adapter works with rollout.engine: vllm; replace it by target, which sends merged weights"
+    limit = rollout.engine_args.get("max_lora_rank", VLLM_ADAPTER_RANKS[-1])
+    if isinstance(limit, int) and lora.rank > limit:
+        source = "vLLM" if "max_lora_rank" not in rollout.engine_args else "rollout.engine_args.max_lora_rank"
+        yield f"train.lora.rank: {lora.rank} exceeds {limit}, the maximum of {source}; lower it, or sync target instead of adapter"
+    if rollout.engine_args.get("enable_lora", True) is False:
+        yield "sync.sections: adapter needs an engine with adapters; remove rollout.engine_args.enable_lora: false"
+    if "linear_kv_up_proj" in lora.targets:
+        yield (
+            "train.lora.targets: linear_kv_up_proj: vLLM merges its weight into attention at startup, where an adapter has no effect; "
+            "leave it out, or sync target instead of adapter"
+        )
+    packed = [target for target in ("linear_fc1", "linear_fc2") if target in lora.targets]
+    folder = model_folder(recipe.model)
+    if shape is not None and shape.moe and packed and folder is not None and any(map(_PACKED_EXPERTS.search, tensor_names(folder))):
+        yield (
+            f"train.lora.targets: {folder} packs the experts of a layer in one tensor, for which PEFT has no adapter names; "
+            f"leave out {' and '.join(packed)}, or sync target instead of adapter"
+        )
+
+
+def check_live_weights(recipe: Recipe, config: Mapping[str, object]) -> Complaints:
+    """Engines whose weights an RL sync cannot update in place."""
+    rollout = recipe.rollout
+    if "rl" not in recipe.train.stages or isinstance(rollout, SglangConfig):
+        return
+    if method := rollout.engine_args.get("quantization"):
+        yield f"rollout.engine_args.quantization: the weights of a quantizing engine ({method}) cannot be synced; leave it out"
+    elif config.get("quantization_config"):
+        yield (
+            "model.path: its weights are quantized, and engines that generate with them cannot be synced; convert it with "
+            "mtpctl convert-hf to a checkpoint and back, and name that folder"
+        )
+    if rollout.engine_args.get("pipeline_parallel_size", 1) != 1:
+        yield "rollout.engine_args.pipeline_parallel_size: an engine with pipeline stages cannot be synced; set rollout.tp instead"

@@ -1,23 +1,26 @@
-"""The section `train`: stages, precision, memory, checkpoints, adapters."""
+"""The section `train`: stages, precision, memory, checkpoints and adapters."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import RlConfig, SftOptimizerConfig
-from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, fitting
+from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, divisors_text
+
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
 
 
 class SftConfig(Section):
     steps: NonNegativeInt = Field(0, description="Updates of the supervised stage.")
     until_loss: NonNegativeFloat = Field(
-        0.0, description="End the stage once the mean loss of its last 10 updates is at most this; 0: never."
+        0.0, description="End the stage when the mean loss of the last 10 updates is at most this value; 0: never."
     )
-    batch_size: PositiveInt = Field(64, description="Sequences of an update.")
+    batch_size: PositiveInt = Field(64, description="Sequences per update.")
     optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
 
 
@@ -28,122 +31,131 @@ class OffloadConfig(Section):
 
 
 EXPERT_TARGETS = frozenset({"linear_fc1", "linear_fc2"})
-"""The Megatron modules of which routed experts are made."""
+"""Megatron modules of routed experts."""
 
 
 class LoraConfig(Section):
     rank: PositiveInt = Field(16, description="Rank of the adapter.")
-    alpha: PositiveFloat = Field(32.0, description="The adapter is scaled by alpha / rank.")
-    targets: list[str] = Field(
-        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], description="Megatron modules that get an adapter."
-    )
+    alpha: PositiveFloat = Field(32.0, description="Scale of the adapter: alpha / rank.")
+    targets: list[str] = Field(["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], description="Megatron modules with an adapter.")
 
 
 Replay = Literal["off", "recompute", "rollout"]
 
 
 class MoeConfig(Section):
-    aux_loss: NonNegativeFloat = Field(0.0, description="Weight of the loss that spreads tokens over experts (Switch, arXiv 2101.03961).")
-    z_loss: NonNegativeFloat = Field(0.0, description="Weight of the loss that keeps router logits small (ST-MoE, arXiv 2202.08906).")
+    aux_loss: NonNegativeFloat = Field(0.0, description="Weight of the load-balancing loss (Switch, arXiv 2101.03961).")
+    z_loss: NonNegativeFloat = Field(0.0, description="Weight of the router z-loss (ST-MoE, arXiv 2202.08906).")
     bias_update: NonNegativeFloat = Field(
         0.0,
-        description="Step by which each optimizer step moves the router's bias towards equal loads (DeepSeek-V3, arXiv 2412.19437); "
-        "for families whose router has one.",
+        description="Update rate of the router bias toward equal loads, per optimizer step (DeepSeek-V3, arXiv 2412.19437); for families "
+        "with a router bias.",
     )
     replay: Replay | None = Field(
         None,
-        description="Experts that training sends tokens to. rollout: those of the engine that sampled them; recompute: those of the "
-        "pass that made the old log-probs; off: the router's own choice. Default: rollout with vLLM, else recompute where there is "
-        "such a pass.",
+        description="Source of expert routes in training. rollout: the engine that sampled the tokens; recompute: the pass that computed "
+        "the old log-probs; off: the router. Default: rollout with vLLM, else recompute if there is such a pass.",
     )
 
 
 class TrainConfig(Section):
-    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="Stages to run, in this order.")
+    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="Stages of the run, in order.")
     sft: SftConfig = Field(default_factory=SftConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     precision: Literal["fp32", "bf16"] = Field(
         "bf16",
-        description="Precision of parameters and activations; the optimizer's master weights are fp32. Default: bf16, and fp32 on a CPU "
+        description="Precision of parameters and activations; the optimizer's master weights are fp32. Default: bf16, but fp32 on a CPU "
         "without AMX, except for linear attention.",
     )
-    tokens_per_microbatch: PositiveInt = Field(8192, description="Packed tokens of a micro-batch, at most.")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Which activations the backward pass recomputes.")
-    distributed_optimizer: bool = Field(False, description="Shard optimizer state over dp.")
+    tokens_per_microbatch: PositiveInt = Field(8192, description="Maximum packed tokens in a microbatch.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations that the backward pass recomputes.")
+    distributed_optimizer: bool = Field(False, description="Shard the optimizer state over dp.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
-    lora: LoraConfig | None = Field(None, description="Train an adapter instead of the weights.")
-    moe: MoeConfig = Field(default_factory=MoeConfig, description="A mixture of experts: balance, off by default, and replay of routes.")
-    async_save: bool = Field(False, description="Write checkpoints while training goes on; costs host memory of their size.")
+    lora: LoraConfig | None = Field(None, description="Train a LoRA adapter instead of the weights.")
+    moe: MoeConfig = Field(default_factory=MoeConfig, description="Mixture of experts: load balancing (off by default) and router replay.")
+    async_save: bool = Field(False, description="Write checkpoints during training; needs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(
-        0, description="Updates between checkpoints, beside those of checkpoint_minutes; 0: none by count."
+        0, description="Updates between checkpoints, in addition to checkpoint_minutes; 0: none by count."
     )
     checkpoint_minutes: NonNegativeFloat = Field(
-        10.0, description="Minutes from one checkpoint to the next, taken after the update under way; 0: none by time."
+        10.0, description="Minutes between checkpoints, which are taken after the current update; 0: none by time."
     )
     keep_checkpoints: NonNegativeInt = Field(
-        2, description="Newest checkpoints kept; 0: none is written, so that the run can be neither resumed nor converted."
+        2, description="Number of newest checkpoints to keep; 0: none is written, and the run can be neither resumed nor converted."
     )
     checkpoint_copy: str | None = Field(
         None,
-        description="URL to which each checkpoint is copied beside training, such as s3://bucket/runs/{name}, gs://… or file:///…; {name} "
-        "and {seed} are filled in. A run directory without a checkpoint begins with the newest one there.",
+        description="URL to which each checkpoint is copied during training, such as s3://bucket/runs/{name}, gs://… or file:///…; {name} "
+        "and {seed} are replaced. A run directory without a checkpoint starts from the newest copy.",
     )
-    max_bad_steps: PositiveInt = Field(3, description="Consecutive updates skipped for NaN or inf after which the run stops.")
+    max_bad_steps: PositiveInt = Field(3, description="Consecutive updates skipped for NaN or inf before the run stops.")
     max_restarts: NonNegativeInt = Field(
-        3,
-        description="Times within an hour that the trainer's ranks are started anew, from the newest checkpoint, after one was lost; "
-        "then the run stops.",
+        3, description="Restarts of the trainer from the newest checkpoint within an hour, after a rank is lost, before the run stops."
     )
     min_dp: PositiveInt | None = Field(
         None,
-        description="Fewest data-parallel ranks to go on with where a host is lost and there is no other; default: train.parallel.dp, so "
-        "that the run waits for one.",
+        description="Minimum data-parallel ranks to continue with after a host is lost and cannot be replaced; default: train.parallel.dp, "
+        "so the run waits for a host.",
     )
-    eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: before and after RL only.")
-    gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a card that each trainer rank takes, beside others on it.")
-    threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank beside engines; 0: torch's own choice.")
+    eval_every: NonNegativeInt = Field(0, description="Updates between held-out evaluations; 0: only before and after RL.")
+    gpus: Annotated[Float, Field(gt=0, le=1)] = Field(1.0, description="Share of a GPU per trainer rank.")
+    threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank while engines run; 0: torch's default.")
 
     @property
     def revives(self) -> bool:
-        """Whether checkpoints are taken on the way, from which a trainer that was lost can go on."""
+        """Whether checkpoints are taken during training, from which a lost trainer can resume."""
         return bool(self.keep_checkpoints and (self.checkpoint_every or self.checkpoint_minutes))
 
 
-def stages_fit(train: TrainConfig) -> Complaints:
-    """Refuse stages, batch sizes, checkpoints and optimizer settings that contradict each other."""
+def check_train(train: TrainConfig) -> Complaints:
+    """Stages, batch sizes, checkpoints and optimizer settings that contradict each other."""
     if not train.stages or len(set(train.stages)) != len(train.stages):
-        yield f"train.stages: must name sft, rl or both, each once, got [{', '.join(train.stages)}]"
+        yield f"train.stages: must be sft, rl or both, each once, got [{', '.join(train.stages)}]"
     for stage, steps in (("sft", train.sft.steps), ("rl", train.rl.steps)):
         if stage in train.stages and steps == 0:
-            yield f"train.{stage}.steps: is 0; say how many updates, or leave {stage} out of train.stages"
+            yield f"train.{stage}.steps: is 0; set the number of updates, or leave {stage} out of train.stages"
     if train.rl.prompts_per_step % train.rl.minibatches:
         yield (
             f"train.rl.minibatches: {train.rl.minibatches} does not divide train.rl.prompts_per_step: {train.rl.prompts_per_step}; "
-            f"{fitting(train.rl.prompts_per_step)} fit"
+            f"{divisors_text(train.rl.prompts_per_step)} fit"
         )
     if train.min_dp is not None and train.min_dp > train.parallel.dp:
         yield f"train.min_dp: {train.min_dp} is more than train.parallel.dp: {train.parallel.dp}; lower it"
     if train.checkpoint_every and not train.keep_checkpoints:
-        yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; set one of them otherwise"
+        yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; change one of them"
     if train.checkpoint_copy and not train.keep_checkpoints:
-        yield "train.checkpoint_copy: there is nothing to copy with train.keep_checkpoints: 0; set one of them otherwise"
+        yield "train.checkpoint_copy: there is nothing to copy with train.keep_checkpoints: 0; change one of them"
     for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"
 
 
-def lora_fits(lora: LoraConfig, shape: ModelShape) -> Complaints:
-    """Refuse targets that are no layers of this model."""
+def check_lora(lora: LoraConfig, shape: ModelShape) -> Complaints:
+    """Targets that this model does not have."""
     known = adapter_targets(shape)
     if not lora.targets or len(set(lora.targets)) != len(lora.targets):
-        yield f"train.lora.targets: must name layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
+        yield f"train.lora.targets: must be layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
     elif unknown := [target for target in lora.targets if target not in known]:
         yield f"train.lora.targets: no layer of {shape.family} is a {unknown[0]}; it has {', '.join(known)}"
 
 
-def moe_fits(train: TrainConfig, shape: ModelShape) -> Complaints:
-    """Refuse settings of experts and router biases that this model does not have."""
+def check_replay(recipe: Recipe) -> Complaints:
+    """Replay of expert routes that nothing records."""
+    replay = recipe.train.moe.replay
+    if replay == "recompute" and recipe.old_logprobs == "behaviour":
+        yield "train.moe.replay: recompute has no pass to record routes, because the engine's log-probs are used; set rollout, or off"
+    if replay != "rollout":
+        return
+    if recipe.rollout.engine == "sglang":
+        yield "train.moe.replay: rollout works with rollout.engine: vllm; set recompute, or off"
+    elif not recipe.engine_gives_routes:
+        fix = "leave enable_prefix_caching out, or set train.moe.replay: off"
+        yield f"rollout.engine_args: vLLM returns routes only with prefix caching; {fix}"
+
+
+def check_moe(train: TrainConfig, shape: ModelShape) -> Complaints:
+    """Settings for experts and router biases that this model does not have."""
     moe = train.moe
     for name, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update", moe.bias_update)):
         if value and shape.moe is None:
@@ -153,13 +165,14 @@ def moe_fits(train: TrainConfig, shape: ModelShape) -> Complaints:
     if not moe.bias_update or shape.moe is None:
         return
     if not shape.moe.router_bias:
-        yield f"train.moe.bias_update: {moe.bias_update}, but {shape.family}'s router has no bias; set it to 0, or take train.moe.aux_loss"
+        yield f"train.moe.bias_update: {moe.bias_update}, but {shape.family}'s router has no bias; set it to 0, or use train.moe.aux_loss"
     elif train.lora is not None:
-        yield f"train.moe.bias_update: {moe.bias_update} would move the base weights, which train.lora leaves as they are; set it to 0"
+        yield f"train.moe.bias_update: {moe.bias_update} would change the base weights, which train.lora freezes; set it to 0"
 
 
 def adapter_targets(shape: ModelShape) -> list[str]:
-    """Megatron's names of the linear layers in this model's decoder, which `train.lora.targets` may name."""
+    """Valid `train.lora.targets`: Megatron's names of the linear layers in this model's decoder."""
+
     names = ["linear_proj"] if "full_attention" in shape.layer_kinds else []
     if shape.latent:
         query = ["linear_q_proj"] if shape.latent.q_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]

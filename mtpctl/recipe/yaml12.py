@@ -1,7 +1,7 @@
-"""Read and write YAML with the scalars of YAML 1.2, the line of every key, and no key twice.
+"""Read and write YAML 1.2 scalars with PyYAML, with the line of every key, and without duplicate keys.
 
-PyYAML reads YAML 1.1, where `1e-5` is text, `no` and `off` are booleans, `010` is eight and `12:30` is 750. Here only `true`
-and `false` are booleans, numbers are what they look like, and everything else is text.
+PyYAML reads YAML 1.1, in which `1e-5` is text, `no` and `off` are booleans, `010` is 8 and `12:30` is 750. The resolvers here follow the
+core schema of YAML 1.2: only `true` and `false` are booleans.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtpctl.errors import UserError
 
 Path = tuple[str | int, ...]
 
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Maximum number of values in a document, counting each use of an anchor: a few nested aliases can expand to billions."""
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -40,14 +40,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes text that YAML 1.1 or 1.2 would parse as another type."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
-    # Unicode's line breaks and the byte-order mark survive in double quotes alone.
+    # Unicode line breaks and the byte-order mark are only preserved in double quotes.
     style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar(_PREFIX + "str", text, style=style)
 
@@ -67,10 +67,10 @@ class Document:
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse one YAML document. `source` names it in messages.
+    """Parse one YAML document. `source` names it in errors.
 
-    Raises UserError with `source:line` for broken YAML, a key given twice, a key that is not text, a tag, an anchor inside
-    itself, more than one document, nesting too deep to read, and too many values.
+    Raises UserError with `source:line` for invalid YAML, duplicate keys, keys that are not text, tags, recursive anchors, several
+    documents, excessive nesting and too many values.
     """
     try:
         loader = _Loader(text)
@@ -85,32 +85,36 @@ def parse(text: str, source: str) -> Document:
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise UserError(f"{source}: lists and mappings are nested too deeply; write it flatter") from None
+        raise _too_deep(source) from None
     document = Document(None)
     if node is not None:
         try:
             document.value = _build(node, (), document.lines, source, set(), itertools.count())
         except RecursionError:
-            raise UserError(f"{source}: lists and mappings are nested too deeply; write it flatter") from None
+            raise _too_deep(source) from None
     return document
 
 
+def _too_deep(source: str) -> UserError:
+    return UserError(f"{source}: lists and mappings are nested too deeply; write it flatter")
+
+
 def parse_value(text: str) -> object:
-    """The value of `--set key=value` that the YAML after `=` stands for. Raises UserError where it is not YAML."""
+    """The YAML value in `--set key=value`. Raises UserError if it is not valid YAML."""
     return parse(text, f"--set value {text[:40]!r}").value
 
 
 def dump(value: object) -> str:
-    """YAML text that `parse` reads back as `value`, keys in their order."""
+    """YAML text that `parse` reads as `value`, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int], count: Iterator[int]) -> object:
     here = f"{source}:{node.start_mark.line + 1}"
-    if next(count) >= _MOST_VALUES:
-        raise UserError(f"{here}: the document has more than {_MOST_VALUES:,} values, with each use of an anchor counted; remove aliases")
+    if next(count) >= _MAX_VALUES:
+        raise UserError(f"{here}: the document has more than {_MAX_VALUES:,} values, counting each use of an anchor; remove aliases")
     if id(node) in open_nodes:
-        raise UserError(f"{here}: an anchor stands inside itself")
+        raise UserError(f"{here}: an anchor contains itself")
     if isinstance(node, ScalarNode):
         return _scalar(node, here)
     open_nodes.add(id(node))
@@ -121,7 +125,7 @@ def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nod
             return {key: _build(item, (*path, key), lines, source, open_nodes, count) for key, item in _pairs(node, path, lines, source)}
     finally:
         open_nodes.discard(id(node))
-    raise UserError(f"{here}: the tag {node.tag.removeprefix(_PREFIX)!r} is not for recipes; write plain YAML")
+    raise UserError(f"{here}: the tag {node.tag.removeprefix(_PREFIX)!r} is not allowed in recipes; write plain YAML")
 
 
 def _items(node: SequenceNode, path: Path, lines: dict[Path, int]) -> Iterator[tuple[Path, Node]]:
@@ -138,7 +142,7 @@ def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -
             raise UserError(f"{source}:{line}: a key must be text")
         key = key_node.value
         if key in first:
-            raise UserError(f"{source}:{line}: {'.'.join(map(str, (*path, key)))} is given twice, first in line {first[key]}")
+            raise UserError(f"{source}:{line}: {'.'.join(map(str, (*path, key)))} is a duplicate key, first set in line {first[key]}")
         first[key] = line
         lines[(*path, key)] = line
         yield key, item
@@ -159,4 +163,4 @@ def _scalar(node: ScalarNode, here: str) -> object:
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError as error:
         raise UserError(f"{here}: {text[:40]!r} is not a number") from error
-    raise UserError(f"{here}: the tag {kind!r} is not for recipes; write plain YAML")
+    raise UserError(f"{here}: the tag {kind!r} is not allowed in recipes; write plain YAML")

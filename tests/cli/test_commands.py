@@ -77,7 +77,7 @@ def test_validate(mtpctl: Any) -> None:
     assert told["ok"] and len(told["sources"]) == 2
     wrong = mtpctl("recipe", "validate", "tiny_mtp", "--set", "run_dir=x/{y}")
     assert (wrong.code, wrong.out) == (2, "")
-    assert wrong.err == "error: run_dir: {y} is not known; {name} and {seed} are filled in\n"
+    assert wrong.err == "error: run_dir: {y} is not a placeholder; only {name} and {seed} are replaced\n"
 
 
 @pytest.mark.parametrize("command", [("recipe", "check", "tiny_mtp"), ("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8")])

@@ -30,8 +30,7 @@ def run_of(path: Path, *sets: str) -> RunDirectory:
         (
             ["rollout.replicas=2"],
             "3",
-            "error: rollout.replicas: 2 is a number, which stays as it is; stop the run, and resume it with "
-            "--set 'rollout.replicas={{min: 2, max: 3}}'",
+            "error: rollout.replicas: 2 is a fixed number; stop the run, and resume it with --set 'rollout.replicas={{min: 2, max: 3}}'",
         ),
         (["train.stages=[sft]"], "1", "error: RUN: {run} has no rollout replicas; its train.stages are sft"),
     ],

@@ -17,7 +17,7 @@ from mtpctl.environments.environment import EnvironmentClass, Failures, environm
 from mtpctl.environments.trial import try_environment
 from mtpctl.environments.turns import ChatReplies, Turns
 from mtpctl.errors import UserError
-from mtpctl.recipe.rollout import VllmConfig, environment_fits
+from mtpctl.recipe.rollout import VllmConfig, check_environment
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
@@ -222,16 +222,16 @@ def test_of_many_failures_the_first_from_each_place_is_told() -> None:
     ("name", "said"),
     [
         ("calculater", "mtpctl has no environment 'calculater'; did you mean calculator?"),
-        ("browser", "mtpctl has no environment 'browser'; there are single, calculator"),
+        ("browser", "mtpctl has no environment 'browser'; built in are single, calculator"),
     ],
 )
 def test_a_name_that_is_not_there_is_told_with_the_nearest_one(name: str, said: str) -> None:
-    (complaint,) = environment_fits(VllmConfig(environment=name))
+    (complaint,) = check_environment(VllmConfig(environment=name))
     assert complaint.startswith(f"rollout.environment: {said}")
 
 
 def test_arguments_without_an_environment_are_refused() -> None:
-    (complaint,) = environment_fits(VllmConfig(environment_args={"times": 2}))
+    (complaint,) = check_environment(VllmConfig(environment_args={"times": 2}))
     assert complaint.startswith("rollout.environment_args: there is no environment")
 
 

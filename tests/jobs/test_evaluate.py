@@ -68,7 +68,7 @@ def test_a_folder_that_is_none_of_them_is_refused(tmp_path: Path) -> None:
             r"^evaluation\.sets\.a\.columns\.answer: null leaves",
         ),
         (["evaluation.sets.a={path: ROWS, temperature: 0.001}"], r"^evaluation\.sets\.a\.temperature: vLLM samples at 0\.01"),
-        (["evaluation.sets.a/b={path: ROWS}"], r"^evaluation\.sets: 'a/b' may hold letters"),
+        (["evaluation.sets.a/b={path: ROWS}"], r"^evaluation\.sets: 'a/b' may contain only letters"),
         (["evaluation.sets.a={path: ROWS, subset: main}"], r"^evaluation\.sets\.a\.subset: a subset is one of"),
         (
             ["data.task=null", "data.path=ROWS", "evaluation.sets.a={path: ROWS}"],

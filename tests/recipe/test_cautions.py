@@ -49,7 +49,7 @@ def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor
         ([ON_POLICY, "async.sync_every=4", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute"),
         ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the importance weights"),
         ([STALE, "train.rl.loss=cispo", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
-        (["train.rl.loss=gspo"], "train.rl.clip_high: 0.28 clips next to nothing with loss: gspo"),
+        (["train.rl.loss=gspo"], "train.rl.clip_high: 0.28 clips almost nothing with loss: gspo"),
         (["train.rl.advantage=reinforce_pp"], "train.rl.dynamic_sampling: drops groups of equal rewards"),
         (["train.rl.preset=sapo", "train.rl.aggregate=token"], "train.rl.aggregate: token overrides sequence of preset: sapo"),
     ],

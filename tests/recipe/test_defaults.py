@@ -136,7 +136,7 @@ def test_folder_of_weights_in_place_of_a_recipe_is_named(tmp_path: Path) -> None
 
 def test_gguf_file_is_named_with_the_way_to_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "SmolLM2.gguf"
-    with pytest.raises(UserError, match=r"SmolLM2.gguf is a model's file, not a recipe; name a recipe"):
+    with pytest.raises(UserError, match=r"SmolLM2.gguf is a model file, not a recipe; name a recipe"):
         load_recipe(file)
     with pytest.raises(UserError, match=r"there is no file .*SmolLM2.gguf, and GGUF files are not supported"):
         validate(loaded(tmp_path, model={"path": str(file)}).recipe)

@@ -18,7 +18,7 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"a{n}: &a{n} [{', '
         ("{a: " * 100_000, "nested too deeply"),
         ("- " * 5_000 + "1", "nested too deeply"),
         ("a: " + "9" * 5_000, "is not a number"),
-        ("a: &a [*a]", "an anchor stands inside itself"),
+        ("a: &a [*a]", "an anchor contains itself"),
     ],
     ids=["aliases", "lists", "mappings", "items", "digits", "cycle"],
 )

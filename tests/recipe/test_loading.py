@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.fields import KEYS, find
+from mtpctl.recipe.fields import ALIASES, find
 from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
 from mtpctl.recipe.rollout import ReplicaRange
 from mtpctl.recipe.schema import Recipe
@@ -160,7 +160,7 @@ def test_appending_starts_from_the_default(base: Path) -> None:
         ("train.rl.stepz=3", "did you mean train.rl.steps?"),
         ("train.lr=1", "did you mean train.rl.optimizer.lr?"),
         ("train.rl={steps: 3, grup: 3}", "train.rl.grup is not a key"),
-        ("train.parallel={dp:2,ep:2}", "train.parallel.dp:2 is not a key; YAML wants a space behind the colon: dp: 2"),
+        ("train.parallel={dp:2,ep:2}", "train.parallel.dp:2 is not a key; YAML needs a space after the colon: dp: 2"),
         ("async_.sync_every=3", "did you mean async.sync_every?"),
         ("seed", "write KEY=VALUE"),
         ("=3", "write KEY=VALUE"),
@@ -186,7 +186,7 @@ def test_appending_starts_from_the_default(base: Path) -> None:
         ("train.rl=3", "train.rl must be a mapping of keys to values, got 3"),
         ("model.config=3", "model.config must be a mapping of keys to values, got 3"),
         ("name=1.10", "name must be text, got 1.1: put it in quotes"),
-        ("name=a b", "name may hold letters, digits, dots, dashes and underscores only, got 'a b'"),
+        ("name=a b", "name may contain only letters, digits, dots, dashes and underscores, got 'a b'"),
         ("train.rl.optimizer.betas=[]", "train.rl.optimizer.betas must be a list of 2 × number, got []"),
         ("train.rl.optimizer.betas=[0.9]", "train.rl.optimizer.betas must be a list of 2 × number, got [0.9]"),
         ("train.rl.optimizer.betas=[0, 0, 0]", "train.rl.optimizer.betas must be a list of 2 × number, got [0, 0, 0]"),
@@ -211,7 +211,7 @@ def test_a_wrong_set_is_one_line_with_its_mend(base: Path, text: str, message: s
         ("train:\n  rl:\n    steps: a\n", ":3: train.rl.steps must be an integer, got 'a'"),
         ("rollout:\n  engine: sglang\n  eager: true\n", ":3: rollout.eager is not a key of rollout with engine: sglang"),
         ("- 1\n", ":1: a recipe is a mapping"),
-        ("seed: 1\nseed: 2\n", ":2: seed is given twice, first in line 1"),
+        ("seed: 1\nseed: 2\n", ":2: seed is a duplicate key, first set in line 1"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -259,7 +259,7 @@ def test_the_names_of_other_frameworks_are_understood(tmp_path: Path, given: str
 
 
 def test_the_keys_that_aliases_point_to_exist_and_no_alias_is_a_key_of_ours_beside_them() -> None:
-    for alias, keys in KEYS.items():
+    for alias, keys in ALIASES.items():
         for key in keys:
             found = find(tuple(key.split(".")))
             assert found is not None and found.dotted == key, (alias, key)

@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.recipe.reward import BUILT_IN, RewardConfig, reward_fits
+from mtpctl.recipe.reward import BUILT_IN, RewardConfig, check_reward
 from mtpctl.recipe.schema import Recipe
 from mtpctl.user_code import load
 
@@ -27,10 +27,10 @@ def test_the_older_key_names_the_function_and_a_resolved_recipe_loads_back() -> 
 
 def test_both_keys_with_different_functions_are_refused_and_with_the_same_are_not() -> None:
     both = load_recipe("tiny_mtp", sets=["data.checker=exact", "reward.function=math"]).recipe
-    assert list(reward_fits(both.reward, both.data.checker)) == [
+    assert list(check_reward(both.reward, both.data.checker)) == [
         "data.checker: exact is the older key for reward.function, which is math; remove data.checker"
     ]
-    assert list(reward_fits(RewardConfig(function="math"), "math")) == []
+    assert list(check_reward(RewardConfig(function="math"), "math")) == []
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_both_keys_with_different_functions_are_refused_and_with_the_same_are_no
     ],
 )
 def test_a_function_that_is_not_there_is_told(function: str, told: str) -> None:
-    assert list(reward_fits(RewardConfig(function=function), None)) == [told]
+    assert list(check_reward(RewardConfig(function=function), None)) == [told]
 
 
 def test_a_file_of_almost_that_name_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "judge.py").touch()
-    (told,) = reward_fits(RewardConfig(function=f"{tmp_path / 'jugde.py'}:score"), None)
+    (told,) = check_reward(RewardConfig(function=f"{tmp_path / 'jugde.py'}:score"), None)
     assert told.endswith(f"did you mean {tmp_path / 'judge.py'}?")
 
 
@@ -87,6 +87,6 @@ def test_names_that_are_no_files_stay_as_they_are(tmp_path: Path, monkeypatch: p
 
 def test_an_answers_own_bound_has_to_be_under_that_of_a_call() -> None:
     config = RewardConfig(function="code", args={"timeout_s": 60})
-    assert list(reward_fits(config, None)) == ["reward.timeout_s: must be more than reward.args.timeout_s: 60, got 30"]
-    assert list(reward_fits(RewardConfig(function="math", args={"seconds": 2}), None)) == []
-    assert list(reward_fits(RewardConfig(function="mine.b:score", args={"timeout_s": 60}), None)) == []
+    assert list(check_reward(config, None)) == ["reward.timeout_s: must be more than reward.args.timeout_s: 60, got 30"]
+    assert list(check_reward(RewardConfig(function="math", args={"seconds": 2}), None)) == []
+    assert list(check_reward(RewardConfig(function="mine.b:score", args={"timeout_s": 60}), None)) == []

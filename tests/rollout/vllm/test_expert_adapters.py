@@ -24,7 +24,7 @@ BUCKET = 256
 """Bytes, of the 1,024 or more of a matrix A [4, 96 or more] in bf16 or its B."""
 CASES = [
     pytest.param("cpu", False, marks=pytest.mark.slow, id="attention-cpu"),
-    # vLLM has no adapters of experts on a CPU.
+    # vLLM has no adapters for experts on a CPU.
     pytest.param("cuda", True, marks=pytest.mark.gpu, id="attention-and-experts-cuda"),
 ]
 
