@@ -158,7 +158,8 @@ class RlConfig(Section):
     advantage: Advantage = Field(
         "grpo",
         description="grpo: group baseline, scaled by the group's standard deviation; grpo_no_std, rloo: group baseline, unscaled; "
-        "reinforce_pp: batch baseline and scale; reinforce_pp_baseline: group baseline, batch scale; or your own function, FILE.py:NAME or MODULE:NAME.",
+        "reinforce_pp: batch baseline and scale; reinforce_pp_baseline: group baseline, batch scale; or your own function, "
+        "FILE.py:NAME or MODULE:NAME.",
     )
     advantage_args: dict[str, object] = Field(default_factory=dict, description="Keyword arguments of your own advantage.")
     aggregate: Literal["token", "sequence", "constant"] = Field(

@@ -126,7 +126,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["train.rl.clip_low=1"], "train.rl.clip_low: must be below 1, got 1.0"),
         (["train.rl.clip_low=1.5", "train.rl.loss=cispo"], "train.rl.clip_low: must be at most 1, got 1.5"),
         (["train.rl.clip_dual=3", "train.rl.loss=cispo"], "train.rl.clip_dual: loss: cispo has no dual clip; set it to 0"),
-        (["train.rl.loss_args={a: 1}"], "train.rl.loss_args: loss: ppo takes none; leave them out, or name a loss of your own"),
+        (["train.rl.loss_args={a: 1}"], "train.rl.loss_args: loss: ppo takes none; leave them out, or name your own loss"),
         (["train.sft.optimizer.betas=[0.9, 1.0]"], "train.sft.optimizer.betas: must lie in [0, 1)"),
         (["rollout.temperature=0.001"], "rollout.temperature: the minimum of vLLM is 0.01"),
         (["rollout.top_p=0.9"], "rollout.top_p: 0.9 renormalizes the sampling distribution"),
