@@ -1,1 +1,1 @@
-"""Placement, memory and buckets of a run: arithmetic over names, shapes and sizes, without torch."""
+"""Placement, memory, buckets and parameter counts of a run, computed without torch."""

@@ -1,7 +1,7 @@
-"""Whether each rank of a run fits its share of a card, and which settings would make it fit, each with what it gains.
+"""Check whether each rank of a run fits into its share of a card, and suggest settings that make it fit.
 
-A rank's shortfall is what it needs less the room that it has, in bytes. The gain of a setting is the shortfall without it less the
-shortfall with it, by the same estimates as the memory plan (`mtpctl.plan.memory`).
+A rank's shortfall is the memory that it needs minus the memory that it has, in bytes. The gain of a setting is the reduction of the
+shortfall. Both are estimated as in the memory plan (`mtpctl.plan.memory`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Change = Mapping[str, object]
 """Values by dotted key, as `--set` takes them."""
 Shortfall = Callable[[Recipe], int]
 HIGHEST_SHARE = 0.95
-"""Of a card that an engine may be told to fill: its CUDA graphs and the context take the rest."""
+"""Maximum `rollout.gpu_memory` to suggest. CUDA graphs and the CUDA context take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the recipe and the bytes that it gains. `fits`: the rank fits with it; `cards`: it takes more cards."""
+    """A change of the recipe and the bytes that it gains. `fits`: the rank fits with it; `cards`: it needs more cards."""
 
     change: Change
     gain: int
@@ -45,10 +45,10 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A rank that does not fit: its error, the bytes that are missing, and remedies, the largest gain first.
+    """A rank that does not fit: its error, the missing bytes, and remedies in descending order of their gain.
 
-    `together` makes the rank fit where no remedy does alone, if possible without more cards. It is empty where one remedy does, and where
-    all of them do not.
+    `together` are remedies that suffice in combination, if possible without more cards. It is empty if a single remedy suffices, or if not
+    even all of them do.
     """
 
     rank: Rank
@@ -59,26 +59,26 @@ class Misfit:
 
 
 def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
-    """Every rank that does not fit the card of `cluster.gpu_gib`. Without that size only a cache given in bytes is checked."""
+    """Yield every rank that does not fit the card of `cluster.gpu_gib`. Without that size, only a cache in bytes is checked."""
     card = recipe.cluster.gpu_gib
     if card is not None and (missing := _trainer(recipe, shape)) > 0:
         room = card * recipe.train.gpus
         remedies = _remedies(recipe, partial(_trainer, shape=shape), _trainer_changes(recipe, shape))
-        # One that suffices, on the cards that are there if possible.
+        # Prefer a remedy that suffices, and one without more cards.
         best = max(remedies, key=lambda remedy: (remedy.fits and not remedy.cards, remedy.fits, remedy.gain), default=None)
-        mend = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "take larger cards"
-        text = f"train.parallel: a trainer rank needs {missing / GIB + room:.0f} GiB of the {room:g} that it has of a card; {mend}"
+        fix = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "use larger cards"
+        text = f"train.parallel: a trainer rank needs {missing / GIB + room:.0f} GiB, but has {room:g} GiB of a card; {fix}"
         yield _misfit("trainer_rank", ClusterResources(text), recipe, partial(_trainer, shape=shape), remedies)
     if "rl" not in recipe.train.stages:
         return
     server = recipe.logprob
     if card is not None and server.standalone and (missing := _logprob(recipe, shape)) > 0:
         share = card * min(1.0, server.gpus)
-        text = f"logprob.gpus: a rank needs {missing / GIB + share:.0f} GiB, its share is {share:.0f} GiB; raise it"
+        text = f"logprob.gpus: a rank needs {missing / GIB + share:.0f} GiB, but its share is {share:.0f} GiB; raise it"
         remedies = _remedies(recipe, partial(_logprob, shape=shape), _logprob_changes(recipe, shape))
         yield _misfit("logprob_rank", ClusterResources(text), recipe, partial(_logprob, shape=shape), remedies)
     if card is not None and (shared := _shared(recipe)) > 0:
-        others = " and ".join(f"{field}: {share:g}" for field, share in _beside_engine(recipe)[1].items())
+        others = " and ".join(f"{field}: {share:g}" for field, share in _shared_with_engine(recipe)[1].items())
         text = f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and {others} share a card and exceed it; lower one"
         lower = math.floor(100 * (recipe.rollout.gpu_memory - shared / GIB / card) + 1e-6) / 100
         remedies = _remedies(recipe, _shared, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
@@ -89,7 +89,7 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
 
 
 def card_needed(recipe: Recipe, shape: ModelShape) -> float:
-    """GiB that a card must have for the fullest rank of the recipe, by its share of one; an engine's cache holds one sample at least."""
+    """Minimum GiB of a card for the fullest rank of the recipe, with a cache of at least one sample in each engine."""
     needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
     if "rl" in recipe.train.stages:
         rollout = recipe.rollout
@@ -100,7 +100,7 @@ def card_needed(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def changed(recipe: Recipe, change: Change) -> Recipe:
-    """The recipe with these values. Checks that concern several sections are not run on it."""
+    """The recipe with these values, without the checks that span several sections."""
     for key, value in change.items():
         recipe = _with(recipe, key.split("."), value)
     return recipe
@@ -109,9 +109,6 @@ def changed(recipe: Recipe, change: Change) -> Recipe:
 def _with[T: BaseModel](section: T, path: Sequence[str], value: object) -> T:
     head, *rest = path
     return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
-
-
-# ------------------------------------------------------------------------------------------------------ shortfalls
 
 
 def _trainer(recipe: Recipe, shape: ModelShape) -> int:
@@ -132,21 +129,21 @@ def _engine(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def _shared(recipe: Recipe) -> int:
-    """Bytes by which an engine and those beside it on one card exceed the card."""
-    return int((_beside_engine(recipe)[0] - 1) * _card(recipe) + 0.5)
+    """Bytes by which an engine and the ranks on the same card exceed the card."""
+    return int((_shared_with_engine(recipe)[0] - 1) * _card(recipe) + 0.5)
 
 
-def _beside_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
-    """The fullest card with an engine: the share of it that is taken, and the shares of the ranks beside the engine, by field."""
+def _shared_with_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
+    """For the fullest card with an engine, the used share, and the shares of the other ranks by recipe field."""
     shares = {"train.gpus": recipe.train.gpus}
     if recipe.logprob.standalone:
         shares["logprob.gpus"] = recipe.logprob.gpus
     engine = engine_share(recipe)
-    beside = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
-    # One of them may be on the engine's card, or all of them.
-    together = [beside] if sum(beside.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in beside.items()]
-    filled = [(sum(held.values()) + recipe.rollout.gpu_memory, held) for held in together if held]
-    return max(filled, key=lambda each: each[0], default=(0.0, {}))
+    others = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
+    # The engine's card may be shared with all of them, or with one of them.
+    groups = [others] if sum(others.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in others.items()]
+    used = [(sum(group.values()) + recipe.rollout.gpu_memory, group) for group in groups if group]
+    return max(used, key=lambda card: card[0], default=(0.0, {}))
 
 
 def _card(recipe: Recipe) -> float:
@@ -154,7 +151,7 @@ def _card(recipe: Recipe) -> float:
 
 
 def _engine_needs(recipe: Recipe, shape: ModelShape) -> int:
-    """Bytes of the weights and of a cache for one sample of full length, the least with which an engine runs."""
+    """The minimum bytes of an engine: its weights and a cache for one sample of full length."""
     memory = engine_memory(recipe, shape)
     return memory.weights + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
 
@@ -180,17 +177,14 @@ def _engine_error(recipe: Recipe, shape: ModelShape) -> MtpctlError | None:
             f"rollout.gpu_memory: {(weights + cache) / GIB:.1f} GiB of the card do not hold {weights / GIB:.1f} GiB of weights; "
             "raise it, or rollout.tp"
         )
-    alone = replace(memory, states=memory.sequence_state).kv_tokens
-    if alone is not None and alone < _longest(recipe, shape):
-        given = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
+    tokens = replace(memory, states=memory.sequence_state).kv_tokens
+    if tokens is not None and tokens < _longest(recipe, shape):
+        source = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
         return UserError(
-            f"{given} {cache} bytes hold {alone} tokens at {memory.kv_token} bytes each, less than one sample of "
+            f"{source} {cache} bytes hold {tokens} tokens at {memory.kv_token} bytes each, less than one sample of "
             f"{_longest(recipe, shape)}; give at least {_one_sample(recipe, shape, memory)}, or lower rollout.context"
         )
     return None
-
-
-# -------------------------------------------------------------------------------------------------------- remedies
 
 
 def _misfit(rank: Rank, error: MtpctlError, recipe: Recipe, shortfall: Shortfall, remedies: Sequence[Remedy]) -> Misfit:
@@ -201,19 +195,19 @@ def _misfit(rank: Rank, error: MtpctlError, recipe: Recipe, shortfall: Shortfall
 
 
 def _remedies(recipe: Recipe, shortfall: Shortfall, changes: Sequence[Change]) -> list[Remedy]:
-    """Those of the changes that gain bytes, the largest gain first."""
-    found = (_remedy(recipe, change, shortfall) for change in changes)
-    return sorted((remedy for remedy in found if remedy.gain > 0), key=lambda remedy: -remedy.gain)
+    """The changes with a positive gain, the largest gain first."""
+    remedies = (_remedy(recipe, change, shortfall) for change in changes)
+    return sorted((remedy for remedy in remedies if remedy.gain > 0), key=lambda remedy: -remedy.gain)
 
 
 def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
-    made = changed(recipe, change)
-    after = shortfall(made)
-    return Remedy(change, shortfall(recipe) - after, after <= 0, _cards(made) > _cards(recipe))
+    after = changed(recipe, change)
+    remaining = shortfall(after)
+    return Remedy(change, shortfall(recipe) - remaining, remaining <= 0, _cards(after) > _cards(recipe))
 
 
 def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
-    """Remedies that suffice together, taken greedily by their gain on top of those before; empty where all of them do not."""
+    """Remedies that suffice in combination, selected greedily by their additional gain; empty if all of them do not suffice."""
     left, taken = list(remedies), []
     while left and shortfall(recipe) > 0:
         best = min(left, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
@@ -241,7 +235,7 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes.append({**wider, "train.distributed_optimizer": True})
     else:
         changes.append({"train.parallel.dp": 2 * parallel.dp})
-    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # a sample that is longer would be a micro-batch by itself
+    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # A longer sample would be a microbatch by itself.
         changes.append({"train.tokens_per_microbatch": train.tokens_per_microbatch // 2})
     if train.precision == "fp32":
         changes.append({"train.precision": "bf16"})
@@ -262,7 +256,7 @@ def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
 
 
 def _splits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:
-    """Layouts that split the model over twice the ranks, as far as Megatron can."""
+    """Layouts that split the model over twice the ranks, if Megatron supports them."""
     names = ["tp"] + (["pp"] if parallel.pp_layout is None else []) + ["cp"] + (["ep"] if shape.moe else [])
     for name in names:
         update: dict[str, object] = {name: 2 * getattr(parallel, name)}
@@ -288,10 +282,10 @@ def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         room = int(_card(recipe) * rollout.gpu_memory) - memory.weights
     else:
         most = None if recipe.cluster.gpu_gib is None else int(_card(recipe)) - memory.weights
-        wanted = _one_sample(recipe, shape, memory)
-        if rollout.kv_cache_bytes < wanted and (most is None or wanted <= most):
-            changes.append({"rollout.kv_cache_bytes": wanted})
-        elif most is not None and wanted <= most:
+        needed = _one_sample(recipe, shape, memory)
+        if rollout.kv_cache_bytes < needed and (most is None or needed <= most):
+            changes.append({"rollout.kv_cache_bytes": needed})
+        elif most is not None and needed <= most:
             changes.append({"rollout.kv_cache_bytes": most})
         room = rollout.kv_cache_bytes
     context = (room - memory.sequence_state) // memory.kv_token if memory.kv_token else 0

@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a training step, from which FLOP/s and the share of a card's peak are computed."""
+"""Count the floating-point operations of a training step, for FLOP/s and utilization of a card."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from mtpctl.families.shape import ModelShape
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
-"""Operations for each weight and token: one multiply and one add in each of the three products."""
-
+"""Operations per weight and token: one multiplication and one addition in each of the three products."""
 
 _PEAKS = {
     "A100": 312e12,
@@ -20,16 +19,16 @@ _PEAKS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Dense bf16 FLOP/s by NVIDIA's data sheets. The first name that a card's name contains as whole words is taken."""
+"""Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that matches whole words of the card's name is used."""
 
 
 def card_peak(card: str) -> float | None:
-    """Dense bf16 FLOP/s of a card by its name (`NVIDIA H200`), or None for one that is not known here."""
+    """Dense bf16 FLOP/s of a card by its name (`NVIDIA H200`), or None for an unknown card."""
     return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Weights of one layer's full attention, grouped-query or latent, that take part in matrix products."""
+    """Matrix weights of one layer's full attention, grouped-query or latent."""
     if (latent := shape.latent) is None:
         queries = shape.heads * (2 if shape.gated_attention else 1)
         return shape.hidden * shape.head_dim * (shape.heads + queries + 2 * shape.kv_heads)
@@ -42,9 +41,9 @@ def attention_weights(shape: ModelShape) -> int:
 
 
 def delta_weights(shape: ModelShape) -> int:
-    """Weights of one layer of linear attention, and what its recurrence multiplies for each token.
+    """Weights of one layer of linear attention, plus the multiplications of its recurrence per token.
 
-    The state is read with the key, written, and read with the query (Gated DeltaNet, arXiv 2412.06464, equation 10).
+    The state is read with the key, updated, and read with the query (Gated DeltaNet, arXiv 2412.06464, equation 10).
     """
     delta = shape.delta
     assert delta is not None
@@ -54,7 +53,7 @@ def delta_weights(shape: ModelShape) -> int:
 
 
 def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
-    """Weights of one layer's MLP that one token visits: all of a dense one; router, chosen and shared experts of a mixture."""
+    """Weights of one layer's MLP that one token uses: all of a dense MLP; router, selected and shared experts of an MoE layer."""
     if not sparse or (moe := shape.moe) is None:
         return 3 * shape.hidden * shape.ffn
     experts = 3 * shape.hidden * (moe.experts_per_token * moe.ffn + moe.shared_ffn)
@@ -62,16 +61,16 @@ def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
 
 
 def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
-    """Forward operations of one layer's causal attention over samples of these lengths: scores and values, half of the square."""
+    """Forward operations of one layer's causal attention over samples of these lengths: half of the square for scores and values."""
     values = shape.latent.value_dim if shape.latent else shape.head_dim
     return sum(2 * shape.heads * (shape.head_dim + values) * length * length // 2 for length in lengths)
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool) -> int:
-    """Forward and backward operations of one step, recomputation not counted.
+    """Forward and backward operations of one step, without recomputation.
 
-    lengths: tokens of each packed sample; rows: tokens whose log-prob is taken; mtp_rows: the same for each MTP depth.
-    An isolated MTP head computes no gradient of the LM head's weight. Of a mixture's experts only those that a token visits count.
+    lengths: tokens of each packed sample; rows: tokens with a log-prob; mtp_rows: the same for each MTP depth. An isolated MTP head
+    computes no gradient of the LM head's weight. Only the experts that a token is routed to count.
     """
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)

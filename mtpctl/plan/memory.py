@@ -1,8 +1,7 @@
-"""Estimates of what a trainer rank, a rollout engine and a log-prob rank keep in memory.
+"""Estimate the memory of a trainer rank, a rollout engine and a log-prob rank.
 
-Counted are weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state
-of linear attention. Not counted are the CUDA context, NCCL's buffers and what the allocator cannot reuse: leave a tenth of the
-card for them.
+Included are weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state of linear
+attention. The CUDA context, NCCL's buffers and fragmentation are not included: leave a tenth of the card for them.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight, by its precision."""
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
-"""Bytes a parameter: fp32 masters beside bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
+"""Bytes per parameter: fp32 masters of bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """Default KV cache of an engine on a CPU, unless one sample of full length needs more."""
 OPTIMIZER_SLICE = 1 << 30
-"""Bytes of fp32 parameters that Adam is given at once."""
+"""Bytes of fp32 parameters that Adam updates at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes on the fullest trainer rank. Offloaded parameters and gradients count, since they are back on the device at its peak.
+    """Bytes on the fullest trainer rank. Offloaded parameters and gradients are included, since they are on the device at its peak.
 
     reference: the reference policy's copy of the trained parameters. step: temporaries of an optimizer step, which runs when activations
-    and workspace are free. host: what offloading keeps in host memory.
+    and workspace are free. host: host memory for offloading.
     """
 
     weights: int
@@ -48,7 +47,7 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        # While the reference policy scores, the trained parameters that it replaces are kept beside it.
+        # While the reference policy scores, the trained parameters that it replaces stay in memory.
         phases = self.activations + self.workspace, self.step, self.reference + self.workspace
         return self.weights + self.gradients + self.optimizer + self.reference + max(phases)
 
@@ -57,8 +56,8 @@ class TrainerMemory:
 class EngineMemory:
     """Bytes on one rank of a rollout engine.
 
-    kv_token: key-value cache of one token. kv_cache: the whole cache, None where nothing bounds it. sequence_state: linear attention's
-    state of one sequence, whatever its length. states: that of all sequences in flight; it shares the cache with the tokens.
+    kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state of one
+    sequence of any length. states: that of all sequences in flight, which is part of the cache.
     """
 
     weights: int
@@ -69,16 +68,13 @@ class EngineMemory:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that the cache holds beside the states of all sequences in flight."""
+        """Tokens that fit into the cache in addition to the states of all sequences in flight."""
         return None if self.kv_cache is None or not self.kv_token else max(0, self.kv_cache - self.states) // self.kv_token
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobMemory:
-    """Bytes of one rank of a log-prob server.
-
-    base_weights: a copy, without adapter, of the weights that a synced adapter is merged into.
-    """
+    """Bytes of one rank of a log-prob server. base_weights: the unmerged copy of the weights that a synced adapter is merged into."""
 
     weights: int
     base_weights: int
@@ -92,19 +88,19 @@ class LogprobMemory:
 
 
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
-    """The fullest trainer rank of the recipe, in the stage of training that fills it most."""
-    held = list(enumerate(_stages(recipe, shape, recipe.train.parallel)))
-    ranks = [_trainer_stage(recipe, shape, index, stage, training) for training in recipe.train.stages for index, stage in held]
+    """The fullest trainer rank of the recipe, over all stages of training."""
+    pipeline = list(enumerate(_stages(recipe, shape, recipe.train.parallel)))
+    ranks = [_trainer_stage(recipe, shape, index, stage, training) for training in recipe.train.stages for index, stage in pipeline]
     return max(ranks, key=lambda memory: memory.total)
 
 
 def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
-    """One rank of a rollout engine. Its cache is negative where weights exceed the engine's share of the card."""
+    """One rank of a rollout engine. Its cache is negative if the weights exceed the engine's share of the card."""
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
-    held = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
-    weights = held.parameters * width
+    stage = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
+    weights = stage.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
     cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
     state = _sequence_state(recipe, shape, width)
@@ -122,32 +118,32 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     width = WEIGHT_BYTES[recipe.train.precision]
     adapted = adapted_weights(shape, lora.targets) if lora is not None and "adapter" in recipe.sync.sections else {}
     merged = stages(shape, server.parallel, depths=_depths(recipe, shape), only=adapted)
-    held = [(stage.parameters, base.parameters) for stage, base in zip(_stages(recipe, shape, server.parallel), merged, strict=True)]
     copies = 2 if server.keep_previous else 1
+    ranks = zip(_stages(recipe, shape, server.parallel), merged, strict=True)
+    weights, base = max(((stage.parameters * copies, base.parameters) for stage, base in ranks), key=sum)
     elements = activation_width(shape, server.parallel) + transient_width(shape, server.parallel)
     one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
-    weights, base = max(((whole * copies, adapted) for whole, adapted in held), key=sum)
     return LogprobMemory(weights * width, base * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that one decoder layer keeps for its backward pass: a layer with full attention, and experts if there are any.
+    """Elements per token that a decoder layer saves for its backward pass: a layer with full attention, and experts if there are any.
 
-    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is kept), grouped queries and a gated MLP,
-    less what the backward pass recomputes (`mtpctl.model.recompute`).
+    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP,
+    minus the tensors that the backward pass recomputes (`mtpctl.model.recompute`).
 
-    - Split over tp only with sequence parallelism: the inputs of both norms, and what all heads share of a latent.
-    - Split over tp in any case: q, k, v, the attention's output, gate and up.
-    - Whole on every rank: a latent's sine and cosine (other attention has one table for all layers), three indices and a share for each
-      chosen expert, and the tokens that ranks gather where tp splits each expert.
-    - With expert parallelism also the rows that other ranks send, taken to be as many as this rank sends.
+    - Split over tp only with sequence parallelism: the inputs of both norms, and the parts of a latent that all heads share.
+    - Always split over tp: q, k, v, the attention's output, gate and up.
+    - Replicated: a latent's sine and cosine (other attention has one table for all layers), three indices and a weight for each selected
+      expert, and the tokens that ranks gather if tp splits each expert.
+    - With expert parallelism also the rows from other ranks, assumed to be as many as this rank sends.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
     if latent:
         entry += shape.hidden + 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_dim
     if moe:
-        # The normed state, and what the router makes of it.
+        # The normed state, and the router's outputs.
         entry += shape.hidden + 3 * moe.experts
     copies = 0.0
     if moe:
@@ -159,10 +155,10 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements a token that a layer computes and frees, beside `activation_width`: the normed input and the product of gate and up.
+    """Elements per token of a layer's temporaries, not in `activation_width`: the normed input and the product of gate and up.
 
-    Routed experts take most at their first product's backward pass: rows (copies of their tokens' states), the rows' gradients, gate and
-    up; with expert parallelism the received rows a third time. Routing is taken to be even.
+    Routed experts need most in the backward pass of their first product: rows (copies of their tokens' states), the rows' gradients, gate
+    and up; with expert parallelism the received rows a third time. Routing is assumed to be even.
     """
     width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     if not shape.moe:
@@ -174,7 +170,7 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
-    """Bytes of one token's key-value cache on one rank. Every rank holds a latent whole."""
+    """Bytes of one token's key-value cache on one rank. A latent is replicated on all ranks."""
     layers = shape.full_attention_layers + (shape.mtp_layers if drafting else 0)
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
@@ -182,35 +178,35 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool
 
 
 def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
-    """Bytes that linear attention keeps for one sequence on one rank of an engine: the convolution's inputs and the state of each layer.
+    """Bytes of linear attention's state of one sequence on one rank of an engine: the convolution's inputs and the state of each layer.
 
-    As vLLM lays them out: one copy for the sequence, one for each draft (which may be rejected), and with prefix caching one at the border
-    of the last block.
+    vLLM stores one copy for the sequence, one for each draft (which may be rejected), and with prefix caching one at the last block
+    boundary.
     """
     delta, rollout = shape.delta, recipe.rollout
     if delta is None:
         return 0
     drafts = rollout.speculation.num_tokens if recipe.mtp.mode != "off" else 0
-    asked = rollout.engine_args.get("mamba_ssm_cache_dtype", "auto")
-    precise = asked == "float32" or (asked == "auto" and delta.fp32_state)
+    dtype = rollout.engine_args.get("mamba_ssm_cache_dtype", "auto")
+    fp32 = dtype == "float32" or (dtype == "auto" and delta.fp32_state)
     convolved = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1 + drafts)
     state = delta.value_heads * delta.value_dim * delta.key_dim
     layers = shape.layers - shape.full_attention_layers
     copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
-    return copies * layers * (convolved * width + state * (4 if precise else width)) // rollout.tp
+    return copies * layers * (convolved * width + state * (4 if fp32 else width)) // rollout.tp
 
 
 def _attention_width(shape: ModelShape) -> float:
     if shape.latent:
         return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Norms of queries and keys keep what all heads were split from; a gate is kept beside what it gates.
+    # QK norms save the tensor that the heads are split from; a gate is saved in addition to its input.
     mixed = q + 2 * kv + (q if shape.gated_attention else 0)
     return 2 * q + 2 * kv + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
 
 
 def _ffn_width(shape: ModelShape) -> float:
-    """Hidden width of the MLP, or of the experts that one token is routed to."""
+    """Hidden width of the MLP, or of the experts of one token."""
     moe = shape.moe
     return moe.experts_per_token * moe.ffn + moe.shared_ffn if moe else shape.ffn
 
@@ -236,13 +232,13 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
     gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
     if trains_mtp or (buffered and train.distributed_optimizer):
-        # A distributed optimizer has state for all that has a gradient buffer, MTP layers that are not trained included.
+        # A distributed optimizer has state for every gradient buffer, including those of frozen MTP layers.
         moved, experts = moved + stage.mtp, experts + stage.mtp_experts
-    among, experts_among = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
-    stepped = (moved - experts) // among + experts // experts_among
+    shards, expert_shards = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
+    stepped = (moved - experts) // shards + experts // expert_shards
     masters = stepped * (MASTER if train.precision == "bf16" else 0)
     state, slice_ = stepped * MOMENTS + masters, min(OPTIMIZER_SLICE, stepped * MASTER)
-    # Adam's temporaries are of the slice's size; offloaded moments are there a slice at a time, masters as long as the step takes.
+    # Adam's temporaries have the size of a slice. Offloaded moments are loaded by slices, masters for the whole step.
     step = slice_ + (slice_ * MOMENTS // MASTER + masters if train.offload.optimizer else 0)
     return TrainerMemory(
         weights=weights,
@@ -261,10 +257,10 @@ def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, de
     layers = len(stage.layers) + (depths if stage.has_head else 0)
     width, transient = activation_width(shape, parallel), transient_width(shape, parallel)
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    kept = width * layers if train.recompute != "full" else entry * layers
+    saved = width * layers if train.recompute != "full" else entry * layers
     once = transient if train.recompute != "full" else width + transient
-    in_flight = parallel.pp - index  # One forward, one backward: a stage waits for those behind it.
-    return int(train.tokens_per_microbatch / parallel.cp * (kept * in_flight + once) * WEIGHT_BYTES[train.precision])
+    in_flight = parallel.pp - index  # One forward, one backward: a stage waits for the later ones.
+    return int(train.tokens_per_microbatch / parallel.cp * (saved * in_flight + once) * WEIGHT_BYTES[train.precision])
 
 
 def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:
@@ -273,16 +269,16 @@ def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: Paralle
 
 
 def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
-    """Parameters of the LoRA adapters on one rank, and those of routed experts among them: rank × (inputs + outputs) of each target."""
+    """LoRA parameters on one rank, and the part of routed experts: rank × (inputs + outputs) of each target."""
     lora, parallel = recipe.train.lora, recipe.train.parallel
     assert lora is not None
-    places = [(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets]
-    routed = sum(_routed_sides(*place) for place in places)
-    return int(lora.rank * (routed + sum(_sides(*place) for place in places))), int(lora.rank * routed)
+    modules = [(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets]
+    routed = sum(_routed_sides(*module) for module in modules)
+    return int(lora.rank * (routed + sum(_sides(*module) for module in modules))), int(lora.rank * routed)
 
 
 def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs and outputs of one decoder layer's routed experts in this target, as one rank holds them."""
+    """Inputs plus outputs of a decoder layer's routed experts in this target, on one rank."""
     moe = shape.moe
     if moe is None or layer in moe.dense_layers or target not in ("linear_fc1", "linear_fc2"):
         return 0
@@ -290,14 +286,14 @@ def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: Parallel
 
 
 def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs and outputs of one decoder layer's other modules in this target, as one rank holds them."""
+    """Inputs plus outputs of a decoder layer's other modules in this target, on one rank."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
         sparse = moe is not None and layer not in moe.dense_layers
         ffn = moe.shared_ffn if moe and sparse else shape.ffn
         return shape.hidden + _inner(target, ffn) / parallel.tp if ffn else 0
-    whole, split = _mixer_sides(shape, layer).get(target, (0, 0))
-    return whole + split / parallel.tp
+    replicated, split = _mixer_sides(shape, layer).get(target, (0, 0))
+    return replicated + split / parallel.tp
 
 
 def _inner(target: str, ffn: int) -> int:
@@ -305,7 +301,7 @@ def _inner(target: str, ffn: int) -> int:
 
 
 def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """For each linear layer of attention: the width that every rank holds whole, and the width that tp splits."""
+    """For each linear layer of attention, the replicated width, and the width that tp splits."""
     hidden = shape.hidden
     if shape.layer_kinds[layer] == "linear_attention":
         delta = shape.delta
@@ -328,7 +324,7 @@ def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class RouteBytes:
-    """Bytes of the routes of a token, of the longest sample, and of a batch of such samples, which every trainer rank receives."""
+    """Bytes of the routes of a token, of the longest sample, and of a batch of such samples."""
 
     replay: Replay
     token: int
@@ -337,7 +333,7 @@ class RouteBytes:
 
 
 def route_bytes(recipe: Recipe, shape: ModelShape) -> RouteBytes | None:
-    """None where samples carry no routes."""
+    """The size of routes in samples, None if samples carry none."""
     replay, routes, rl = recipe.replay(shape), RouteShape.of(shape), recipe.train.rl
     if replay == "off" or routes is None:
         return None

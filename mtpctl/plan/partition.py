@@ -1,4 +1,4 @@
-"""Which sequences go into which micro-batch of which data-parallel rank."""
+"""Assign sequences to microbatches of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 _MOST_TOGETHER = 16
-"""The largest k that `_least` tries. Where a larger one would give a better bound, `partition` only takes more attempts."""
+"""The largest k that `_least` tries. If a larger one would give a better bound, `partition` only needs more attempts."""
 
 
 def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
-    """Deal sequences out to micro-batches: for each dp rank a list of micro-batches, each a list of indices into `lengths`.
+    """Assign sequences to microbatches: for each dp rank a list of microbatches, each a list of indices into `lengths`.
 
-    Every rank gets the same number of micro-batches, of which the last may be empty. Sequences are taken longest first, each into the least
-    loaded micro-batch. There are as few micro-batches, in whole multiples of dp, as keep each within the budget this way; a sequence
-    longer than the budget is alone in one. Deterministic. Raises ValueError where there is no sequence.
+    Every rank gets the same number of microbatches, the last of which may be empty. Sequences are assigned longest first, each to the least
+    loaded microbatch, with the smallest multiple of dp of microbatches that keeps each within the budget. A sequence longer than the budget
+    is alone. Deterministic. Raises ValueError if there is no sequence.
     """
     if not lengths:
         raise ValueError("there is no sequence to pack")
@@ -32,14 +32,14 @@ def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> li
 
 
 def _least(lengths: np.ndarray, budget: int) -> int:
-    """A lower bound on the micro-batches: of sequences longer than budget / (k + 1), at most k fit into one."""
+    """A lower bound on the number of microbatches: at most k sequences longer than budget / (k + 1) fit into one."""
     return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MOST_TOGETHER + 1))
 
 
 def _dealt(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
-    """Deal the sequences out in this order, each to the least loaded of `count` micro-batches. None where one overflows."""
+    """Assign the sequences in this order, each to the least loaded of `count` microbatches. None if one overflows."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    # A heap of load * count + number, so that of equally loaded micro-batches the first is the least. In this order it is a heap already.
+    # A heap of load * count + index, so that the first of equally loaded microbatches is the least. This range is a heap already.
     loads = list(range(count))
     alone = count >= len(lengths)
     for i in order:

@@ -1,7 +1,7 @@
-"""Place trainer ranks, rollout engines, log-prob ranks and a teacher's on hosts with CPUs and GPUs.
+"""Place the ranks of trainer, rollout engines, log-prob server and teacher on hosts with CPUs and GPUs.
 
-Ranks are placed in order, each group on the first host that has room. Trainer ranks fill hosts from the front, each tensor-parallel group
-on one host where one can hold it; an engine never spans hosts, nor a share of a card two cards.
+Ranks are placed in order, each group on the first host with capacity. A tensor-parallel group of the trainer is on one host if it fits one.
+An engine never spans hosts, and a share of a card never spans cards.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One rank: `index` counts engines or servers, `rank` the processes of one. `gpus` is a fraction where a card is shared.
+    """One rank: `index` counts engines or servers, `rank` the processes of each. `gpus` is a fraction if a card is shared.
 
-    `cards`: the numbers of its cards among those that the plan uses of its host.
+    `cards`: indices of its cards among those that the plan uses on the host.
     """
 
     role: Role
@@ -37,26 +37,24 @@ class Actor:
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.role}-{self.rank}" if self.role == "trainer" else f"{self.role}-{self.index}" + (f".{self.rank}" if self.rank else "")
-        )
+        if self.role == "trainer":
+            return f"{self.role}-{self.rank}"
+        return f"{self.role}-{self.index}" + (f".{self.rank}" if self.rank else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """CPUs and GPUs that are reserved together on one host, for the ranks that share its cards, or for all ranks of an engine."""
+    """CPUs and GPUs to reserve together on one host, for ranks that share cards, or for all ranks of an engine."""
 
     host: int
     actors: tuple[Actor, ...]
 
     @property
     def cpus(self) -> float:
-        """CPUs in all."""
         return sum(actor.cpus for actor in self.actors)
 
     @property
     def gpus(self) -> float:
-        """GPUs in all: whole ones, or a share of one."""
         return round(sum(actor.gpus for actor in self.actors), 4)
 
 
@@ -81,11 +79,11 @@ class Placement:
 
     @property
     def cards(self) -> int:
-        """Cards in use: one that several share is one, and one that is used in part is one too."""
+        """Number of cards in use, in whole or in part."""
         return len({(actor.host, card) for actor in self.actors for card in actor.cards})
 
     def bundles(self) -> list[Bundle]:
-        """What is to be reserved: a bundle for all that share cards, one for each engine, and one for each other rank without a card."""
+        """The bundles to reserve: one for all ranks that share cards, one for each engine, and one for each other rank."""
         bundles: list[list[Actor]] = []
         for actor in self.actors:
             bundles = _joined(bundles, actor)
@@ -93,22 +91,22 @@ class Placement:
 
 
 def _joined(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
-    """The bundles with one actor more, which joins those that it shares a card or an engine with."""
+    """Add an actor to the bundles, and merge those with which it shares a card or an engine."""
 
-    def together(other: Actor) -> bool:
+    def shares(other: Actor) -> bool:
         engine = actor.role == other.role == "rollout" and actor.index == other.index
         return actor.host == other.host and (engine or bool({*actor.cards} & {*other.cards}))
 
-    near = [bundle for bundle in bundles if any(map(together, bundle))]
-    return [bundle for bundle in bundles if bundle not in near] + [[*(a for bundle in near for a in bundle), actor]]
+    shared = [bundle for bundle in bundles if any(map(shares, bundle))]
+    return [bundle for bundle in bundles if bundle not in shared] + [[*(a for bundle in shared for a in bundle), actor]]
 
 
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int | None = None) -> Placement:
-    """Place a recipe's actors, with as many rollout engines as it has at least, or `engines` of them.
+    """Place a recipe's actors, with the minimum number of rollout engines, or with `engines` of them.
 
-    `hosts` are those of a running cluster; without them, this machine for CPU, and for CUDA as many hosts of
-    `cluster.gpus_per_node` cards as it takes, or one of `cluster.num_gpus` where that is set. Raises ClusterResources naming
-    what is asked for and what there is, UserError for an engine that no host can hold, or that Ray cannot be asked cards for.
+    `hosts` are those of a running cluster. Without them, assume this machine for CPU, and for CUDA one host of `cluster.num_gpus` if set,
+    else as many hosts of `cluster.gpus_per_node` cards as needed. Raises ClusterResources if the hosts are too small, and UserError for an
+    engine that no host can hold, or for GPU counts that Ray cannot allocate.
     """
     device = recipe.device
     engines = recipe.rollout.replica_range.min if engines is None else engines
@@ -128,7 +126,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
 
 
 def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
-    """How many rollout engines these hosts have room for, of those that the recipe allows. Raises what `place` raises for the least."""
+    """The number of rollout engines within the recipe's bounds that fit these hosts. Raises the error of `place` for the minimum."""
     bounds = recipe.rollout.replica_range
     place(recipe, hosts)
     for engines in range(bounds.max, bounds.min, -1):
@@ -141,19 +139,19 @@ def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
 
 
 def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
-    """Whether a host that is empty holds this many ranks."""
+    """Whether an empty host can hold this many ranks."""
     return any(take([room], ranks, cpus, gpus) is not None for room in rooms(hosts, ranks * math.ceil(gpus)))
 
 
 def _take_group(free: list[Room], ranks: int, cpus: float, gpus: float, *, apart: bool) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Host and cards of each rank, all on one host unless `apart`; None where there is no room."""
+    """Host and cards of each rank, all on one host unless `apart`; None if there is no capacity."""
     parts: list[Taken | None] = [take(free, 1, cpus, gpus) for _ in range(ranks)] if apart else [take(free, ranks, cpus, gpus)]
-    found: list[tuple[int, tuple[int, ...]]] = []
+    taken: list[tuple[int, tuple[int, ...]]] = []
     for part in parts:
         if part is None:
             return None
-        found += [(part[0], cards) for cards in part[1]]
-    return found
+        taken += [(part[0], cards) for cards in part[1]]
+    return taken
 
 
 Group = tuple[Role, int, int, float, float]
@@ -168,7 +166,7 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
         card = engine_share(recipe) if cuda else 0.0
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(engines)]
         if server.standalone:
-            # On CPUs, scoring comes in bursts while the others wait, and claims no core of its own.
+            # On CPUs, scoring alternates with the other actors, so it needs no reserved core.
             claim = (1, server.gpus) if cuda else (0, 0.0)
             groups += [("logprob", i, server.parallel.world_size, *claim) for i in range(server.replicas)]
         if (teacher := train.rl.teacher) is not None and teacher.served:
@@ -178,16 +176,14 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     for role, _, ranks, _, gpus in groups:
         field = fields.get(role, role)
         if role == "rollout" and ranks > 1 and 0 < gpus < 1:
-            raise UserError(
-                f"rollout.gpus: {gpus:g} of a card for each of rollout.tp: {ranks} ranks; they take whole cards, so set it to 1"
-            )
+            raise UserError(f"rollout.gpus: {gpus:g} of a card for each of rollout.tp: {ranks} ranks, which need whole cards; set it to 1")
         if role != "rollout" and ranks > 1 and 0 < gpus <= 0.5:
             raise UserError(
-                f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one card, where NCCL does not join them; "
-                "take more than 0.5, or one rank"
+                f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one card, which NCCL does not support; "
+                "use more than 0.5, or one rank"
             )
         if gpus > 1 and gpus % 1:
-            raise UserError(f"{field}.gpus: {gpus:g} cards cannot be handed to one rank; take a whole number, or less than 1")
+            raise UserError(f"{field}.gpus: {gpus:g} cards cannot be assigned to one rank; use a whole number, or less than 1")
         if role != "trainer" and ranks * gpus > per_node:
             split = f"{field}.{'tp' if role == 'rollout' else 'parallel'}"
             raise UserError(f"{split}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
@@ -195,7 +191,7 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
 
 
 def engine_share(recipe: Recipe) -> float:
-    """Share of a card for each rank of a rollout engine: `rollout.gpus`, or what a log-prob rank on the same card leaves."""
+    """Share of a card for each rank of a rollout engine: `rollout.gpus`, or the share that a log-prob rank leaves."""
     server = recipe.logprob
     return recipe.rollout.gpus or (1 - server.gpus if server.standalone and server.gpus < 1 else 1.0)
 
@@ -206,22 +202,22 @@ def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> l
         return [Host(cluster.num_cpus or os.cpu_count() or 1)]
     if cluster.num_gpus is not None:
         return [Host(cluster.num_cpus or cpus, cluster.num_gpus)]
-    # As many as it takes: a trainer rank needs at most a host of its own, and so does an engine.
+    # At most one host for each trainer rank and engine.
     return [Host(cpus, cluster.gpus_per_node) for _ in range(ranks)]
 
 
 def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequence[Host]) -> ClusterResources:
-    asked: dict[str, float] = {}
+    needed: dict[str, float] = {}
     for role, _, ranks, cpus, gpus in groups:
-        asked[role] = asked.get(role, 0) + ranks * (gpus if device == "cuda" else cpus)
-    what = "GPUs" if device == "cuda" else "CPUs"
-    there = sum(host.gpus if device == "cuda" else host.cpus for host in hosts)
-    if sum(asked.values()) <= there:
-        what += ", each share on one card and each engine on one host,"
-    parts = ", ".join(f"{role} {amount:g}" for role, amount in asked.items())
-    mend = "lower replicas or threads, or set cluster.num_cpus"
+        needed[role] = needed.get(role, 0) + ranks * (gpus if device == "cuda" else cpus)
+    unit = "GPUs" if device == "cuda" else "CPUs"
+    available = sum(host.gpus if device == "cuda" else host.cpus for host in hosts)
+    if sum(needed.values()) <= available:
+        unit += ", each share on one card and each engine on one host,"
+    parts = ", ".join(f"{role} {amount:g}" for role, amount in needed.items())
+    fix = "lower replicas or threads, or set cluster.num_cpus"
     if (engines := sum(role == "rollout" for role, *_ in groups)) > recipe.rollout.replica_range.min:
-        mend = f"lower rollout.replicas.max: {engines}, or join a cluster that hosts can join (cluster.address)"
+        fix = f"lower rollout.replicas.max: {engines}, or join a cluster that hosts can join (cluster.address)"
     elif device == "cuda":
-        mend = "lower train.parallel, rollout.replicas or rollout.tp"
-    return ClusterResources(f"cluster: {sum(asked.values()):g} {what} are asked for ({parts}) and {there:g} are there; {mend}")
+        fix = "lower train.parallel, rollout.replicas or rollout.tp"
+    return ClusterResources(f"cluster: {sum(needed.values()):g} {unit} are needed ({parts}), but {available:g} are available; {fix}")

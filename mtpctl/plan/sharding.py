@@ -1,4 +1,4 @@
-"""Count the parameters that one rank holds under a parallel layout."""
+"""Count the parameters of one rank under a parallel layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.parallel import ParallelConfig
 
-# Every tensor-parallel rank holds these whole: norms, routers, small gates, and the down-projections of latent attention.
+# Replicated over tensor-parallel ranks: norms, routers, small gates, and the down-projections of latent attention.
 _REPLICATED = re.compile(
     r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)(?:\.weight)?$"
 )
@@ -23,9 +23,9 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank of a pipeline stage holds: decoder layers, and the parameters of trunk and MTP layers.
+    """One rank of a pipeline stage: its decoder layers, and the parameters of trunk and MTP layers.
 
-    `trunk_experts` and `mtp_experts` are those of routed experts among them.
+    `trunk_experts` and `mtp_experts` are the parts of these in routed experts.
     """
 
     layers: range
@@ -41,9 +41,9 @@ class Stage:
 
 
 def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int]:
-    """Decoder layers of each pipeline stage: `pp_layout`, or even, where an MTP depth counts as a layer of the last stage.
+    """Decoder layers of each pipeline stage: `pp_layout`, or an even split that counts MTP depths as layers of the last stage.
 
-    Raises UserError where `pp_layout` does not add up to `layers`.
+    Raises UserError if `pp_layout` does not add up to `layers`.
     """
     if parallel.pp_layout is not None:
         if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
@@ -59,18 +59,18 @@ def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int
 
 
 def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Container[str] | None = None) -> list[Stage]:
-    """Parameters of one rank, stage by stage.
+    """Parameters of one rank of each stage.
 
-    The first stage has the embedding. The last has the final norm, the head and the MTP layers, and a copy of the embedding where the
-    MTP layers or a tied head read it. depths: MTP depths; 0 leaves the MTP layers out. only: names of the tensors to count; default: all.
+    The first stage has the embedding. The last has the final norm, the head, the MTP layers, and a copy of the embedding if the MTP layers
+    or a tied head read it. depths: MTP depths; 0 excludes the MTP layers. only: names of the tensors to count; default: all.
     """
-    same, whole = aliases(shape), tensor_shapes(shape)
+    skipped, tensors = aliases(shape), tensor_shapes(shape)
     embedding = f"{shape.prefix}embed_tokens.weight"
     ends = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
     splits = [range(start, end) for start, end in pairwise(ends)]
-    held, experts = ([[0, 0] for _ in splits] for _ in range(2))
-    for name, size in whole.items():
-        if name in same or (only is not None and name not in only):
+    counts, experts = ([[0, 0] for _ in splits] for _ in range(2))
+    for name, size in tensors.items():
+        if name in skipped or (only is not None and name not in only):
             continue
         draft = section_of(name, shape) == "draft"
         if draft and not depths:
@@ -83,12 +83,12 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
         else:
             stage = next(i for i, split in enumerate(splits) if int(layer[1]) in split)
         numel = _of_one_rank(name, prod(size), parallel)
-        held[stage][draft] += numel
+        counts[stage][draft] += numel
         experts[stage][draft] += numel if _EXPERT in name else 0
     copied = len(splits) > 1 and (depths or shape.tied)
     if copied and (only is None or embedding in only):
-        held[-1][0] += _of_one_rank(embedding, prod(whole[embedding]), parallel)
-    parts = zip(splits, held, experts, strict=True)
+        counts[-1][0] += _of_one_rank(embedding, prod(tensors[embedding]), parallel)
+    parts = zip(splits, counts, experts, strict=True)
     return [
         Stage(split, trunk, mtp, trunk_experts, mtp_experts, has_head=split is splits[-1])
         for split, (trunk, mtp), (trunk_experts, mtp_experts) in parts
@@ -96,12 +96,12 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Ranks that one expert is split over: 1 with expert parallelism."""
+    """Number of ranks that share an expert: 1 with expert parallelism."""
     return 1 if parallel.ep > 1 else parallel.tp
 
 
 def optimizer_ranks(parallel: ParallelConfig) -> tuple[int, int]:
-    """Ranks that a distributed optimizer shards its state over: for dense parameters, and for routed experts."""
+    """Number of shards of a distributed optimizer's state: for dense parameters, and for routed experts."""
     copies = parallel.dp * parallel.cp
     return copies, parallel.tp * copies // (expert_tp(parallel) * parallel.ep)
 

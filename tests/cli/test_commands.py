@@ -196,7 +196,7 @@ def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monke
 def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: Any) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
     told = mtpctl(*arguments)
-    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 225 GiB of the 139 that it has of a card;")
+    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 225 GiB, but has 139 GiB of a card;")
     assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 224.6 GiB\n" in told.out
     assert "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in told.out and "79.6 GiB  --set train.recompute=full\n" in told.out
     assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
@@ -226,7 +226,7 @@ def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any
     folder = sparse_folder(tmp_path / "hf", TOYS["qwen3.5"])
     model = "model={config: null, path: " + json.dumps(str(folder)) + ", tokenizer: bytes}"
     told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.precision=bf16")
-    assert told.code == 3 and told.err.startswith("error: torchvision: is not installed, and vLLM needs it to serve qwen3.5; install")
+    assert told.code == 3 and told.err.startswith("error: torchvision: is not installed, and vLLM needs it to serve qwen3.5; reinstall")
     assert told.err.count("\n") == 1
     assert mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.stages=[sft]").code == 0
 

@@ -108,7 +108,7 @@ def test_actors_run_on_the_hosts_and_cards_of_the_plan(hosts: Any) -> None:
 def test_a_stop_ends_the_wait_and_a_run_that_never_fits_is_an_error(hosts: Any) -> None:
     async def main() -> None:
         began, stopping = time.monotonic(), asyncio.Event()
-        with pytest.raises(ClusterResources, match="8 GPUs are asked for"):
+        with pytest.raises(ClusterResources, match="8 GPUs are needed"):
             await reserve_bundles(recipe_of("train.gpus=1", "train.parallel.dp=3", "rollout.gpus=1"), [])
         assert time.monotonic() - began > 1, "hosts may still join"
         stopping.set()

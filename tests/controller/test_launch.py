@@ -119,7 +119,7 @@ def test_what_a_run_has_no_room_for_is_told_before_anything_is_made(tmp_path: Pa
         page = f"telemetry.http={other.getsockname()[1]}"
         with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 127\.0\.0\.1:"):
             launch.run(recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2", page))
-    with pytest.raises(ClusterResources, match=r"5 CPUs are asked for .* lower rollout\.replicas\.max: 4, or join a cluster"):
+    with pytest.raises(ClusterResources, match=r"5 CPUs are needed .* lower rollout\.replicas\.max: 4, or join a cluster"):
         launch.run(recipe(tmp_path / "run", "rollout.replicas={min: 1, max: 4}", "cluster.num_cpus=3"))
     assert not (tmp_path / "run").exists()
 

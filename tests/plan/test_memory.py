@@ -367,13 +367,13 @@ def test_a_log_prob_rank_keeps_its_part_of_the_base_weights_of_an_adapter_that_i
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["train.parallel={tp: 1}"], "train.parallel: a trainer rank needs .* GiB of the 139 that it has"),
+        (["train.parallel={tp: 1}"], "train.parallel: a trainer rank needs .* GiB, but has 139 GiB"),
         (["rollout.gpu_memory=0.1"], "rollout.gpu_memory: 13.9 GiB of the card do not hold 14.6 GiB of weights"),
-        (["logprob.gpus=0.1", "rollout.gpu_memory=0.8"], "logprob.gpus: a rank needs .* GiB, its share is 14 GiB"),
+        (["logprob.gpus=0.1", "rollout.gpu_memory=0.8"], "logprob.gpus: a rank needs .* GiB, but its share is 14 GiB"),
         (["logprob.gpus=0.3", "rollout.gpu_memory=0.8"], "share a card and exceed it"),
         (
             ["train.lora={rank: 16}", "sync.sections=[adapter, draft]", "logprob.gpus=0.2", "rollout.gpu_memory=0.5"],
-            "logprob.gpus: a rank needs 3. GiB, its share is 28 GiB",
+            "logprob.gpus: a rank needs 3. GiB, but its share is 28 GiB",
         ),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_teacher_has_cards_of_its_own_where_the_run_serves_it() -> None:
     placement = placed("train.parallel.tp=2", teacher.format("some/model"))
     assert [(actor.name, actor.gpus) for actor in placement.of("teacher")] == [("teacher-0", 0.75), ("teacher-1", 0.75)]
     assert not placed("train.parallel.tp=2", teacher.format("policy")).of("teacher")
-    with pytest.raises(UserError, match=r"train\.rl\.teacher\.gpus: 1\.5 cards cannot be handed to one rank"):
+    with pytest.raises(UserError, match=r"train\.rl\.teacher\.gpus: 1\.5 cards cannot be assigned to one rank"):
         placed("train.rl.teacher={path: some/model, gpus: 1.5}")
 
 
@@ -61,7 +61,7 @@ def test_a_share_is_of_one_card() -> None:
     """Two cards have room for 2.0, but after two ranks of 0.6 none for a third, or for an engine of 0.8."""
     alone = ["train.gpus=0.6", "logprob.standalone=false", "rollout.replicas=1"]
     for sets in (["train.parallel.tp=3", "rollout.gpus=0.2"], ["train.parallel.tp=2", "rollout.gpus=0.8"]):
-        with pytest.raises(ClusterResources, match="2 GPUs, each share on one card and each engine on one host, are asked for"):
+        with pytest.raises(ClusterResources, match="2 GPUs, each share on one card and each engine on one host, are needed"):
             placed(*alone, *sets, hosts=[Host(64, 2)])
     assert placed(*alone, "train.parallel.tp=2", "rollout.gpus=0.4", hosts=[Host(64, 2)]).gpus == pytest.approx(1.6)
     assert placed(*alone, "train.parallel.tp=3", hosts=[Host(float("inf"), float("inf"))]).gpus == pytest.approx(2.8)
@@ -70,9 +70,9 @@ def test_a_share_is_of_one_card() -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["rollout.gpus=0.5"], r"rollout\.gpus: 0\.5 of a card for each of rollout\.tp: 2 ranks; they take whole cards"),
-        (["logprob.gpus=0.25"], r"rollout\.gpus: 0\.75 of a card for each of rollout\.tp: 2 ranks; .* set it to 1"),
-        (["logprob.gpus=1.5"], r"logprob\.gpus: 1\.5 cards cannot be handed to one rank"),
+        (["rollout.gpus=0.5"], r"rollout\.gpus: 0\.5 of a card for each of rollout\.tp: 2 ranks, which need whole cards"),
+        (["logprob.gpus=0.25"], r"rollout\.gpus: 0\.75 of a card for each of rollout\.tp: 2 ranks, .* set it to 1"),
+        (["logprob.gpus=1.5"], r"logprob\.gpus: 1\.5 cards cannot be assigned to one rank"),
     ],
 )
 def test_cards_that_ray_cannot_be_asked_for(sets: list[str], message: str) -> None:
@@ -138,12 +138,12 @@ def test_cpu_claims_threads() -> None:
             [],
             "mimo7b_mtp",
             [Host(64, 4)],
-            r"8 GPUs are asked for \(trainer 4, rollout 3, logprob 1\) and 4 are there; lower train.parallel",
+            r"8 GPUs are needed \(trainer 4, rollout 3, logprob 1\), but 4 are available; lower train.parallel",
         ),
-        (["cluster.num_gpus=2"], "mimo7b_mtp", None, "8 GPUs are asked for .* and 2 are there"),
-        (["cluster.num_gpus=0"], "mimo7b_mtp", None, "and 0 are there"),
-        ([], "tiny_mtp", [Host(1)], r"2 CPUs are asked for \(trainer 1, rollout 1\) and 1 are there; .* set cluster.num_cpus"),
-        (["cluster.num_cpus=1"], "tiny_mtp", None, "2 CPUs are asked for"),
+        (["cluster.num_gpus=2"], "mimo7b_mtp", None, "8 GPUs are needed .* but 2 are available"),
+        (["cluster.num_gpus=0"], "mimo7b_mtp", None, "but 0 are available"),
+        ([], "tiny_mtp", [Host(1)], r"2 CPUs are needed \(trainer 1, rollout 1\), but 1 are available; .* set cluster.num_cpus"),
+        (["cluster.num_cpus=1"], "tiny_mtp", None, "2 CPUs are needed"),
     ],
 )
 def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
@@ -162,13 +162,13 @@ def test_a_run_whose_engines_come_and_go_is_planned_with_the_least() -> None:
 def test_how_many_engines_there_is_room_for() -> None:
     recipe = load_recipe("mimo7b_mtp", sets=[ELASTIC, "logprob.standalone=false"]).recipe
     assert [most_engines(recipe, [Host(64, cards)] * hosts) for cards, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
-    with pytest.raises(ClusterResources, match=r"5 GPUs are asked for \(trainer 4, rollout 1\)"):
+    with pytest.raises(ClusterResources, match=r"5 GPUs are needed \(trainer 4, rollout 1\)"):
         most_engines(recipe, [Host(64, 4)])
 
 
 def test_more_engines_than_a_cluster_without_further_hosts_has_room_for() -> None:
     recipe = load_recipe("tiny_mtp", sets=[ELASTIC, "cluster.num_cpus=3"]).recipe
-    with pytest.raises(ClusterResources, match=r"and 3 are there; lower rollout\.replicas\.max: 8, or join a cluster that hosts can join"):
+    with pytest.raises(ClusterResources, match=r"but 3 are available; lower rollout\.replicas\.max: 8, or join a cluster"):
         place(recipe, engines=8)
 
 
