@@ -13,7 +13,7 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.limits import Judgement, Limits, Result
+from mtpctl.sandbox.limits import Judgement, Limits
 from mtpctl.sandbox.reward import Calls, _calls, same_decimals, same_floats, score
 from mtpctl.sandbox.sandbox import Sandbox
 
@@ -114,7 +114,7 @@ class Budgeted:
         for (seconds,), _ in cases:
             left -= seconds
             failures.append(None if left >= 0 else "not ended in time")
-        return Judgement(failures, left < 0, Result("", "", 0), decided=failures.count(None))
+        return Judgement(failures, left < 0, decided=failures.count(None))
 
 
 @pytest.mark.parametrize(
