@@ -19,10 +19,9 @@ from torch import Tensor
 from mtpctl.bench.fused_cases import Inputs, Limit, Output, make_inputs
 from mtpctl.bench.fused_kernels import REFERENCE_ROWS, ROUNDS, SAMPLES, TORCH_ERRORS, Shape, peak_gib, settle, time_runs
 from mtpctl.bench.fused_oracle import ROWS_AT_ONCE, SAMPLED, distance
-from mtpctl.kernels.draft import linear_draft_loss
-from mtpctl.kernels.draft_terms import Draft
-from mtpctl.kernels.policy import linear_policy_loss
-from mtpctl.kernels.problem import DraftLoss
+from mtpctl.kernels.backend import DraftLoss
+from mtpctl.kernels.drafts import Draft
+from mtpctl.kernels.policy import linear_draft_loss, linear_policy_loss
 from mtpctl.plan.memory import GIB
 
 BOUND = Limit(1.25, 0.5)
