@@ -1,3 +1,1 @@
-"""Measurements of what users wait for: each module prints what its timer covers, and ends with a verdict against its bounds.
-Runs in the process of `mtpctl bench`; may import everything but the command line.
-"""
+"""The measurements of `mtpctl bench`, for users to run on their own hardware. Scripts for published figures are in `benchmarks/`."""

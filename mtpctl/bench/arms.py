@@ -1,8 +1,8 @@
-"""Arms of one experiment: the same recipe trained several times from one warm start, each time with a few keys changed.
+"""Arms of an experiment: the same recipe trained several times from one warm start, each time with a few keys changed.
 
-Every arm is a whole run in a process of its own, by the command that a user would type, and is evaluated from its run
-directory. The supervised stage, where the recipe has one, runs once for each seed and is converted to a Hugging Face folder,
-drafter included, from which trainer and engines of every arm start.
+Every arm is a whole run in a process of its own, started by `mtpctl train` and evaluated from its run directory. If the recipe has a
+supervised stage, that stage runs once for each seed and is converted to a Hugging Face folder, drafter included, from which trainer and
+engines of every arm start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mtpctl.telemetry.versions import Versions
 
 Say = Callable[[str], None]
 WARM = "warm-start"
-UNREAD_BY_SFT = {
+IRRELEVANT_TO_SFT = {
     ("train", "rl"),
     ("train", "eval_every"),
     ("train", "keep_checkpoints"),
@@ -46,46 +46,44 @@ UNREAD_BY_SFT = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One variant of the recipe: the changed keys as `--set` texts, and their meaning in a few words."""
+    """A variant of the recipe: its changed keys as `--set` texts, and their meaning in a few words."""
 
     name: str
     meaning: str
     sets: tuple[str, ...] = ()
 
 
-def chosen(arms: Sequence[Arm], wanted: Sequence[str] | None, *, own: bool = False) -> list[Arm]:
-    """The arms that `wanted` names, in the order of `arms`, or all of them where it names none.
+def select_arms(arms: Sequence[Arm], texts: Sequence[str] | None, *, custom: bool = False) -> list[Arm]:
+    """The arms that `texts` name, in the order of `arms`, or all of them if it names none.
 
-    With `own`, `wanted` may also define arms, which come last: `NAME: KEY=VALUE …`, quoted as in a shell; `NAME:` changes nothing. Raises
-    UserError for an unknown name, and for a definition that cannot be read.
+    If `custom`, a text may also define an arm: `NAME: KEY=VALUE …`, quoted as in a shell; `NAME:` changes nothing. These arms come last.
+    Raises UserError for an unknown name, and for an invalid definition.
     """
-    made: list[Arm] = []
+    defined: list[Arm] = []
     names: list[str] = []
-    for text in wanted or ():
+    for text in texts or ():
         name, colon, rest = text.partition(":")
-        if not (own and colon):
+        if not (custom and colon):
             names.append(text)
             continue
-        if not re.fullmatch(r"[\w.-]*\w", name) or name in {arm.name for arm in (*arms, *made)} | {WARM}:
-            raise UserError(
-                f"--arm {text!r}: {name!r} is no name for an arm of your own; give one that no arm has, of letters, digits, - and _"
-            )
+        if not re.fullmatch(r"[\w.-]*\w", name) or name in {arm.name for arm in (*arms, *defined)} | {WARM}:
+            raise UserError(f"--arm {text!r}: {name!r} cannot name a custom arm; use an unused name of letters, digits, - and _")
         try:
             sets = tuple(shlex.split(rest))
         except ValueError as error:
             raise UserError(f"--arm {text!r}: {str(error).lower()}; write NAME: KEY=VALUE …, quoted as in a shell") from error
-        made.append(Arm(name, " ".join(sets) or "the recipe as it is", sets))
+        defined.append(Arm(name, " ".join(sets) or "the recipe as it is", sets))
     if unknown := set(names) - {arm.name for arm in arms}:
-        more = "; one of your own is NAME: KEY=VALUE …" if own else ""
-        raise UserError(f"--arm: there is no {sorted(unknown)[0]}; the arms are {', '.join(arm.name for arm in arms)}{more}")
-    return [arm for arm in arms if arm.name in names or not wanted] + made
+        hint = "; define a custom one as NAME: KEY=VALUE …" if custom else ""
+        raise UserError(f"--arm: there is no {sorted(unknown)[0]}; the arms are {', '.join(arm.name for arm in arms)}{hint}")
+    return [arm for arm in arms if arm.name in names or not texts] + defined
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm's run with one seed. `wanted`: RL updates that its recipe asks for; a run that has not ended has made fewer.
+    """One arm's run with one seed. `wanted`: RL updates of its recipe, of which an unfinished run has completed fewer.
 
-    `old_logprobs`: `train.rl.old_logprobs`, with `auto` resolved.
+    `old_logprobs`: `train.rl.old_logprobs` with `auto` resolved.
     """
 
     arm: Arm
@@ -99,13 +97,13 @@ class Outcome:
 
     @property
     def updates(self) -> int:
-        """RL updates that the run made."""
+        """Completed RL updates."""
         return sum(row.phase == "rl" and "timing_s/step" in row.metrics for row in self.history.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A recipe with the options that all arms share, and the folder for all runs."""
+    """A recipe with the options that all arms share, and the folder of all runs."""
 
     recipe: str
     overlays: Sequence[str]
@@ -113,22 +111,24 @@ class Experiment:
     out: Path
 
     def load(self, run: str, seed: int, sets: Sequence[str] = ()) -> Recipe:
-        """The recipe of one run. Raises UserError where its settings do not fit together."""
-        own = [f"run_dir={self.out / run}", f"name={run}", f"seed={seed}", "telemetry.tensorboard=false"]
-        recipe = load_recipe(self.recipe, overlays=list(self.overlays), sets=[*self.sets, *sets, *own]).recipe
+        """The recipe of one run. Raises UserError for inconsistent settings."""
+        run_sets = [f"run_dir={self.out / run}", f"name={run}", f"seed={seed}", "telemetry.tensorboard=false"]
+        recipe = load_recipe(self.recipe, overlays=list(self.overlays), sets=[*self.sets, *sets, *run_sets]).recipe
         validate(recipe)
         return recipe
 
     def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, together: bool = False, say: Say) -> list[Outcome]:
-        """Train every arm with every seed, unless `out` already holds its run, and return the outcomes.
+        """Train every arm with every seed, unless `out` already has its run, and return the outcomes.
 
-        `together` runs the arms of a seed at once, for results that do not depend on time. Raises UserError before anything is
-        started for an arm that the recipe does not allow, and for a finished run that another recipe made; RuntimeFailure with
-        the last line of a run that failed.
+        together: run the arms of a seed concurrently, for results that do not depend on time.
+
+        Raises:
+            UserError: before anything starts, for an arm that the recipe does not allow, and for a finished run of another recipe.
+            RuntimeFailure: with the last line of a run that failed.
         """
         for arm in arms:
             if "rl" not in self.load(arm.name, 0, arm.sets).train.stages:
-                raise UserError("train.stages: the arms differ in RL; give a recipe whose stages hold rl")
+                raise UserError("train.stages: the arms differ in RL; choose a recipe whose stages include rl")
         self.out.mkdir(parents=True, exist_ok=True)
         outcomes = []
         for seed in seeds:
@@ -136,7 +136,7 @@ class Experiment:
             recipes = [self.load(f"{arm.name}-{seed}", seed, [*arm.sets, *start]) for arm in arms]
             for recipe in recipes:
                 if _has_ended(recipe):
-                    _check_taken(recipe)
+                    _check_recipe(recipe)
             for batch in [range(len(arms))] if together else [[i] for i in range(len(arms))]:
                 say(f"seed {seed}: " + ", ".join(arms[i].name for i in batch))
                 _train([recipes[i] for i in batch])
@@ -145,9 +145,9 @@ class Experiment:
         return outcomes
 
     def measured(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
-        """The outcomes of the runs of these arms in `out`, ended or not; starts nothing. Without `seeds`: of all seeds in `out`.
+        """The outcomes of the runs of these arms in `out`, finished or not, without starting anything. Default seeds: all in `out`.
 
-        A run without an update is left out, and `say` is told. Raises UserError where no run is left.
+        A run without an update is skipped, and reported by `say`. Raises UserError if no run remains.
         """
         outcomes = []
         for seed in sorted(self._seeds(arms)) if seeds is None else seeds:
@@ -156,7 +156,7 @@ class Experiment:
                 if not run.recipe.exists():
                     continue
                 outcome = _outcome(arm, seed, load_recipe(str(run.recipe)).recipe, run.path)
-                say(f"{run.path.name}: {share_of(outcome.updates, outcome.wanted)} updates" + ("" if outcome.updates else ", left out"))
+                say(f"{run.path.name}: {share_of(outcome.updates, outcome.wanted)} updates" + ("" if outcome.updates else ", skipped"))
                 outcomes += [outcome] if outcome.updates else []
         if not outcomes:
             names = ", ".join(arm.name for arm in arms)
@@ -168,7 +168,7 @@ class Experiment:
         return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, say: Say) -> list[str]:
-        """Run the supervised stage, unless `out` holds its result. Returns the `--set` texts that start a run from it."""
+        """Run the supervised stage, unless `out` has its result. Returns the `--set` texts that start a run from it."""
         run = f"{WARM}-{seed}"
         recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
@@ -177,7 +177,7 @@ class Experiment:
         train = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
         alone = recipe.model_copy(update={"train": train})
         if folder.exists() or _has_ended(alone):
-            _check_taken(alone, folder, unread=UNREAD_BY_SFT)
+            _check_recipe(alone, folder, irrelevant=IRRELEVANT_TO_SFT)
         if not folder.exists():
             say(f"seed {seed}: supervised warm start")
             _train([alone])
@@ -187,7 +187,7 @@ class Experiment:
 
 
 def share_of(updates: int, wanted: int) -> str:
-    """Updates for a table: `11 of 30`, or `30` for a run that made them all."""
+    """Updates for a table: `11 of 30`, or `30` for a run that completed all."""
     return str(updates) if updates >= wanted else f"{updates} of {wanted}"
 
 
@@ -206,7 +206,7 @@ def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
 
 
 def _train(recipes: Sequence[Recipe]) -> None:
-    """Run the recipes at once to their ends, but for those whose runs have ended."""
+    """Run the recipes concurrently to their ends, except those whose runs have ended."""
     running = []
     for recipe in recipes:
         home = recipe.run_path
@@ -220,34 +220,34 @@ def _train(recipes: Sequence[Recipe]) -> None:
 
 
 def _has_ended(recipe: Recipe) -> bool:
-    """Whether the run has ended, by its checkpoint; without checkpoints, by the number of RL updates."""
+    """Whether the run has ended, by its checkpoint, or without checkpoints by the number of RL updates."""
     train, home = recipe.train, recipe.run_path
     if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(home).recipe.exists():
         return set(train.stages) <= set(ended_stages(home / "checkpoints"))
     return load_history(home).last_step("rl") >= train.rl.steps
 
 
-def _check_taken(recipe: Recipe, *made: Path, unread: Collection[tuple[str, ...]] = ()) -> None:
-    """Raise UserError where the existing run was made by another recipe: its figures would be taken for those of this one.
+def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[str, ...]] = ()) -> None:
+    """Raise UserError if the existing run has another recipe, so that its figures are not reported for this one.
 
-    `made`: folders made from the run. `unread`: sections and keys in which the two recipes may differ.
+    derived: folders created from the run. irrelevant: sections and keys in which the two recipes may differ.
     """
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():
         return
-    earlier, asked = (_settings(each) for each in (load_recipe(str(file)).recipe, recipe))
-    for key, value in asked.items():
-        if (before := earlier.get(key)) != value and not any(key[:depth] in unread for depth in (1, 2)):
+    earlier, requested = (_settings(each) for each in (load_recipe(str(file)).recipe, recipe))
+    for key, value in requested.items():
+        if (before := earlier.get(key)) != value and not any(key[:depth] in irrelevant for depth in (1, 2)):
             raise UserError(
-                f"--out: {recipe.run_path} was made with {'.'.join(key)} {before!r}, and {value!r} is asked for; "
-                f"name another --out, or remove {' and '.join(['that run', *map(str, made)])}"
+                f"--out: {recipe.run_path} has {'.'.join(key)} {before!r}, and {value!r} is requested; "
+                f"name another --out, or remove {' and '.join(['that run', *map(str, derived)])}"
             )
 
 
 def _settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
-    """Every value of a recipe by its path, but for the run directory."""
-    found = flatten(recipe.model_dump(mode="json", by_alias=True))
-    return {key: value for key, value in found.items() if key != ("run_dir",)} | {("model", "path"): path_in_full(recipe.model.path)}
+    """Every value of a recipe by its path, except the run directory."""
+    values = flatten(recipe.model_dump(mode="json", by_alias=True))
+    return {key: value for key, value in values.items() if key != ("run_dir",)} | {("model", "path"): path_in_full(recipe.model.path)}
 
 
 def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -266,5 +266,5 @@ def _wait_for(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
         for process in alive:
             process.wait()
     if failed:
-        lines = failed[0].with_suffix(".log").read_text().strip().splitlines() or ["it said nothing"]
-        raise RuntimeFailure(f"{failed[0].name}: {lines[-1].removeprefix('error: ')} (all of it in {failed[0].with_suffix('.log')})")
+        lines = failed[0].with_suffix(".log").read_text().strip().splitlines() or ["it printed nothing"]
+        raise RuntimeFailure(f"{failed[0].name}: {lines[-1].removeprefix('error: ')} (full output in {failed[0].with_suffix('.log')})")

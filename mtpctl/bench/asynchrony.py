@@ -1,9 +1,8 @@
-"""`mtpctl bench async`: the same samples and updates on the same cards, from synchronous to asynchronous with a log-prob server.
+"""`mtpctl bench async`: the same recipe, from synchronous to asynchronous with a log-prob server.
 
-Arms are compared by how well they learn and how soon they hold an accuracy. The time of an update would not do: samples of older weights
-may teach less, or let the accuracy swing, so that a run reaches a level early and loses it again. Each run is evaluated every few updates;
-the measures are the mean of its late evaluations, its worst fall, the area under its curve, and the seconds and updates until it holds a
-level.
+Arms are compared by how well they learn and by when they hold an accuracy, since the time of an update alone is misleading: stale samples
+may teach less, and a run may oscillate, so that it reaches a level early and loses it again. Each run is evaluated every few updates. The
+measures are the mean of its late evaluations, its worst fall, the area under its curve, and the seconds and updates until it holds a level.
 """
 
 from __future__ import annotations
@@ -14,44 +13,68 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from mtpctl.bench.arms import Arm, Experiment, Outcome
+from mtpctl.bench.arms import Arm, Experiment, Outcome, share_of
+from mtpctl.bench.report import markdown
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.summary import LATE, Point, area, held_at, late_mean, measure
 
-_ALONE = "logprob.standalone=false"
-SYNCHRONOUS = "synchronous"
-WITHOUT_SERVER = "partial"
-BY_SERVER = "partial-server"
+_NO_SERVER = "logprob.standalone=false"
+SYNCHRONOUS, PARTIAL, PARTIAL_SERVER = "synchronous", "partial", "partial-server"
 ARMS = (
     Arm(
         SYNCHRONOUS,
         "generate a batch, train on it, sync",
-        ("async.staleness_threshold=0", "async.sync_every=1", "async.partial_rollout=false", _ALONE),
+        ("async.staleness_threshold=0", "async.sync_every=1", "async.partial_rollout=false", _NO_SERVER),
     ),
     Arm(
         "streaming",
         "a sync every 4 updates, nothing generated ahead",
-        ("async.staleness_threshold=0", "async.sync_every=4", "async.partial_rollout=false", _ALONE),
+        ("async.staleness_threshold=0", "async.sync_every=4", "async.partial_rollout=false", _NO_SERVER),
     ),
-    Arm("stale", "samples ahead by the recipe's threshold; a sync waits for those in flight", ("async.partial_rollout=false", _ALONE)),
-    Arm(WITHOUT_SERVER, "the same; responses in flight go on under new weights", ("async.partial_rollout=true", _ALONE)),
-    Arm(BY_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
+    Arm("stale", "samples ahead by the recipe's threshold; a sync waits for those in flight", ("async.partial_rollout=false", _NO_SERVER)),
+    Arm(PARTIAL, "the same; responses in flight continue under new weights", ("async.partial_rollout=true", _NO_SERVER)),
+    Arm(PARTIAL_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
 TIMER = (
     "RL from its first update, all waiting and syncs included; evaluations excluded, an update after one counting as the mean of the "
-    "others until the next, and beside it the wall time with them"
+    "others until the next; and separately the wall time with evaluations"
 )
 EVALUATIONS = 16
-"""Evaluations during RL where the recipe asks for none, at most one every two updates. The late ones are then the last quarter."""
+"""Evaluations during RL if the recipe has none, at most one every two updates. The late ones are then the last quarter."""
 MARGIN = 0.02
-"""How far the default level is below the synchronous arm's late mean; an arm within the margin has learned as much."""
+"""The default level is this far below the synchronous arm's late mean; an arm within the margin has learned as much."""
 TOLERANCE = 0.03
 """How far below a held level a later evaluation may lie: about one standard error of 256 problems (2.5 points at 80%)."""
 
 
+Format = Callable[[float], str]
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _signed_points(value: float) -> str:
+    """In points; a value that rounds to zero has no minus sign."""
+    return f"{round(100 * value, 1) + 0.0:+.1f}"
+
+
+LEARNED: dict[str, tuple[str, Format]] = {
+    "start": ("start", "{:.1%}".format),
+    "late_mean": ("late mean", "{:.1%}".format),
+    "gain": ("over the start", _signed_points),
+    "best_accuracy": ("best", "{:.1%}".format),
+    "worst_fall": ("worst fall", _points),
+    "area": ("area", "{:.1%}".format),
+    "held_updates": ("level held at update", "{:.0f}".format),
+    "held_s": ("after s", "{:.1f}".format),
+}
+"""Figures of what a run learned, with their headings and formats."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out accuracy after `update` updates; `seconds` of RL before it, without and with the time of earlier evaluations."""
+    """Held-out accuracy after `update` updates, with the seconds of RL before it: without and with earlier evaluations."""
 
     update: int
     seconds: float
@@ -63,9 +86,9 @@ class Evaluation:
 class Result:
     """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores without GPUs.
 
-    `start` to `area` are None for a run without an evaluation after an update, `held_*` for one that never holds the seed's level.
-    `evaluations` does not count the first. `gain` is the late mean less the start. `area` is the curve's mean height over the updates that
-    all runs of the seed made.
+    `start` to `area` are None for a run without an evaluation after an update, `held_*` for a run that never holds the seed's level.
+    `evaluations` does not count the first. `gain` is the late mean minus the start. `area` is the mean height of the curve over the
+    updates that all runs of the seed completed.
     """
 
     name: str
@@ -96,41 +119,52 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over seeds: its mean, least and most."""
+    """A figure over seeds."""
 
     mean: float
     least: float
     most: float
 
+    @classmethod
+    def of(cls, figures: Sequence[float | None]) -> Spread | None:
+        """The spread over the seeds that have the figure; None if no seed has it."""
+        values = [value for value in figures if value is not None]
+        return cls(statistics.mean(values), min(values), max(values)) if values else None
+
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm over its seeds. `held` counts the seeds that held their level, and `held_*` are over these alone.
+    """One arm over its seeds, of which `held` held their level. `spreads` has the figures of `LEARNED` and:
 
-    `against` is the late mean less the synchronous arm's of the same seed. The speed-up of a seed is 0 where the synchronous arm holds
-    the level and this one never does. A figure that no seed has is None.
+    `against`: the late mean minus the synchronous arm's of the same seed. `speedup`: see there.
     """
 
     name: str
     meaning: str
     seeds: int
-    start: Spread | None
-    late_mean: Spread | None
-    gain: Spread | None
-    against: Spread | None
-    best_accuracy: Spread | None
-    worst_fall: Spread | None
-    area: Spread | None
     held: int
-    held_updates: Spread | None
-    held_s: Spread | None
-    speedup: Spread | None
+    spreads: dict[str, Spread | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerGain:
+    """The arm with the log-prob server against the same without it, for one seed: ratios of seconds an update and to the held level.
+
+    `without` is where the arm without the server has its old log-probs from. With `recompute` the server relieves its trainer; with
+    `behaviour` it uses the engine's own, and the server saves nothing.
+    """
+
+    seed: int
+    without: Literal["recompute", "behaviour"]
+    update: float
+    update_per_unit: float
+    to_level: float | None
 
 
 def evaluated(experiment: Experiment) -> Experiment:
-    """The experiment with an evaluation every few updates, where the recipe has none.
+    """The experiment with an evaluation every few updates, if the recipe has none.
 
-    Training waits for each, so that an accuracy is of one version and the time of evaluations can be left out.
+    Training waits for each evaluation, so an accuracy belongs to one version and the time of evaluations can be excluded.
     """
     train = experiment.load("probe", 0).train
     sets = [*experiment.sets, "evaluation.wait=true"]
@@ -140,15 +174,15 @@ def evaluated(experiment: Experiment) -> Experiment:
 
 
 def evaluations_of(history: History) -> list[Evaluation]:
-    """Every evaluation of RL in the order of updates, without those whose accuracy is not finite.
+    """The evaluations of RL in the order of updates, without those whose accuracy is not finite.
 
     Rollouts continue during an evaluation, so the update after it finds samples whose time was not counted. Its time is replaced by the
-    mean of the other updates until the next evaluation, where there are others.
+    mean of the other updates until the next evaluation, if there are any.
     """
-    found = []
+    evaluations = []
     clock = evaluating = seconds = 0.0
     times: list[float] = []
-    beside = False
+    follows_evaluation = False
     for row in history.rows:
         if row.phase != "rl":
             continue
@@ -157,14 +191,14 @@ def evaluations_of(history: History) -> list[Evaluation]:
             clock += times[-1]
         if "eval/accuracy" not in row.metrics:
             continue
-        seconds += sum(times[1:]) * len(times) / (len(times) - 1) if beside and len(times) > 1 else sum(times)
-        # Nothing is generated during the first evaluation, before RL, so the update after it waits as any other.
-        beside, times = row.step > 0, []
+        seconds += sum(times[1:]) * len(times) / (len(times) - 1) if follows_evaluation and len(times) > 1 else sum(times)
+        # Nothing is generated during the first evaluation, before RL, so the update after it waits like any other.
+        follows_evaluation, times = row.step > 0, []
         if math.isfinite(row.metrics["eval/accuracy"]):
-            found.append(Evaluation(row.step, seconds, clock + evaluating, row.metrics["eval/accuracy"]))
+            evaluations.append(Evaluation(row.step, seconds, clock + evaluating, row.metrics["eval/accuracy"]))
         if row.step > 0:
             evaluating += row.metrics.get("timing_s/evaluation", 0.0)
-    return found
+    return evaluations
 
 
 def by_updates(history: History) -> list[Point]:
@@ -185,61 +219,94 @@ def summarise(
     levels: dict[int, float] = {}
     for seed in dict.fromkeys(o.seed for o in outcomes):
         runs = [o for o in outcomes if o.seed == seed]
-        counts = default_level(runs) if level is None else level
-        if counts is not None:
-            levels[seed] = counts
-        learned = [points for o in runs if len(points := by_updates(o.history)) > 1]
-        end = min((points[-1][0] for points in learned), default=0.0)
-        results += [_result(outcome, counts, tolerance, end) for outcome in runs]
+        seed_level = default_level(runs) if level is None else level
+        if seed_level is not None:
+            levels[seed] = seed_level
+        curves = [points for o in runs if len(points := by_updates(o.history)) > 1]
+        end = min((points[-1][0] for points in curves), default=0.0)
+        results += [_result(outcome, seed_level, tolerance, end) for outcome in runs]
     return results, levels
 
 
 def default_level(outcomes: Sequence[Outcome]) -> float | None:
-    """The level of one seed: the synchronous arm's late mean less `MARGIN`; without that arm, the lowest late mean less `MARGIN`.
+    """The level of one seed: the synchronous arm's late mean minus `MARGIN`; without that arm, the lowest late mean minus `MARGIN`.
 
-    Arms without an evaluation after an update do not count; None where no arm has one.
+    Arms without an evaluation after an update do not count. None if no arm has one.
     """
     means = {o.arm.name: late_mean(points) for o in outcomes if len(points := by_updates(o.history)) > 1}
-    found = means.get(SYNCHRONOUS, min(means.values(), default=None))
-    return None if found is None else found - MARGIN
+    reference = means.get(SYNCHRONOUS, min(means.values(), default=None))
+    return None if reference is None else reference - MARGIN
+
+
+def _result(outcome: Outcome, level: float | None, tolerance: float, end: float) -> Result:
+    history, placement = outcome.history, outcome.placement
+    rows = [row.metrics for row in history.rows if row.phase == "rl" and "timing_s/step" in row.metrics]
+    evaluations, curve = evaluations_of(history), by_updates(history)
+    measures = measure(curve)
+    fall = measures.worst_fall if measures else None
+
+    def mean(name: str) -> float:
+        values = [m[name] for m in rows if name in m]
+        return statistics.mean(values) if values else 0.0
+
+    def held(points: list[Point]) -> float | None:
+        return None if level is None else held_at(points, level, tolerance)
+
+    return Result(
+        name=outcome.arm.name,
+        meaning=outcome.arm.meaning,
+        seed=outcome.seed,
+        units=placement.cards or placement.cpus,
+        updates=outcome.updates,
+        updates_wanted=outcome.wanted,
+        evaluations=max(0, len(evaluations) - 1),
+        start=measures.start if measures else None,
+        late_mean=measures.late_mean if measures else None,
+        gain=measures.late_mean - measures.start if measures else None,
+        best_accuracy=measures.best[1] if measures else None,
+        worst_fall=(fall.size if fall else 0.0) if measures else None,
+        area=area(curve, end) if measures else None,
+        held_updates=held(curve),
+        held_s=held(by_seconds(history)),
+        held_with_evaluations_s=held([(e.seconds_with_evaluations, e.accuracy) for e in evaluations]),
+        accuracy_after=evaluations[-1].accuracy if evaluations else None,
+        step_s=statistics.median(m["timing_s/step"] for m in rows),
+        old_logprob_s=mean("timing_s/old_log_prob"),
+        old_logprobs=outcome.old_logprobs,
+        overlap=mean("async/overlap"),
+        trainer_idle=mean("async/trainer_idle"),
+        rollout_idle=mean("async/rollout_idle"),
+        staleness=mean("async/staleness_mean"),
+    )
+
+
+def _synchronous(results: Sequence[Result]) -> dict[int, Result]:
+    """The synchronous arm's result of each seed."""
+    return {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
 
 def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
-    base = {r.seed: r for r in results if r.name == SYNCHRONOUS}
+    """The arms over their seeds, in the order of the results."""
+    base = _synchronous(results)
 
     def against(result: Result) -> float | None:
         other = base.get(result.seed)
         return None if other is None or other.late_mean is None or result.late_mean is None else result.late_mean - other.late_mean
 
-    def of(runs: list[Result]) -> ArmSummary:
-        def over(figure: Callable[[Result], float | None]) -> Spread | None:
-            values = [value for r in runs if (value := figure(r)) is not None]
-            return Spread(statistics.mean(values), min(values), max(values)) if values else None
-
-        return ArmSummary(
-            name=runs[0].name,
-            meaning=runs[0].meaning,
-            seeds=len(runs),
-            start=over(lambda r: r.start),
-            late_mean=over(lambda r: r.late_mean),
-            gain=over(lambda r: r.gain),
-            against=over(against),
-            best_accuracy=over(lambda r: r.best_accuracy),
-            worst_fall=over(lambda r: r.worst_fall),
-            area=over(lambda r: r.area),
-            held=sum(r.held_s is not None for r in runs),
-            held_updates=over(lambda r: r.held_updates),
-            held_s=over(lambda r: r.held_s),
-            speedup=over(lambda r: speedup(base.get(r.seed), r)),
-        )
-
-    return [of([r for r in results if r.name == name]) for name in dict.fromkeys(r.name for r in results)]
+    summaries = []
+    for name in dict.fromkeys(r.name for r in results):
+        runs = [r for r in results if r.name == name]
+        spreads = {figure: Spread.of([getattr(r, figure) for r in runs]) for figure in LEARNED}
+        spreads["against"] = Spread.of([against(r) for r in runs])
+        spreads["speedup"] = Spread.of([speedup(base.get(r.seed), r) for r in runs])
+        summaries.append(ArmSummary(name, runs[0].meaning, len(runs), sum(r.held_s is not None for r in runs), spreads))
+    return summaries
 
 
 def speedup(base: Result | None, result: Result) -> float | None:
-    """Seconds to the held level, the synchronous arm's over this one's; 0 where this one never holds it.
+    """Seconds to the held level of the base over those of the result; 0 if the result never holds it.
 
-    None, since not defined, where the synchronous arm never holds it or starts above it.
+    None (undefined) if there is no base, or if it never holds the level or starts above it.
     """
     if base is None or not base.held_s:
         return None
@@ -249,32 +316,17 @@ def speedup(base: Result | None, result: Result) -> float | None:
 
 
 def best_speedup(results: Sequence[Result]) -> float | None:
-    """The best arm's mean speed-up over seeds against the synchronous one. None where no synchronous arm held its level."""
-    found = [arm.speedup.mean for arm in by_arm(results) if arm.name != SYNCHRONOUS and arm.speedup is not None]
-    return max(found, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerGain:
-    """The arm with the log-prob server against the same without it, for one seed: ratios of seconds an update and to the held level.
-
-    `without`: old log-probs of the arm without the server. With `recompute` its trainer does the work that the server saves; with
-    `behaviour` it takes the engine's own, and the server saves nothing.
-    """
-
-    seed: int
-    without: Literal["recompute", "behaviour"]
-    update: float
-    update_per_unit: float
-    to_level: float | None
+    """The best arm's mean speed-up over seeds against the synchronous one. None if no synchronous arm held its level."""
+    speedups = [value.mean for arm in by_arm(results) if arm.name != SYNCHRONOUS and (value := arm.spreads["speedup"])]
+    return max(speedups, default=None)
 
 
 def server_gains(results: Sequence[Result]) -> list[ServerGain]:
     """One for each seed in which both arms ran."""
-    without = {r.seed: r for r in results if r.name == WITHOUT_SERVER}
+    without = {r.seed: r for r in results if r.name == PARTIAL}
     gains = []
     for r in results:
-        if r.name == BY_SERVER and (base := without.get(r.seed)):
+        if r.name == PARTIAL_SERVER and (base := without.get(r.seed)):
             update = base.step_s / r.step_s
             gains.append(ServerGain(r.seed, base.old_logprobs, update, update * base.units / r.units, speedup(base, r)))
     return gains
@@ -292,51 +344,69 @@ def as_json(
         "tolerance": tolerance,
         "best_speedup": best_speedup(results),
         "server_gains": [asdict(gain) for gain in server_gains(results)],
-        "arms": [asdict(arm) for arm in by_arm(results)],
+        "arms": [(fields := asdict(arm)) | fields.pop("spreads") for arm in by_arm(results)],
         "results": [asdict(r) for r in results],
         "curves": [{"name": o.arm.name, "seed": o.seed, "points": [asdict(e) for e in evaluations_of(o.history)]} for o in outcomes],
     }
 
 
-def _result(outcome: Outcome, level: float | None, tolerance: float, end: float) -> Result:
-    history, placement = outcome.history, outcome.placement
-    rows = [row.metrics for row in history.rows if row.phase == "rl" and "timing_s/step" in row.metrics]
+def _cell(figure: float | Spread | None, form: Format, absent: str = "–") -> str:
+    """`79.4% (77.9% to 82.2%)`, or the mean alone if all seeds show the same."""
+    if figure is None:
+        return absent
+    if not isinstance(figure, Spread):
+        return form(figure)
+    least, most = form(figure.least), form(figure.most)
+    return form(figure.mean) + ("" if least == most else f" ({least} to {most})")
 
-    def mean(name: str) -> float:
-        values = [m[name] for m in rows if name in m]
-        return statistics.mean(values) if values else 0.0
 
-    found = evaluations_of(history)
-    updates = by_updates(history)
-    measures = measure(updates)
-    fall = measures.worst_fall if measures else None
+def table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, level_given: bool = False) -> str:
+    """Tables of how the arms learned over their seeds, of each run, and of where its time went. `level_given`: the user set the level."""
+    base = _synchronous(results)
+    ratio: Format = "{:.2f}x".format
+    learned = [heading for heading, _ in LEARNED.values()]
+    arms = []
+    for arm in by_arm(results):
+        never = "–" if arm.spreads["late_mean"] is None else "never"
+        cells = [_cell(arm.spreads[figure], form, never if figure.startswith("held") else "–") for figure, (_, form) in LEARNED.items()]
+        against = "–" if arm.name == SYNCHRONOUS else _cell(arm.spreads["against"], _signed_points)
+        arms.append([arm.name, arm.seeds, *cells, f"{arm.held} of {arm.seeds}", against, _cell(arm.spreads["speedup"], ratio)])
+    runs, times = [], []
+    for r in results:
+        never = "–" if r.late_mean is None else "never"
+        cells = [_cell(getattr(r, figure), form, never if figure.startswith("held") else "–") for figure, (_, form) in LEARNED.items()]
+        with_evaluations = _cell(r.held_with_evaluations_s, "{:.1f}".format, never)
+        faster = speedup(base.get(r.seed), r)
+        per_unit = None if faster is None else faster * base[r.seed].units / r.units
+        updates = share_of(r.updates, r.updates_wanted)
+        runs.append([r.name, r.seed, updates, r.evaluations, *cells, with_evaluations, _cell(faster, ratio), _cell(per_unit, ratio)])
+        shares = [f"{share:.0%}" for share in (r.overlap, r.trainer_idle, r.rollout_idle)]
+        times.append([r.name, r.seed, f"{r.units:g}", f"{r.step_s:.2f}", f"{r.old_logprob_s:.2f}", *shares, f"{r.staleness:.2f}"])
+    busy = ("both busy", "trainer idle", "rollout idle", "staleness")
+    sections = [
+        _legend(results, levels, tolerance, level_given),
+        markdown(("arm", "seeds", *learned, "held by", "against synchronous", "speed-up"), arms),
+        markdown(("arm", "seed", "updates", "evaluations", *learned, "with evaluations", "speed-up", "per unit"), runs),
+        markdown(("arm", "seed", "GPUs or cores", "s an update", "old log-probs, s", *busy), times),
+    ]
+    sources = {"recompute": "the trainer's own recompute", "behaviour": "the engine's own log-probs, where the trainer recomputes nothing"}
+    for gain in server_gains(results):
+        to_level = "" if gain.to_level is None else f", {gain.to_level:.2f}x to the held level"
+        ratios = f"{gain.update:.2f}x an update, {gain.update_per_unit:.2f}x per unit{to_level}"
+        sections.append(f"Log-prob server against {sources[gain.without]} (seed {gain.seed}): {ratios}")
+    return "\n\n".join(sections)
 
-    def held(points: list[Point]) -> float | None:
-        return None if level is None else held_at(points, level, tolerance)
 
-    return Result(
-        name=outcome.arm.name,
-        meaning=outcome.arm.meaning,
-        seed=outcome.seed,
-        units=placement.cards or placement.cpus,
-        updates=outcome.updates,
-        updates_wanted=outcome.wanted,
-        evaluations=max(0, len(found) - 1),
-        start=measures.start if measures else None,
-        late_mean=measures.late_mean if measures else None,
-        gain=measures.late_mean - measures.start if measures else None,
-        best_accuracy=measures.best[1] if measures else None,
-        worst_fall=(fall.size if fall else 0.0) if measures else None,
-        area=area(updates, end) if measures else None,
-        held_updates=held(updates),
-        held_s=held([(e.seconds, e.accuracy) for e in found]),
-        held_with_evaluations_s=held([(e.seconds_with_evaluations, e.accuracy) for e in found]),
-        accuracy_after=found[-1].accuracy if found else None,
-        step_s=statistics.median(m["timing_s/step"] for m in rows),
-        old_logprob_s=mean("timing_s/old_log_prob"),
-        old_logprobs=outcome.old_logprobs,
-        overlap=mean("async/overlap"),
-        trainer_idle=mean("async/trainer_idle"),
-        rollout_idle=mean("async/rollout_idle"),
-        staleness=mean("async/staleness_mean"),
+def _legend(results: Sequence[Result], levels: dict[int, float], tolerance: float, level_given: bool) -> str:
+    with_base = {seed for seed, r in _synchronous(results).items() if r.late_mean is not None}
+    listed = []
+    for seed, level in levels.items():
+        source = "" if level_given else ", the synchronous arm's" if seed in with_base else ", the lowest arm's"
+        listed.append(f"{level:.1%} (seed {seed}{source})")
+    rule = "as given" if level_given else f"late means minus {100 * MARGIN:g} points"
+    return (
+        f"Held-out accuracy. Late mean: of the last {LATE} evaluations. Worst fall: of an evaluation under the best one before it, in "
+        "points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a run "
+        f"reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
+        f"Levels, {rule}: {', '.join(listed) or 'none, since no run was evaluated after an update'}."
     )

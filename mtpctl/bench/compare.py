@@ -1,8 +1,8 @@
-"""`mtpctl bench compare`: two JSON results of one bench, figure by figure.
+"""`mtpctl bench compare`: two JSON results of one benchmark, figure by figure.
 
-Every number of the two documents is a figure, named by its path. Entries of lists are matched by their keys `name`, `what`,
-`seed` …, so that their order does not matter. Whether higher or lower is better follows from a figure's name; where the name
-does not say, the figure is shown without a verdict.
+Every number of the two documents is a figure, named by its path. Entries of lists are matched by their keys `name`, `what`, `seed` …,
+so their order does not matter. The name of a figure determines whether higher or lower is better; a figure whose name does not is shown
+without a verdict.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from mtpctl.bench.report import markdown
 from mtpctl.errors import UserError
 
 Better = Literal["higher", "lower"]
@@ -32,7 +33,7 @@ _UNITS = {"tokens/s": "tokens_per_s", "ms": "ms", "s": "seconds", "GiB": "gib", 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure that both documents have."""
+    """A figure that both documents have."""
 
     name: str
     before: float
@@ -41,14 +42,14 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """After over before; 1 where both are 0."""
+        """After over before; 1 if both are 0."""
         if self.before == 0:
             return 1.0 if self.after == 0 else float("inf")
         return self.after / self.before
 
     @property
     def worse_by(self) -> float:
-        """How much worse, relative to `before`: infinite where that was 0, negative where it is better, 0 without a direction."""
+        """How much worse, relative to `before`: infinite if that was 0, negative if it is better, 0 without a direction."""
         if self.better is None or self.before == self.after:
             return 0.0
         more = self.after - self.before if self.better == "lower" else self.before - self.after
@@ -56,26 +57,26 @@ class Change:
 
 
 def read(path: Path) -> object:
-    """Read a benchmark's JSON. Raises UserError where the file is not JSON."""
+    """Read a benchmark's JSON. Raises UserError if the file is not JSON."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); give what a bench wrote with --json") from error
+        raise UserError(f"{path}: not JSON ({error}); name a file that a benchmark wrote with --json") from error
 
 
 def changes(before: object, after: object) -> list[Change]:
-    """Every figure that both documents hold, in the order of the first. Raises UserError where they share none."""
+    """Every figure that both documents have, in the order of the first. Raises UserError if they share none."""
     first, second = figures(before), figures(after)
     shared = [Change(name, value, second[name], better(name)) for name, value in first.items() if name in second]
     if not shared:
-        raise UserError("the two files share no figure; give two results of the same bench")
+        raise UserError("the two files share no figure; name two results of the same benchmark")
     return shared
 
 
 def unlike(before: object, after: object) -> list[str]:
-    """The options in which two results differ, so that their figures cannot be compared."""
+    """The options in which two results differ; if there are any, their figures cannot be compared."""
     first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
     shared = [name for name in first if name in second and name not in _FREE and first[name] != second[name]]
     return [f"{name}: {first[name]} and {second[name]}" for name in shared]
@@ -83,39 +84,39 @@ def unlike(before: object, after: object) -> list[str]:
 
 def figures(document: object, path: str = "") -> dict[str, float]:
     """The numbers of a document by their paths: `results.trained.acceptance`."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     if isinstance(document, dict):
         for key, value in document.items():
             if not (path == "" and key in _TOP) and key not in _IDENTITY:
-                found |= figures(value, f"{path}.{_measure(document) if key == 'value' else key}".lstrip("."))
+                result |= figures(value, f"{path}.{_measure(document) if key == 'value' else key}".lstrip("."))
     elif isinstance(document, list):
         names = [_name(value, index) for index, value in enumerate(document)]
         for index, (name, value) in enumerate(zip(names, document, strict=True)):
             one = name if names.count(name) == 1 else f"{name} {index}"
-            found |= figures(value, f"{path}.{one}".lstrip("."))
+            result |= figures(value, f"{path}.{one}".lstrip("."))
     elif isinstance(document, int | float) and not isinstance(document, bool):
-        found[path] = float(document)
-    return found
+        result[path] = float(document)
+    return result
 
 
 def better(name: str) -> Better | None:
-    """Whether higher or lower values of a figure are better, by its name; None where the name does not say."""
+    """Whether higher or lower values of a figure are better, by its name; None if the name does not tell."""
     last = name.rsplit(".", 1)[-1]
     if _HIGHER.search(last):
         return "higher"
     return "lower" if _LOWER.search(last) else None
 
 
-def table(found: list[Change], tolerance: float) -> str:
-    lines = ["| figure | A | B | B / A | |", "|---|---|---|---|---|"]
-    for change in found:
+def table(changes: list[Change], tolerance: float) -> str:
+    rows = []
+    for change in changes:
         verdict = "worse" if change.worse_by > tolerance else "better" if change.worse_by < -tolerance else ""
-        lines.append(f"| {change.name} | {change.before:.6g} | {change.after:.6g} | {change.ratio:.3f} | {verdict} |")
-    return "\n".join(lines)
+        rows.append((change.name, f"{change.before:.6g}", f"{change.after:.6g}", f"{change.ratio:.3f}", verdict))
+    return markdown(("figure", "A", "B", "B / A", ""), rows)
 
 
-def as_json(found: list[Change]) -> list[dict[str, object]]:
-    return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in found]
+def as_json(changes: list[Change]) -> list[dict[str, object]]:
+    return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in changes]
 
 
 def _measure(entry: Mapping[str, object]) -> str:

@@ -1,9 +1,9 @@
-"""A model of any MiMo shape whose next token is known, and whose MTP layer is right on a chosen share of the vocabulary.
+"""A model of any MiMo shape with known answers, whose MTP layer is right on a chosen share of the vocabulary.
 
-The trunk predicts `token + 1`. Its attention and MLP have random weights and output projections of zero, so that every matrix is multiplied
-as in a real model and changes nothing. The MTP layer passes on the embedding of the token that it reads, from which the head predicts the
-same. Where a marker in that embedding is set, a neuron of the layer's MLP adds the embedding of another token, and the prediction is wrong.
-The marker is set on a random share of the vocabulary's lower half, and on all of its upper half.
+The trunk predicts `token + 1`. Its attention and MLP have random weights and output projections of zero, so every matrix is multiplied
+as in a real model without changing the result. The MTP layer forwards the embedding of the token that it reads, from which the head
+predicts the same. If a marker in that embedding is set, a neuron of the layer's MLP adds the embedding of another token, and the
+prediction is wrong. The marker is set on a random share of the vocabulary's lower half, and on all of its upper half.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpctl.errors import UserError
+from mtpctl.families.configs import toy_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
@@ -27,31 +28,32 @@ WRITERS = 8
 MARKER = 8.0
 """Size of the marker; other elements of an embedding are about 1."""
 SEED = 0
+TINY = toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
 ZERO = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def answer(token: int, count: int, vocab: int) -> list[int]:
     """The `count` tokens that the model generates after `token`."""
-    return [(token + 1 + place) % vocab for place in range(count)]
+    return [(token + 1 + i) % vocab for i in range(count)]
 
 
 def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
-    """Write the model into `folder` unless it is there already. Drafts after tokens of the lower half are right with `acceptance`.
+    """Write the model into `folder` unless it already exists. Drafts after tokens of the lower half are right with `acceptance`.
 
-    Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder that holds another model.
+    Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder with another model.
     """
     shape = shape_of(config)
     if shape.family != "mimo" or shape.mtp_layers != 1:
-        raise UserError(f"--model: a cycle can be made of MiMo shapes with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
-    told = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": SEED}}, indent=1)
+        raise UserError(f"--model: needs a MiMo shape with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
+    document = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": SEED}}, indent=1)
     if (folder / "config.json").is_file():
-        there = (folder / "config.json").read_text()
-        if there == told:
+        existing = (folder / "config.json").read_text()
+        if existing == document:
             return folder
-        if "mtpctl_cycle" not in there:
-            raise UserError(f"{folder}: holds a model that was not made here, and is not overwritten; name another folder")
+        if "mtpctl_cycle" not in existing:
+            raise UserError(f"{folder}: contains another model, which is not overwritten; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    # The config is written last: without it, a half-written folder is not taken for a model.
+    # The config is written last, so that an incomplete folder is not mistaken for a model.
     (folder / "config.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
 
@@ -61,15 +63,15 @@ def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: fl
         files.update(dict.fromkeys(tensors, name))
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        for done in [pool.submit(write, number, part) for number, part in enumerate(_parts(shape, config, acceptance, device))]:
+        for done in [pool.submit(write, number, part) for number, part in enumerate(_files(shape, config, acceptance, device))]:
             done.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    (folder / "config.json").write_text(told)
+    (folder / "config.json").write_text(document)
     return folder
 
 
-def _parts(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
-    """The tensors in parts of about 0.5 GiB, one for each file, on the CPU and in the config's dtype."""
+def _files(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, about 0.5 GiB, on the CPU and in the config's dtype."""
     dtype = getattr(torch, str(config["torch_dtype"]))
     special = _special(shape, acceptance, device)
     generator = torch.Generator(device).manual_seed(SEED + 1)
@@ -106,7 +108,7 @@ def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Ten
     gate = torch.zeros(shape.ffn, hidden, device=device)
     gate[0, 0] = 4.0
     down = torch.zeros(hidden, shape.ffn, device=device)
-    # The neuron gives MARKER * silu(4 MARKER) where the marker is set, and nothing where it is not: four times the embedding is added.
+    # With the marker the neuron outputs MARKER * silu(4 MARKER), which adds four times the embedding; without it, nothing.
     down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER * MARKER)
     projection = torch.zeros(hidden, 2 * hidden, device=device)
     projection[:, hidden:] = torch.eye(hidden, device=device)

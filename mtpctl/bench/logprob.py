@@ -1,7 +1,7 @@
-"""`mtpctl bench logprob`: the log-prob server against a forward pass of its engine alone, and its answers during a weight update.
+"""`mtpctl bench logprob`: the log-prob server against a forward pass of its engine alone, and the cost of a weight update.
 
-One replica runs in a Ray actor, as in training. The bare pass runs in the same actor on the same weights, so that one card holds
-the model once; the two take turns. Times through the server are taken in the caller's process: queue, batches and Ray included.
+One replica runs in a Ray actor, as in training. The bare pass runs in the same actor on the same weights, so that a card holds the model
+once; both alternate. Times through the server are measured in the caller's process: queue, batches and Ray included.
 """
 
 from __future__ import annotations
@@ -10,30 +10,37 @@ import asyncio
 import contextlib
 import http.client
 import json
-import math
 import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mtpctl.bench.logprob_rank import BenchRank
-from mtpctl.bench.machine import Environment
+from mtpctl.bench.report import Environment, markdown
 from mtpctl.families.configs import toy_config
+from mtpctl.families.tensors import aliases
 from mtpctl.jobs.logprob_serve import web
+from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.logprob.dispatch import ServerLimits
-from mtpctl.logprob.protocol import Scored, ScoreRequest
-from mtpctl.logprob.rank import ReplicaConfig
+from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
+from mtpctl.model.build import TORCH_DTYPES
+from mtpctl.plan.buckets import TensorSpec
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.sync.protocol import Manifest
+from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore, default_root
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.head import Head
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import listen
 
@@ -44,14 +51,10 @@ TIMER = (
 LEAST_SHARE = 0.85
 MOST_LOGITS_GIB = 1.0
 MOST_ADDED_MS = 5.0
-MOST_DIFFERENCE = {"fp32": 1e-6, "bf16": 1e-2}
 MOST_SYNC_COPY = 0.5
-"""Memory that an update may take, as a share of the model's own: less than a second copy of the weights."""
-CLEARLY = 10.0
-"""How many times closer an answer must be to those of its own version than to those of the other."""
-SHARPER = 3.0
-"""Factor of the second version's logits, which spreads its log-probs like those of a trained model."""
+"""Largest memory of an update, as a share of the model's own: less than a second copy of the weights."""
 PROMPT_SHARE = 0.25
+BUCKET_BYTES = 1 << 28
 
 TOY = toy_config(
     hidden_size=256,
@@ -65,12 +68,12 @@ TOY = toy_config(
     rms_norm_eps=1e-6,
     max_position_embeddings=1024,
 )
-"""The model on a machine without a card."""
+"""The model on a machine without a GPU."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The requests to send. lengths: tokens of the shortest and the longest; in_flight: requests at once; requests: of one round.
+    """The requests to send. lengths: tokens of the shortest and the longest; in_flight: concurrent requests; requests: of one round.
 
     single: tokens of the request to an idle server; singles: how often it is sent.
     """
@@ -82,22 +85,23 @@ class Load:
     single: int = 512
     singles: int = 25
     tokens_per_batch: int = 16384
-    bucket_bytes: int = 1 << 28
 
-    def drawn(self, vocab: int, count: int, seed: int) -> list[ScoreRequest]:
-        """Random requests, lengths uniform, the first quarter of each its prompt."""
+    def draw(self, vocab: int, count: int, seed: int) -> list[ScoreRequest]:
+        """Random requests of uniformly distributed lengths; the first quarter of each is its prompt."""
         generator = torch.Generator().manual_seed(seed)
         low, high = self.lengths
         sizes = torch.randint(low, high + 1, (count,), generator=generator).tolist()
-        return [self.of(torch.randint(0, vocab, (n,), generator=generator).tolist()) for n in sizes]
+        return [_request(torch.randint(0, vocab, (n,), generator=generator).tolist()) for n in sizes]
 
-    @staticmethod
-    def of(ids: list[int]) -> ScoreRequest:
-        return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_SHARE)))
+
+def _request(ids: list[int]) -> ScoreRequest:
+    return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_SHARE)))
 
 
 @dataclass(frozen=True)
 class Finding:
+    """A figure with its bound: the most allowed, or the least with `at_least`."""
+
     what: str
     value: float | None
     unit: str
@@ -115,10 +119,88 @@ class Finding:
 
 @dataclass
 class Report:
-    """Findings, and every time that was taken (seconds)."""
+    """Findings, and every measured time (seconds)."""
 
     findings: list[Finding] = field(default_factory=list)
     times: dict[str, list[float]] = field(default_factory=dict)
+
+
+class _Metered(Head):
+    """A head that records the peak memory that log-probs of hidden states need."""
+
+    logits_bytes = 0
+
+    def logprob(self, *args: Any, **options: Any) -> LogProbOut:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = super().logprob(*args, **options)
+        torch.cuda.synchronize()
+        self.logits_bytes = max(self.logits_bytes, torch.cuda.max_memory_allocated() - before)
+        return out
+
+
+class BenchRank(ScoreRank):
+    """`ScoreRank` with a bare pass to compare it with, and random versions to update it to."""
+
+    def bare(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float:
+        """Seconds of one `MegatronEngine.score` over all of them: packing, passes with fused log-probs and entropy, lists of numbers."""
+        batch = [Sequence(ids, start, [1] * (len(ids) - start)) for ids, start in zip(sequences, prompt_lengths, strict=True)]
+        self._wait()
+        began = time.perf_counter()
+        self.engine.score(batch)
+        self._wait()
+        return time.perf_counter() - began
+
+    def logits_gib(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float | None:
+        """GiB that log-probs and entropy of these sequences take beyond the hidden states; None on a CPU."""
+        if self.engine.device.type != "cuda":
+            return None
+        plain = self.engine.head
+        self.engine.head = metered = _Metered(plain.kernels, plain.shape, plain.parallel, sequence_parallel=plain.sequence_parallel)
+        self.bare(sequences, prompt_lengths)
+        self.engine.head = plain
+        return metered.logits_bytes / GIB
+
+    def publish(self, root: str, version: int) -> tuple[Manifest, float]:
+        """Publish other random weights in the store at `root`. Returns also the seconds of publishing."""
+        shape, dtype = self.engine.folder.shape, TORCH_DTYPES[self.config.precision]
+        generator = torch.Generator(self.engine.device).manual_seed(version)
+
+        def draw() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, size in self.tensors.items():
+                tensor = torch.zeros(size, dtype=dtype, device=self.engine.device)
+                if tensor.ndim > 1:
+                    tensor.normal_(0.0, 0.02, generator=generator)
+                elif not name.endswith("bias"):
+                    tensor.fill_(1.0)
+                yield name, tensor
+
+        publisher = Publisher(VersionStore(Path(root)), bucket_bytes=BUCKET_BYTES, section_of=self._section_of)
+        specs = (TensorSpec(name, tuple(size), str(dtype).removeprefix("torch.")) for name, size in self.tensors.items())
+        publisher.plan(specs, aliases(shape))
+        began = time.perf_counter()
+        manifest = publisher.publish(draw(), version)
+        return manifest, time.perf_counter() - began
+
+    def start_memory(self) -> None:
+        """Reset the peak of allocated memory."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._allocated = torch.cuda.memory_allocated()
+
+    def more_memory_gib(self) -> float | None:
+        """Peak GiB beyond what was allocated at `start_memory`; None on a CPU."""
+        return (torch.cuda.max_memory_allocated() - self._allocated) / GIB if self.engine.device.type == "cuda" else None
+
+    def weights_gib(self) -> float:
+        """GiB of the model's parameters."""
+        return sum(p.numel() * p.element_size() for p in self.engine.module.parameters()) / GIB
+
+    def _wait(self) -> None:
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gpus: float) -> Report:
@@ -138,39 +220,32 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
         return await start_replica(config, name="log-prob replica", options=[{"num_cpus": 0, "num_gpus": gpus}], kind=BenchRank)
 
     server = await LogprobServer.start(start, 1, ServerLimits(load.tokens_per_batch, 1 << 22))
-    bench = Bench(server, load, precision)
+    bench = Bench(server, load)
     try:
         await bench.throughput()
         await bench.latency()
         await bench.update(scratch)
-        await bench.batching()
     finally:
         await server.close()
     return bench.report
 
 
 class Bench:
-    """The measurements, in the order in which they are taken."""
+    """The measurements, in the order in which they run."""
 
-    def __init__(self, server: LogprobServer, load: Load, precision: str) -> None:
+    def __init__(self, server: LogprobServer, load: Load) -> None:
         self.server, self.load = server, load
-        self.limit = MOST_DIFFERENCE[precision]
         self.report = Report()
         ((_, self.replica),) = server.replicas.live()
         self.vocab = server.bounds.vocab
 
-    async def _bare(self, requests: list[ScoreRequest]) -> float:
-        """Seconds of a bare pass over the requests."""
-        seconds: float = await self.replica.ranks.call("bare", *_as_lists(requests))
-        return seconds
-
     async def throughput(self) -> None:
         """Measure tokens/s with many requests in flight, against one bare pass over the same requests; and memory for logits."""
         load = self.load
-        requests = load.drawn(self.vocab, load.requests, seed=0)
+        requests = load.draw(self.vocab, load.requests, seed=0)
         tokens = sum(r.tokens for r in requests)
         await self._bare(requests[: load.in_flight])
-        await self._through(requests[: load.in_flight])
+        await self._served(requests[: load.in_flight])
         bare, served = [], []
         for turn in range(load.rounds):
             # The order alternates, since a card slows down as it gets warm.
@@ -178,17 +253,69 @@ class Bench:
                 if kind == "bare":
                     bare.append(await self._bare(requests))
                 else:
-                    served.append(await self._through(requests))
+                    served.append(await self._served(requests))
         self.report.times |= {"bare": bare, "server": served}
         shares = ", ".join(f"{b / s:.3f}" for b, s in zip(bare, served, strict=True))
-        self._found("bare", tokens / statistics.median(bare), "tokens/s")
-        self._found("through the server", tokens / statistics.median(served), "tokens/s", detail=f"{load.in_flight} in flight")
+        self._add("bare", tokens / statistics.median(bare), "tokens/s")
+        self._add("through the server", tokens / statistics.median(served), "tokens/s", detail=f"{load.in_flight} in flight")
         share = statistics.median(bare) / statistics.median(served)
-        self._found("share of the bare pass", share, "", LEAST_SHARE, at_least=True, detail=f"turn by turn {shares}")
-        self._found("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MOST_LOGITS_GIB)
+        self._add("share of the bare pass", share, "", LEAST_SHARE, at_least=True, detail=f"by round {shares}")
+        self._add("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MOST_LOGITS_GIB)
 
-    async def _through(self, requests: list[ScoreRequest]) -> float:
-        """Seconds until the server has answered all requests, `load.in_flight` at once."""
+    async def latency(self) -> None:
+        """Measure the latency of single requests to an idle server, against the bare pass."""
+        (request,) = self.load.draw(self.vocab, 1, seed=1)
+        request = _request((list(request.token_ids) * self.load.single)[: self.load.single])
+        times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
+        async with _http(self.server) as port:
+            body = json.dumps({"token_ids": list(request.token_ids), "prompt_length": request.prompt_length}).encode()
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            for turn in range(self.load.singles + 1):
+                bare = await self._bare([request])
+                began = time.perf_counter()
+                await self.server.score(request)
+                served = time.perf_counter() - began
+                over_http = await asyncio.to_thread(_post, connection, body)
+                if turn:
+                    for name, seconds in (("bare", bare), ("server", served), ("HTTP", over_http)):
+                        times[name].append(1000 * seconds)
+            connection.close()
+        self.report.times |= {f"{self.load.single} tokens, {name}": [t / 1000 for t in taken] for name, taken in times.items()}
+        median = {name: statistics.median(taken) for name, taken in times.items()}
+        self._add(f"bare, {self.load.single} tokens", median["bare"], "ms")
+        for name in ("server", "HTTP"):
+            detail = f"{median[name]:.2f} ms in all; least {min(times[name]) - min(times['bare']):+.2f}"
+            self._add(f"added by the {name}", median[name] - median["bare"], "ms", MOST_ADDED_MS, detail=detail)
+
+    async def update(self, scratch: Path) -> None:
+        """Update the weights while requests wait."""
+        requests = self.load.draw(self.vocab, self.load.in_flight, seed=2)
+        weights = await self.replica.ranks.call("weights_gib")
+        root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
+        try:
+            manifest, published = await self.replica.ranks.call("publish", str(root), 1)
+            await self.replica.ranks.call("start_memory")
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(self.server.score(request)) for request in requests]
+                await asyncio.sleep(0)
+                (report,) = await self.server.update(manifest)
+        finally:
+            VersionStore(root).close()
+        more = await self.replica.ranks.call("more_memory_gib")
+        old, new = (sum(answer.result().version == version for answer in answers) for version in (0, 1))
+        self._add("answers lost", len(requests) - old - new, "", 0, detail=f"{old} under the old weights, {new} under the new")
+        self._add("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
+        self._add("update, serving paused", report.stall_seconds, "s")
+        self._add("publishing before it", published, "s")
+        self._add("memory beyond the weights in an update", more, "GiB", MOST_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
+
+    async def _bare(self, requests: list[ScoreRequest]) -> float:
+        """Seconds of a bare pass over the requests."""
+        seconds: float = await self.replica.ranks.call("bare", *_as_lists(requests))
+        return seconds
+
+    async def _served(self, requests: list[ScoreRequest]) -> float:
+        """Seconds until the server has answered all requests, with `load.in_flight` concurrent ones."""
         left = iter(requests)
 
         async def client() -> None:
@@ -199,74 +326,7 @@ class Bench:
         await asyncio.gather(*(client() for _ in range(self.load.in_flight)))
         return time.perf_counter() - began
 
-    async def latency(self) -> None:
-        """Measure the latency of one request at a time on an idle server, against the bare pass."""
-        (request,) = self.load.drawn(self.vocab, 1, seed=1)
-        request = Load.of((list(request.token_ids) * self.load.single)[: self.load.single])
-        times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
-        async with _http(self.server) as port:
-            body = json.dumps({"token_ids": list(request.token_ids), "prompt_length": request.prompt_length}).encode()
-            connection = http.client.HTTPConnection("127.0.0.1", port)
-            for turn in range(self.load.singles + 1):
-                bare = await self._bare([request])
-                began = time.perf_counter()
-                await self.server.score(request)
-                served = time.perf_counter() - began
-                over_http = await asyncio.to_thread(_ask, connection, body)
-                if turn:
-                    for name, seconds in (("bare", bare), ("server", served), ("HTTP", over_http)):
-                        times[name].append(1000 * seconds)
-            connection.close()
-        self.report.times |= {f"{self.load.single} tokens, {name}": [t / 1000 for t in taken] for name, taken in times.items()}
-        middle = {name: statistics.median(taken) for name, taken in times.items()}
-        self._found(f"bare, {self.load.single} tokens", middle["bare"], "ms")
-        for name in ("server", "HTTP"):
-            detail = f"{middle[name]:.2f} ms in all; least {min(times[name]) - min(times['bare']):+.2f}"
-            self._found(f"added by the {name}", middle[name] - middle["bare"], "ms", MOST_ADDED_MS, detail=detail)
-
-    async def update(self, scratch: Path) -> None:
-        """Update the weights while requests wait; every answer must be that of the version that it names."""
-        requests = self.load.drawn(self.vocab, self.load.in_flight, seed=2)
-        weights = await self.replica.ranks.call("weights_gib")
-        root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
-        calm = {0: await self._answers(requests)}
-        try:
-            manifest, published = await self.replica.ranks.call("publish", str(root), 1, self.load.bucket_bytes, SHARPER)
-            await self.replica.ranks.call("start_memory")
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self.server.score(request)) for request in requests]
-                await asyncio.sleep(0)
-                (report,) = await self.server.update(manifest)
-            answers = [task.result() for task in asked]
-        finally:
-            VersionStore(root).close()
-        more = await self.replica.ranks.call("more_memory_gib")
-        calm[1] = await self._answers(requests)
-        wrong = 0
-        for place, answer in enumerate(answers):
-            own, other = (_difference(answer, calm[version][place]) for version in (answer.version, 1 - answer.version))
-            wrong += not own * CLEARLY <= other
-        under = [sum(answer.version == version for answer in answers) for version in (0, 1)]
-        detail = f"{under[0]} under the old weights, {under[1]} under the new"
-        self._found("answers lost or not of their version", wrong + len(requests) - len(answers), "", 0, detail=detail)
-        self._found("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
-        self._found("update, serving stood still", report.stall_seconds, "s")
-        self._found("publishing before it", published, "s")
-        self._found("memory beyond the weights in an update", more, "GiB", MOST_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
-
-    async def batching(self) -> None:
-        """Compare the answers to requests sent one by one with those to the same requests sent at once."""
-        requests = self.load.drawn(self.vocab, self.load.in_flight, seed=3)
-        alone = [await self.server.score(request) for request in requests]
-        worst = _largest([_difference(a, b) for a, b in zip(alone, await self._answers(requests), strict=True)])
-        values = torch.tensor([x for answer in alone for x in answer.logprobs])
-        detail = f"log-probs: mean {values.mean():.2f}, std {values.std():.2f}"
-        self._found("alone or in a mixed batch, largest difference", worst, "nats", self.limit, detail=detail)
-
-    async def _answers(self, requests: list[ScoreRequest]) -> list[Scored]:
-        return list(await asyncio.gather(*map(self.server.score, requests)))
-
-    def _found(
+    def _add(
         self, what: str, value: float | None, unit: str, bound: float | None = None, *, at_least: bool = False, detail: str = ""
     ) -> None:
         self.report.findings.append(Finding(what, value, unit, bound, at_least, detail))
@@ -277,31 +337,21 @@ def _as_lists(requests: list[ScoreRequest]) -> tuple[list[list[int]], list[int]]
     return [list(r.token_ids) for r in requests], [r.prompt_length for r in requests]
 
 
-def _difference(a: Scored, b: Scored) -> float:
-    """Largest difference of two answers in log-probs and entropy; NaN where one holds a NaN."""
-    pairs: Iterator[tuple[float, float]] = zip([*a.logprobs, *a.entropy], [*b.logprobs, *b.entropy], strict=True)
-    return _largest([abs(x - y) for x, y in pairs])
-
-
-def _largest(values: list[float]) -> float:
-    """The largest value; NaN where there is one, which `max` would lose."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
-
-
 @contextlib.asynccontextmanager
 async def _http(server: LogprobServer) -> AsyncIterator[int]:
-    """Serve over HTTP on a free port of this host, which is returned."""
-    with contextlib.closing(listen("127.0.0.1", 0)) as bound:
+    """Serve over HTTP on a free port of this host, which is yielded."""
+    with contextlib.closing(listen("127.0.0.1", 0)) as socket:
         http_server = web(server, None, "bench", key=None, bounds=HttpBounds())
-        serving = asyncio.create_task(http_server.serve(sockets=[bound]))
+        serving = asyncio.create_task(http_server.serve(sockets=[socket]))
         try:
-            yield bound.getsockname()[1]
+            yield socket.getsockname()[1]
         finally:
             http_server.should_exit = True
             await serving
 
 
-def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
+def _post(connection: http.client.HTTPConnection, body: bytes) -> float:
+    """Seconds of one request."""
     began = time.perf_counter()
     connection.request("POST", "/v1/logprobs", body, {"content-type": "application/json"})
     response = connection.getresponse()
@@ -311,19 +361,17 @@ def _ask(connection: http.client.HTTPConnection, body: bytes) -> float:
 
 
 def table(report: Report) -> str:
-    lines = ["| what | measured | bound | measured / bound | |", "|---|---|---|---|---|"]
+    rows = []
     for f in report.findings:
-        value = "not counted on a CPU"
+        value = "not measured on a CPU"
         if f.value is not None:
             value = f"{f.value:.3g} {f.unit}" if abs(f.value) < 1000 else f"{f.value:,.0f} {f.unit}"
         bound = "" if f.bound is None else f"{'≥' if f.at_least else '≤'} {f.bound:.3g} {f.unit}"
         ratio = f"{f.value / f.bound:.2f}" if f.value is not None and f.bound else ""
-        verdict = " · ".join(filter(None, ["**missed**" if f.missed else "", f.detail]))
-        lines.append(f"| {f.what} | {value} | {bound} | {ratio} | {verdict} |")
-    return "\n".join(lines)
+        rows.append((f.what, value, bound, ratio, " · ".join(filter(None, ["**missed**" if f.missed else "", f.detail]))))
+    return markdown(("what", "measured", "bound", "measured / bound", ""), rows)
 
 
-def as_json(report: Report, environment: Environment, load: Load) -> dict[str, object]:
-    """Environment, options and results, JSON-ready."""
+def as_json(report: Report, environment: Environment, load: Load) -> dict[str, Any]:
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
     return {"environment": environment, "timer": TIMER, "options": asdict(load), "findings": findings, "seconds": report.times}

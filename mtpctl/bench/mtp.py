@@ -1,8 +1,8 @@
-"""`mtpctl bench mtp`: what training and syncing the drafter gain in RL, or arms by its loss and draft method.
+"""`mtpctl bench mtp`: the gain of training and syncing the drafter in RL, or arms by its loss, draft method and number of drafts.
 
-The four arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target is synced.
-The engine counts acceptance over the drafts of the last updates, where policies and drafters have changed most, and on the held-out
-problems after the last update.
+The four default arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target
+is synced. Acceptance is the engine's, over the drafts of the last updates, when policies and drafters have changed most, and on the
+held-out problems after the last update.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mtpctl.bench.arms import Arm, Outcome, share_of
-from mtpctl.bench.machine import Environment
-from mtpctl.telemetry.charts import Chart, Phase, Series, render_chart
+from mtpctl.bench.report import Environment, markdown, number
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import format_value
-from mtpctl.telemetry.summary import mean_curve
 
 ARMS = (
     Arm("none", "no speculation", ("rollout.speculation.num_tokens=0",)),
-    Arm("frozen", "drafter kept as it was before RL", ("train.rl.train_mtp=false",)),
+    Arm("frozen", "drafter frozen", ("train.rl.train_mtp=false",)),
     Arm("trained", "drafter trained and synced", ("train.rl.train_mtp=true", "sync.sections=[target, draft]")),
     Arm("target-only", "drafter trained, only the target synced", ("train.rl.train_mtp=true", "sync.sections=[target]")),
 )
@@ -28,10 +26,10 @@ TRAINED = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
 
 
 def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int) -> list[Arm]:
-    """An arm for each loss, draft method and number of draft tokens, all with the drafter trained and synced.
+    """An arm for each combination of loss, draft method and number of draft tokens, with the drafter trained and synced.
 
-    layers: MTP layers of the model; a single one is repeated for every draft token. Then the last arms are those in which it is trained
-    for the first draft token alone, by cross-entropy, with greedy drafts: what training it as it is served is measured against.
+    layers: MTP layers of the model. A single layer is repeated for every draft token; then the last arms are baselines that train it for
+    the first draft token alone, by cross-entropy, with greedy drafts.
     """
     as_served = [
         Arm(
@@ -70,7 +68,7 @@ TIMER = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm over the last updates of its runs, seeds pooled. Acceptances are shares of 1, None where nothing was drafted."""
+    """One arm over the last updates of its runs, with seeds pooled. Acceptances are shares of 1, None if nothing was drafted."""
 
     name: str
     meaning: str
@@ -93,7 +91,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Trained against frozen drafter: acceptance in points, relative, and in standard errors (binomial) of the difference."""
+    """Acceptance of the trained drafter minus the frozen one's: in points, relative, and in standard errors (binomial)."""
 
     points: float
     relative: float
@@ -101,13 +99,13 @@ class Gain:
 
 
 def summarise(outcomes: list[Outcome], last: int) -> list[Result]:
-    """One result an arm, in the order of the arms, over the `last` updates of each run."""
+    """One result for each arm, in the order of the arms, over the `last` updates of each run."""
     arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
     return [_result(arm, [o for o in outcomes if o.arm == arm], last) for arm in arms]
 
 
 def gain(results: list[Result]) -> Gain | None:
-    """The trained arm against the frozen one, where both were run."""
+    """The trained arm against the frozen one; None if one of them was not run or drafted nothing."""
     by_name = {r.name: r for r in results}
     trained, frozen = by_name.get("trained"), by_name.get("frozen")
     if trained is None or frozen is None or trained.acceptance is None or frozen.acceptance is None:
@@ -120,54 +118,28 @@ def gain(results: list[Result]) -> Gain | None:
 
 def table(results: list[Result], last: int) -> str:
     plain = next((r for r in results if r.name == "none"), None)
-    lines = [
-        f"Over the last {last} updates of each run:",
-        "",
-        "| drafter | updates | acceptance | each seed | by position | expected | tokens a step | held out | tokens/s | while busy "
-        "| against none | accuracy |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    headings = "drafter | updates | acceptance | each seed | by position | expected | tokens a step | held out | tokens/s | while busy"
+    rows = []
     for r in results:
         against = "" if plain is None else f"{r.tokens_per_busy_s / plain.tokens_per_busy_s - 1:+.1%}"
         counted = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
-        lines.append(
-            f"| {r.meaning} | {', '.join(share_of(updates, r.updates_wanted) for updates in r.updates)} | {counted} "
-            f"| {_shares(r.by_seed)} | {_shares(r.by_position)} | {_shares(r.expected_by_position)} "
-            f"| {'–' if r.accept_length is None else f'{r.accept_length:.2f}'} | {_share(r.held_out_acceptance)} | {r.tokens_per_s:,.0f} "
-            f"| {r.tokens_per_busy_s:,.0f} | {against} | {_share(r.accuracy_before)} → {_share(r.accuracy_after)} |"
-        )
-    return "\n".join(lines)
-
-
-def figures(outcomes: list[Outcome]) -> str:
-    """Acceptance, throughput and accuracy over the updates, every arm a curve (the mean of its seeds), as HTML."""
-    wanted = (
-        ("rollout/spec_accept_rate", "Draft acceptance", "share of draft tokens that the target accepted", False),
-        ("rollout/tokens_per_s", "Rollout throughput", "response tokens a second of wall time", True),
-        ("eval/accuracy", "Held-out accuracy", "share of held-out problems solved", False),
-    )
-    parts = []
-    for name, title, note, zero in wanted:
-        series = []
-        for arm in dict.fromkeys(outcome.arm for outcome in outcomes):
-            curves = [o.history.series(name, "rl") for o in outcomes if o.arm == arm]
-            points = mean_curve([curve for curve in curves if curve])
-            unit = "tokens/s" if name.endswith("per_s") else "share"
-            series.append(Series(arm.name, points, unit, name.startswith("eval")))  # type: ignore[arg-type]
-        end = max((x for s in series for x, _ in s.points), default=1)
-        parts.append(render_chart(Chart(title, note, series, [Phase("rl", 0, end, 0)], zero=zero)))
-    return f'<section class="charts">{"".join(parts)}</section>'
+        updates = ", ".join(share_of(updates, r.updates_wanted) for updates in r.updates)
+        acceptance = [counted, _shares(r.by_seed), _shares(r.by_position), _shares(r.expected_by_position)]
+        speeds = [number(r.accept_length, ".2f"), _share(r.held_out_acceptance), f"{r.tokens_per_s:,.0f}", f"{r.tokens_per_busy_s:,.0f}"]
+        accuracy = f"{_share(r.accuracy_before)} → {_share(r.accuracy_after)}"
+        rows.append([r.meaning, updates, *acceptance, *speeds, against, accuracy])
+    return f"Over the last {last} updates of each run:\n\n{markdown(f'{headings} | against none | accuracy'.split(' | '), rows)}"
 
 
 def as_json(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
-    found = gain(results)
+    difference = gain(results)
     return {
         "bench": "mtp",
         "environment": environment,
         "timer": TIMER,
         "last_updates": last,
         "results": [asdict(r) for r in results],
-        "trained_against_frozen": None if found is None else asdict(found),
+        "trained_against_frozen": None if difference is None else asdict(difference),
     }
 
 
@@ -213,9 +185,9 @@ def _acceptance(history: History, last: int) -> float | None:
 
 
 def _weighted(rows: list[dict[str, float]], name: str) -> float:
-    """Mean of a metric over updates, by the drafts of each."""
-    held = [(m[name], m["rollout/spec_drafted"]) for m in rows if name in m]
-    return sum(value * weight for value, weight in held) / sum(weight for _, weight in held)
+    """Mean of a metric over updates, weighted by the drafts of each."""
+    weighted = [(m[name], m["rollout/spec_drafted"]) for m in rows if name in m]
+    return sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
 
 
 def _ends(series: list[list[tuple[int, float]]], which: int) -> float | None:

@@ -1,10 +1,10 @@
 """`mtpctl bench rollout`: the throughput of mtpctl's pool against vLLM alone, and the gain by speculation.
 
-`path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, in turns, with the same model,
-settings and card; and, at full load with a queue, the share of the engine's slots that were empty.
+`path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, with the same model, settings and
+device; and the share of the engine's slots that are empty under full load with a queue.
 
-`speculation`: an engine without speculation against one that drafts 0, 1, … k tokens, and then chooses how many
-(`rollout.speculation.auto`), at every batch size; with a drafter that is right on a chosen share of tokens, and with one that never is.
+`speculation`: an engine without speculation against one that drafts 0, 1, … k tokens and then selects their number itself
+(`rollout.speculation.auto`), at every batch size; with a drafter that is right on a known share of tokens, and with one that never is.
 """
 
 from __future__ import annotations
@@ -15,27 +15,33 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
-from mtpctl.bench.rollout_engines import Bench, Offline, Once, Options, all_of
-from mtpctl.bench.rollout_load import Load, Run
+from mtpctl.bench.report import number
+from mtpctl.bench.rollout_engines import Bench, Load, Offline, Options, Run, Send, enter_all
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import settle_heap
-from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import SpeculationState
 
 PATH_BOUND = 0.95
-"""Throughput through mtpctl over vLLM's own, at least."""
+"""Least throughput through mtpctl over vLLM's own."""
 IDLE_BOUND = 0.03
 AUTO_BOUND = 0.98
-"""Throughput of speculation.auto, after its first measurement, over no speculation, at least."""
+"""Least throughput of speculation.auto, after its first measurement, over no speculation."""
 GAIN_BOUND = 0.9
-"""Share of `allowed_gain` that one draft reaches up to `GAIN_BATCH` requests, at least."""
+"""Least share of `allowed_gain` that one draft reaches at up to `GAIN_BATCH` requests."""
 GAIN_BATCH = 64
 RUN_S = 300.0
 TIMER = (
-    "the first request sent to the last answer received, prompts' prefill included; engine start and one round of warming up excluded. "
-    "All engines are on the card at once and take turns; a ratio is the median of the rounds' own"
+    "the first request sent to the last answer received, prefill included; engine start and one warm-up round excluded. "
+    "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
 )
+VLLM, POOL, VLLM_BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no log-probs"
+OFF = "no speculation"
+HEADINGS = (
+    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | steps, ms of one | drafting, ms a step "
+    "| allowed | slots empty |"
+)
+RULE = "|---" * HEADINGS.count(" | ") + "|---|"
 
 Say = Callable[[str], None]
 
@@ -44,9 +50,9 @@ Say = Callable[[str], None]
 class Result:
     """One row: medians over the rounds of throughput and of its ratio to the baseline, and the bounds that it misses.
 
-    `rates` and `ratios` are those of each round. `draft_s`: seconds of device time that a step spends on all its drafts. `steps` and
-    `step_s`: steps of a round, and seconds of a step that only decodes, where the engine reports them. `allowed`: see `allowed_gain`.
-    `wrong`: answers that are not the model's.
+    `rates` and `ratios` are of each round. `draft_s`: seconds of device time that a step spends on all its drafts. `steps` and `step_s`:
+    steps of a round, and seconds of a step that only decodes, if the engine reports them. `allowed`: see `allowed_gain`. `wrong`: answers
+    that are not the model's.
     """
 
     what: str
@@ -72,22 +78,21 @@ def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
     return tokens / (1 + draft_s / step_s)
 
 
-async def in_turn(load: Load, ways: Mapping[str, Once], rounds: int, *, warm: bool = True) -> dict[str, list[Run]]:
-    """Send the load each way `rounds` times, after one round to warm up. Every other round is in reverse order, against drift."""
-    found: dict[str, list[Run]] = {name: [] for name in ways}
-    for number in range(-1 if warm else 0, rounds):
-        names = list(ways)[:: 1 if number % 2 == 0 else -1]
-        for name in names:
+async def alternate(load: Load, ways: Mapping[str, Send], rounds: int, *, warm: bool = True) -> dict[str, list[Run]]:
+    """Send the load each way `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel drift."""
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for round_number in range(-1 if warm else 0, rounds):
+        for name in list(ways)[:: 1 if round_number % 2 == 0 else -1]:
             run = await within(ways[name](load), RUN_S, f"{name}, {load.name}")
-            if number >= 0:
-                found[name].append(run)
-    return found
+            if round_number >= 0:
+                runs[name].append(run)
+    return runs
 
 
-def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None, bound: float | None = None) -> Result:
-    """A row from its rounds and those of its baseline `against`. `bound`: the least ratio of the two."""
+def row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
+    """A row from its rounds and those of its baseline. `bound`: the least ratio of the two."""
     rates = tuple(run.tokens_per_s for run in runs)
-    ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, against, strict=True)) if against else ()
+    ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, baseline, strict=True)) if baseline else ()
     ratio = statistics.median(ratios) if ratios else None
     misses = []
     if ratio is not None and bound is not None and ratio < bound:
@@ -98,7 +103,7 @@ def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None
     idles = [run.idle for run in runs if run.idle is not None]
     idle = statistics.median(idles) if idles else None
     if idle is not None and idle > IDLE_BOUND:
-        misses.append(f"places empty {idle:.1%} of the time, bound {IDLE_BOUND:.0%}")
+        misses.append(f"slots empty {idle:.1%} of the time, bound {IDLE_BOUND:.0%}")
     stats = runs[-1].stats
     return Result(
         what,
@@ -116,7 +121,7 @@ def row(what: str, load: Load, runs: list[Run], against: list[Run] | None = None
 
 
 class Table:
-    """The rows so far; each is printed as soon as it is measured."""
+    """The rows so far. Each is printed as soon as it is measured."""
 
     def __init__(self, say: Say) -> None:
         self.rows: list[Result] = []
@@ -127,92 +132,77 @@ class Table:
         self.say(line(result))
 
 
-THEIRS, OURS, BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no log-probs"
-OFF = "no speculation"
-
-
 async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Offline, plain: ReplicaPool) -> None:
-    """Measure vLLM's offline generation, and the same through the pool."""
-    both: dict[str, Once] = {THEIRS: lambda load: offline(load, True), OURS: bench.through(plain)}
+    """Measure vLLM's offline generation, and the same requests through the pool."""
+    both: dict[str, Send] = {VLLM: lambda load: offline(load, True), POOL: bench.through(plain)}
     largest = bench.loads()[-1]
     for load in loads:
-        ways = both | ({BARE: lambda load: offline(load, False)} if load == largest else {})
-        found = await in_turn(load, ways, bench.options.rounds)
-        for name, runs in found.items():
-            table.add(row(name, load, runs, found[THEIRS] if name != THEIRS else None, PATH_BOUND if name == OURS else None))
+        ways = both | ({VLLM_BARE: lambda load: offline(load, False)} if load == largest else {})
+        for name, runs in (all_runs := await alternate(load, ways, bench.options.rounds)).items():
+            baseline = None if name == VLLM else all_runs[VLLM]
+            table.add(row(name, load, runs, baseline, PATH_BOUND if name == POOL else None))
 
 
 async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, drafting: ReplicaPool) -> None:
-    """Measure an engine without speculation, and another with 0 to k drafts and with a number that it chooses."""
+    """Measure an engine without speculation, and one with 0 to k drafts and with the number that it selects."""
     for load in bench.loads():
-        await _fixed(bench, table, load, plain, drafting)
+        await _measure_fixed(bench, table, load, plain, drafting)
     for hopeless in (False, True):
         for load in bench.loads(hopeless=hopeless):
-            await _auto(bench, table, load, plain, drafting, "auto, no draft right" if hopeless else "auto")
+            await _measure_auto(bench, table, load, plain, drafting, "auto, no draft right" if hopeless else "auto")
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """What the engine reports about the steps of one round. See `Result`."""
+async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
+    counts = range(bench.options.drafts + 1)
+    states: dict[int, list[SpeculationState]] = {drafts: [] for drafts in counts}
+    send = bench.through(drafting)
 
-    draft_s: float
-    steps: int
-    step_s: float
-
-
-async def _fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
-    numbers = range(bench.options.drafts + 1)
-    reported: dict[int, list[_Steps]] = {drafts: [] for drafts in numbers}
-    once = bench.through(drafting)
-
-    def with_drafts(drafts: int) -> Once:
-        async def send(load: Load) -> Run:
+    def with_drafts(drafts: int) -> Send:
+        async def send_drafting(load: Load) -> Run:
             await drafting.speculate(drafts)
-            run = await once(load)
-            state = (await drafting.speculate())[0]
-            reported[drafts].append(_Steps(state["draft_s"][drafts] if drafts else 0.0, state["steps"][drafts], state["step_s"][drafts]))
+            run = await send(load)
+            states[drafts].append((await drafting.speculate())[0])
             return run
 
-        return send
+        return send_drafting
 
-    named = {drafts: f"{drafts} drafts" for drafts in numbers}
-    ways = {OFF: bench.through(plain)} | {named[drafts]: with_drafts(drafts) for drafts in numbers}
-    found = await in_turn(load, ways, bench.options.rounds)
-    table.add(off := row(OFF, load, found[OFF]))
-    for drafts in numbers:
-        runs = found[named[drafts]]
-        steps = reported[drafts][-len(runs) :]
-        draft_s = statistics.median(each.draft_s for each in steps)
+    names = {drafts: f"{drafts} drafts" for drafts in counts}
+    all_runs = await alternate(load, {OFF: bench.through(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds)
+    table.add(off := row(OFF, load, all_runs[OFF]))
+    for drafts in counts:
+        runs = all_runs[names[drafts]]
+        measured = states[drafts][-len(runs) :]
+        draft_s = statistics.median(state["draft_s"][drafts] for state in measured) if drafts else 0.0
         allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off.tokens_per_s)
         bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
         table.add(
             replace(
-                row(named[drafts], load, runs, found[OFF], bound),
+                row(names[drafts], load, runs, all_runs[OFF], bound),
                 allowed=allowed,
                 draft_s=draft_s,
                 drafts=drafts,
-                steps=statistics.median(each.steps for each in steps),
-                step_s=statistics.median(each.step_s for each in steps),
+                steps=statistics.median(state["steps"][drafts] for state in measured),
+                step_s=statistics.median(state["step_s"][drafts] for state in measured),
             )
         )
 
 
-async def _auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
-    """Measure the engine's own choice: a round in which it compares numbers of drafts, then rounds with the number that it settles on."""
+async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
+    """Measure the engine's own choice: a round in which it compares numbers of drafts, then rounds with the number it selected."""
     ways = {OFF: bench.through(plain), what: bench.through(drafting)}
     await drafting.speculate(-1)
-    looking = await in_turn(load, ways, 1, warm=False)
+    looking = await alternate(load, ways, 1, warm=False)
     table.add(row(f"{what}, looking", load, looking[what], looking[OFF]))
     await drafting.speculate()
     rounds = bench.options.rounds
-    found = await in_turn(load, ways, rounds, warm=False)
+    runs = await alternate(load, ways, rounds, warm=False)
     state = (await drafting.speculate())[0]
     steps: dict[int, int] = state["steps"]
-    most = max(steps, key=lambda drafts: steps[drafts])
-    measured = row(what, load, found[what], found[OFF], AUTO_BOUND)
-    table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most)))
-    numbers = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
-    table.say(f"  steps by their drafts: {numbers}; {state['told'] or 'no look came to its end'}")
+    usual = max(steps, key=lambda drafts: steps[drafts])
+    measured = row(what, load, runs[what], runs[OFF], AUTO_BOUND)
+    table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(usual)))
+    counts = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
+    table.say(f"  steps by their drafts: {counts}; {state['told'] or 'no measurement was completed'}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
@@ -222,10 +212,10 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
     table = Table(say)
 
     async def measure() -> None:
-        wanted: list[AbstractAsyncContextManager[ReplicaPool | Offline]] = [bench.pool(0)]
-        wanted += [bench.offline()] if path else []
-        wanted += [bench.pool(options.drafts)] if speculation else []
-        async with all_of(*wanted) as engines:
+        managers: list[AbstractAsyncContextManager[ReplicaPool | Offline]] = [bench.pool(0)]
+        managers += [bench.offline()] if path else []
+        managers += [bench.pool(options.drafts)] if speculation else []
+        async with enter_all(*managers) as engines:
             settle_heap()
             pools = [engine for engine in engines if isinstance(engine, ReplicaPool)]
             offlines = [engine for engine in engines if not isinstance(engine, ReplicaPool)]
@@ -237,45 +227,32 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
                 # The longest measurement is last.
                 await measure_path(bench, table, [bench.queued()], offline, pools[0])
 
-    gpus = 1 if options.device == "cuda" else 0
-    config = ClusterConfig(device=options.device, num_cpus=None if gpus else bench.at_once + 1)
-    with cluster(config, cpus=bench.at_once, gpus=gpus):
+    with bench.cluster():
         asyncio.run(measure())
     return table.rows
 
 
-HEAD = (
-    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | steps, ms of one | drafting, ms a step "
-    "| allowed | places empty |"
-)
-RULE = "|---" * HEAD.count(" | ") + "|---|"
-
-
 def line(result: Result) -> str:
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
+    """The result as a row of the table."""
     r = result
-    chosen = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
+    selected = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
     steps = "–" if r.steps is None else f"{r.steps:.0f}, {number(r.step_s and r.step_s * 1e3, '.2f')}"
     spread = f" ({min(r.ratios):.3f} – {max(r.ratios):.3f})" if r.ratios else ""
     return (
-        f"| {r.what}{chosen} | {r.load} | {r.tokens_per_s:,.0f} ({min(r.rates):,.0f} – {max(r.rates):,.0f}) "
-        f"| {number(r.ratio, '.3f')}{spread} "
-        f"| {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} "
-        f"| {steps} "
+        f"| {r.what}{selected} | {r.load} | {r.tokens_per_s:,.0f} ({min(r.rates):,.0f} – {max(r.rates):,.0f}) "
+        f"| {number(r.ratio, '.3f')}{spread} | {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} | {steps} "
         f"| {number(r.draft_s and r.draft_s * 1e3, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
     )
 
 
 def verdict(results: list[Result]) -> list[str]:
-    """The best number of drafts at each load, and every bound that was missed."""
+    """The best number of drafts at each load, and every missed bound."""
     lines = []
-    for load in dict.fromkeys(r.load for r in results if r.what.endswith(" drafts")):
-        best = max((r for r in results if r.load == load and r.what.endswith(" drafts")), key=lambda r: r.ratio or 0.0)
+    drafting = [r for r in results if r.what.endswith(" drafts")]
+    for load in dict.fromkeys(r.load for r in drafting):
+        best = max((r for r in drafting if r.load == load), key=lambda r: r.ratio or 0.0)
         lines.append(f"{load}: best with {best.what}, {best.ratio:.2f} of no speculation")
-    lines += [f"MISSED {r.what}, {r.load}: {'; '.join(r.misses)}" for r in results if r.misses]
-    return lines
+    return lines + [f"MISSED {r.what}, {r.load}: {'; '.join(r.misses)}" for r in results if r.misses]
 
 
 def as_dict(options: Options, results: list[Result]) -> dict[str, object]:

@@ -1,45 +1,173 @@
-"""The engines of `mtpctl bench rollout`, all of one model, on one card and loaded at the same time.
+"""Loads and engines of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, of one model and loaded at the same time.
 
-Other work on a host changes throughput from minute to minute by more than the bounds allow. So all engines are loaded, and the same load
-goes to each in turn.
+Other work on a host changes throughput from minute to minute by more than the bounds allow. So all engines are loaded at the same time, and
+the same load is sent to each in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from mtpctl.bench.cycle_model import write_cycle_model
-from mtpctl.bench.rollout_load import Load, Run, make_load, send, start_offline
+from mtpctl.bench.cycle_model import TINY, answer, write_cycle_model
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.local import cluster
 from mtpctl.errors import UserError
-from mtpctl.families.configs import hub_config, toy_config
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.memory import kv_bytes_per_token
 from mtpctl.plan.placement import Actor, Placement
+from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.protocol import SpecStats
 from mtpctl.rollout.start import start_pool
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.samples import GenerationRequest, Sample
 
 START_S = 420.0
 CARD_SHARE = 0.9
 """Share of the card for all engines together."""
 
-Once = Callable[[Load], Awaitable[Run]]
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests to send, at most `batch` of them in flight; lengths: tokens of each answer."""
+
+    name: str
+    batch: int
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, hopeless: bool = False) -> Load:
+    """`count` random prompts of `prompt` tokens, with answers of `tokens` tokens, or of 1 ± `spread` times as many.
+
+    A `hopeless` load stays in the upper half of the vocabulary, where no draft of a cycle model is right; others in the lower half.
+    """
+    draw = random.Random(f"{name} {batch} {count} {hopeless}")
+    half, room = vocab // 2, vocab // 2 - 2 * tokens
+    assert room > 0, "answers do not leave their half of the vocabulary"
+    prompts = [[draw.randrange(half) for _ in range(prompt - 1)] + [draw.randrange(room) + half * hopeless] for _ in range(count)]
+    lengths = [max(1, round(tokens * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
+    return Load(name, batch, prompts, lengths)
+
+
+@dataclass(slots=True)
+class Run:
+    """A load that was sent once; `seconds` from the first request to the last answer.
+
+    `idle`: share of the engine's slots that were empty while more requests waited; None if all were sent at once. `wrong`: answers that
+    are not the model's.
+    """
+
+    seconds: float
+    tokens: int
+    wrong: int
+    idle: float | None = None
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class OfflineEngine:
+    """vLLM's `LLM` in a Ray actor."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        os.environ.update(settings.environment)
+        import torch
+        from vllm import LLM
+
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        ours = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
+        self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in ours})
+
+    def send(self, load: Load, vocab: int, logprobs: bool) -> Run:
+        from vllm import SamplingParams, TokensPrompt
+
+        settings = [
+            SamplingParams(
+                temperature=1.0,
+                seed=number,
+                max_tokens=length,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0 if logprobs else None,
+                flat_logprobs=logprobs,
+            )
+            for number, length in enumerate(load.lengths)
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in load.prompts]
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, settings, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab))
+
+
+async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
+    """Send one load through a pool of one replica and wait for its answers."""
+    clock = time.perf_counter
+    full: list[tuple[float, float]] = []
+
+    async def served() -> float:
+        return sum(health.occupied_s for health in await pool.health())
+
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        for number, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
+            if number == 2 * load.batch:
+                full.append((clock(), await served()))
+            yield GenerationRequest(Sample(str(number), str(number), prompt), length, seed=number)
+        if full:
+            full.append((clock(), await served()))
+
+    samples: dict[int, Sample] = {}
+    began = clock()
+    async with aclosing(pool.generate(requests())) as answered:
+        async for sample in answered:
+            samples[int(sample.prompt_id)] = sample
+    seconds = clock() - began
+    stats = SpecStats()
+    for sample in samples.values():
+        stats.add(sample.speculation, len(sample.response_ids))
+    answers = [samples[number].response_ids.tolist() for number in range(len(load.prompts))]
+    idle = None
+    if len(full) == 2:
+        (first, before), (last, after) = full
+        idle = 1 - (after - before) / (load.batch * (last - first))
+    return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab), idle, stats)
+
+
+def _wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
+    """The number of answers that are not the cycle model's."""
+    expected = (answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
+    return sum(ids != right for ids, right in zip(answers, expected, strict=True))
+
+
+Send = Callable[[Load], Awaitable[Run]]
 """Sends a load and waits for its answers."""
 Offline = Callable[[Load, bool], Awaitable[Run]]
-"""The same through vLLM's offline generation, with log-probs or without."""
+"""The same through vLLM's offline generation, with or without log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure: `prompt` tokens of each request, `tokens` of its answer, at most `drafts` draft tokens a step."""
+    """`prompt` tokens of each request, `tokens` of its answer, at most `drafts` draft tokens a step."""
 
     shape: Literal["mimo7b", "tiny"]
     folder: Path
@@ -53,11 +181,8 @@ class Options:
     eager: bool = False
 
 
-TINY = toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
-
-
 def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
-    """A shape by its name on the command line. Raises UserError for another."""
+    """A shape by its name on the command line. Raises UserError for an unknown name."""
     if text == "mimo7b":
         return "mimo7b"
     if text == "tiny":
@@ -71,31 +196,29 @@ def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
 
 
 class Bench:
-    """Makes the model, its loads and its engines, `at_once` of which share the card."""
+    """Creates the model, its loads and its engines, `at_once` of which share the card."""
 
     def __init__(self, options: Options, say: Callable[[str], None], at_once: int) -> None:
         self.options, self.at_once = options, at_once
         config = config_of(options.shape)
         self.shape = shape_of(config)
-        most = self.shape.vocab // 4 - 1
-        if options.tokens > most:
-            raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {most}")
+        longest = self.shape.vocab // 4 - 1
+        if options.tokens > longest:
+            raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {longest}")
         if self.context > self.shape.max_positions:
             raise UserError(
                 f"--prompt: {options.prompt} tokens and answers of up to {2 * options.tokens} take {self.context} positions, the model has "
-                f"{self.shape.max_positions}; give fewer, or fewer --tokens"
+                f"{self.shape.max_positions}; reduce --prompt or --tokens"
             )
         write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
         say(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
 
-    # --------------------------------------------------------------------------------------------------------- loads
-
     def loads(self, *, hopeless: bool = False) -> list[Load]:
-        """For every batch size, a load of so many requests at once."""
+        """One load for each batch size, with all requests at once."""
         return [self._load(f"batch {batch}", batch, batch, 0.0, hopeless) for batch in self.options.batches]
 
     def queued(self) -> Load:
-        """Four times the largest batch, with answers of different lengths, so that slots are refilled all the time."""
+        """Four times the largest batch, with answers of different lengths, so that slots are refilled continuously."""
         most = max(self.options.batches)
         return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
 
@@ -105,10 +228,8 @@ class Bench:
             name, batch, count, prompt=options.prompt, tokens=options.tokens, spread=spread, vocab=self.shape.vocab, hopeless=hopeless
         )
 
-    # ------------------------------------------------------------------------------------------------------- engines
-
     def recipe(self, drafts: int) -> Recipe:
-        """A recipe of one engine for the largest batch.
+        """The recipe of one engine for the largest batch.
 
         CUDA graphs are captured for the batches of the loads, for smaller ones as requests end, and for steps with prompts in them.
         """
@@ -144,18 +265,24 @@ class Bench:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest prompt and answer, and some to spare."""
+        """Tokens of the longest prompt and answer, with a margin."""
         return self.options.prompt + 2 * self.options.tokens + 64
 
     @property
     def _gpus(self) -> float:
         return round(1 / self.at_once, 2) if self.options.device == "cuda" else 0.0
 
+    def cluster(self) -> AbstractContextManager[object]:
+        """A local Ray cluster with room for the engines."""
+        gpus = 1 if self.options.device == "cuda" else 0
+        config = ClusterConfig(device=self.options.device, num_cpus=None if gpus else self.at_once + 1)
+        return cluster(config, cpus=self.at_once, gpus=gpus)
+
     @asynccontextmanager
     async def pool(self, drafts: int) -> AsyncIterator[ReplicaPool]:
-        """A pool of one engine, closed at the end of the block. With `drafts` the engine chooses how many, until `speculate` sets it."""
-        first = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
-        placement = Placement(self.options.device, (first,), 1)
+        """A pool of one engine. With `drafts` the engine selects their number until `speculate` sets it."""
+        actor = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
+        placement = Placement(self.options.device, (actor,), 1)
         pool = await start_pool(self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement)
         try:
             yield pool
@@ -164,7 +291,7 @@ class Bench:
 
     @asynccontextmanager
     async def offline(self) -> AsyncIterator[Offline]:
-        """vLLM's offline generation with the settings of `pool(0)`, closed at the end of the block."""
+        """vLLM's offline generation with the settings of `pool(0)`."""
         import ray
 
         recipe = self.recipe(0)
@@ -174,36 +301,37 @@ class Bench:
             precision=recipe.train.precision,
             device=self.options.device,
         )
-        actor = start_offline(settings, cpus=1, gpus=self._gpus)
+        options = {"num_cpus": 1, "num_gpus": self._gpus, "runtime_env": {"env_vars": settings.environment}}
+        actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
 
-        async def once(load: Load, logprobs: bool) -> Run:
+        async def send_offline(load: Load, logprobs: bool) -> Run:
             run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
             return run
 
         try:
             await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
-            yield once
+            yield send_offline
         finally:
             ray.kill(actor)
 
-    def through(self, pool: ReplicaPool) -> Once:
+    def through(self, pool: ReplicaPool) -> Send:
         return lambda load: send(pool, load, self.shape.vocab)
 
 
 @asynccontextmanager
-async def all_of[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
-    """Enter all managers at the same time, since engines take a minute or two to start, and leave them at the end of the block.
+async def enter_all[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
+    """Enter all managers concurrently, since engines take a minute or two to start.
 
-    Raises what the first manager raised that could not be entered, once it has left the others.
+    Raises the error of the first manager that failed, after exiting the others.
     """
     entered = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
     async with AsyncExitStack() as stack:
-        for manager, found in reversed(list(zip(managers, entered, strict=True))):
-            if not isinstance(found, BaseException):
+        for manager, value in reversed(list(zip(managers, entered, strict=True))):
+            if not isinstance(value, BaseException):
                 stack.push_async_exit(manager)
         ready = []
-        for found in entered:
-            if isinstance(found, BaseException):
-                raise found
-            ready.append(found)
+        for value in entered:
+            if isinstance(value, BaseException):
+                raise value
+            ready.append(value)
         yield ready

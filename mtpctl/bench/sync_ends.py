@@ -1,4 +1,4 @@
-"""The two ends of the syncs that `mtpctl bench sync-weights` measures: a trainer in a process of its own, and an engine under load."""
+"""Trainer and engine of `mtpctl bench sync-weights`: a trainer in its own process, and an engine under load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpctl.bench.sync_results import Options
 from mtpctl.errors import RuntimeFailure
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
@@ -26,15 +25,14 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from mtpctl.bench.sync_weights import Options
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-BACK = 0.9
+RECOVERED = 0.9
 """Share of the rate before a sync at which throughput counts as recovered."""
 
-# ------------------------------------------------------------------------------------------------------------- trainer
 
-
-def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> None:
+def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> None:
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     from mtpctl.compat import cpu_device
@@ -44,7 +42,7 @@ def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> N
     from mtpctl.trainer.sending import WeightSource
 
     class BenchSource(WeightSource):
-        """The trainer's weights, sent by one transport after another."""
+        """Sends the trainer's weights over changing transports."""
 
         def use(self, transport: str) -> None:
             """Send the next versions by this transport."""
@@ -54,7 +52,7 @@ def _trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> N
             super().__init__(self.recipe.model_copy(update={"sync": sync}), self.rank, self.engine)
 
         def probe(self, number: int) -> Sent:
-            """Send buckets that nobody packs, to measure the link."""
+            """Send buckets without packing, to measure the link."""
             return self._pusher.probe(number)
 
         def memory(self, reset: bool = False) -> dict[str, int]:
@@ -91,19 +89,19 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, folder: Path, visible: str) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, remote = context.Pipe()
         self._process = context.Process(
-            target=_trainer, args=(theirs, recipe.model_dump_json(by_alias=True), str(folder), visible), daemon=True
+            target=_run_trainer, args=(remote, recipe.model_dump_json(by_alias=True), str(folder), visible), daemon=True
         )
         self._process.start()
         self._lock = asyncio.Lock()
 
     async def ready(self) -> None:
-        """Return once the model is loaded."""
-        await self._answer("making the model")
+        """Wait until the model is loaded."""
+        await self._answer("creating the model")
 
     async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> Any:
-        """Call a method of the trainer's weights, and return or raise what it does."""
+        """Call a method of the trainer's weight source; returns its result or raises its error."""
         async with self._lock:
             self._pipe.send((method, arguments))
             return await self._answer(method)
@@ -138,9 +136,6 @@ class Trainer:
             self._process.kill()
 
 
-# -------------------------------------------------------------------------------------------------------------- engine
-
-
 class SingleEngine:
     """One engine, with the methods of `ReplicaPool` that `WeightSync` calls."""
 
@@ -161,52 +156,52 @@ class SingleEngine:
 
 
 class Load:
-    """Keeps requests in flight all the time, and records when each of their tokens came."""
+    """Keeps requests in flight, and records the arrival of each of their tokens."""
 
     def __init__(self, llm: AsyncLLM, options: Options) -> None:
         self._llm, self._options = llm, options
-        self.came: deque[tuple[float, int]] = deque()
-        self._tasks = [asyncio.create_task(self._forever(place)) for place in range(options.batch)]
+        self.arrivals: deque[tuple[float, int]] = deque()
+        self._tasks = [asyncio.create_task(self._send(slot)) for slot in range(options.batch)]
 
-    async def _forever(self, place: int) -> None:
+    async def _send(self, slot: int) -> None:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = [3 + (place * 7 + i) % 200 for i in range(self._options.prompt)]
+        prompt = [3 + (slot * 7 + i) % 200 for i in range(self._options.prompt)]
         turn = 0
         while True:
             sampling = SamplingParams(
                 max_tokens=self._options.tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
             )
-            async for step in self._llm.generate(tokens_input(prompt), sampling, f"load-{place}-{turn}"):
-                self.came.append((time.perf_counter(), len(step.outputs[0].token_ids)))
+            async for step in self._llm.generate(tokens_input(prompt), sampling, f"load-{slot}-{turn}"):
+                self.arrivals.append((time.perf_counter(), len(step.outputs[0].token_ids)))
             turn += 1
 
     def check(self) -> None:
-        """Raise the error of a request that has ended: with fewer requests the load would be another."""
+        """Raise the error of a failed request: fewer requests would be another load."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     def rate(self, start: float, stop: float) -> float:
-        """Tokens a second that came in `[start, stop)`."""
-        return sum(count for at, count in self.came if start <= at < stop) / (stop - start)
+        """Tokens a second that arrived in `[start, stop)`."""
+        return sum(count for at, count in self.arrivals if start <= at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens a second over the last `seconds`. Raises RuntimeFailure where none came, so that a sync would stall nothing."""
+        """Tokens a second over the last `seconds`. Raises RuntimeFailure if there were none, since a sync would then stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate
         raise RuntimeFailure(f"the engine generated nothing in {seconds:g} s, with {self._options.batch} requests in flight")
 
-    def back(self, since: float, rate: float) -> float:
-        """Seconds from `since` until the rate over a window is `BACK` of `rate`; infinite where it is not yet."""
+    def recovery(self, since: float, rate: float) -> float:
+        """Seconds from `since` until the rate over a window is `RECOVERED` of `rate`; infinite if it is not yet."""
         window = self._options.window_s
-        last = self.came[-1][0]
+        last = self.arrivals[-1][0]
         at = since
         while at + window <= last:
-            if self.rate(at, at + window) >= BACK * rate:
+            if self.rate(at, at + window) >= RECOVERED * rate:
                 return at + window - since
             at += window / 20
         return float("inf")

@@ -1,12 +1,12 @@
-"""`mtpctl bench sync-weights`: how long a weight sync takes, and how long generation stalls.
+"""`mtpctl bench sync-weights`: how long a weight sync takes, and how long it stalls generation.
 
-The trainer runs in a process of its own, beside a vLLM engine that speculates, both with random weights. While requests are in
-flight, the trainer's weights are synced several times over one transport after the other, target and draft under one version.
+The trainer runs in its own process next to a vLLM engine that speculates, both with random weights. While requests are in flight, the
+trainer's weights are synced several times over each transport, target and draft under one version.
 
-- A sync takes from the announcement of a version until the engine has resumed: export, packing, transfer and both update sessions.
-- The stall is from the call that pauses the engine to the return of the call that resumes it.
-- The wire time is that in which a bucket is being sent; the link's is the same for buckets that need no packing, over one communicator.
-- Throughput is back when tokens come at 90% of the rate before the sync, averaged over a window; the time counts from the pause.
+- A sync lasts from the announcement of a version until the engine has resumed: export, packing, transfer and both update sessions.
+- The stall lasts from the call that pauses the engine to the return of the call that resumes it.
+- The wire time is that of sending buckets; the link's is the same for buckets that need no packing, over one communicator.
+- Throughput has recovered when tokens arrive at 90% of the rate before the sync, averaged over a window; the time counts from the pause.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from mtpctl.bench.machine import visible_cards
+from mtpctl.bench.report import Environment, markdown, spread, visible_cards
 from mtpctl.bench.sync_ends import Load, SingleEngine, Trainer
-from mtpctl.bench.sync_results import ExtraMemory, Options, Result, misses
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
-from mtpctl.plan.memory import WEIGHT_BYTES
+from mtpctl.plan.memory import GIB, WEIGHT_BYTES
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.protocol import Manifest
@@ -31,6 +33,118 @@ from mtpctl.sync.transports.base import Sent
 
 if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
+
+TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
+BOUNDS = {"wire": 2.0, "seconds": 0.5, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
+"""wire: over link time. seconds, stall: of a sync of MiMo-7B. memory_gib: beyond two buckets. tiny_seconds: of a sync on a CPU."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """config: the model's config.json fields; shared: trainer and engine share a card."""
+
+    config: dict[str, object]
+    device: Literal["cpu", "cuda"]
+    transports: tuple[str, ...]
+    repeats: int
+    batch: int
+    prompt: int
+    tokens: int
+    bucket_bytes: int
+    eager: bool
+    shared: bool
+    folder: Path
+
+    @property
+    def as_json(self) -> dict[str, object]:
+        """The options except the folder, JSON-ready."""
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16"]:
+        return "bf16" if self.device == "cuda" else "fp32"
+
+    @property
+    def window_s(self) -> float:
+        """Seconds over which throughput is averaged."""
+        return 0.1 if self.device == "cuda" else 1.0
+
+
+@dataclass(frozen=True)
+class ExtraMemory:
+    """GiB of one card that syncs needed beyond what was allocated before.
+
+    tensors: their peak. reserved: what torch's allocator reserved beyond them because free memory was fragmented. other: NCCL's buffers
+    and CUDA's kernels, known only if a process has the card for itself.
+    """
+
+    tensors: float = 0.0
+    reserved: float = 0.0
+    other: float = 0.0
+
+    @classmethod
+    def between(cls, before: dict[str, int], after: dict[str, int], *, alone: bool) -> ExtraMemory:
+        """The difference of two readings of `card_memory`, the first of which reset its peaks."""
+        tensors = after["peak"] - before["allocated"]
+        reserved = after["peak_reserved"] - before["reserved"]
+        other = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if alone else 0
+        return cls(tensors / GIB, max(0, reserved - tensors) / GIB, max(0, other) / GIB)
+
+    @property
+    def total(self) -> float:
+        """Tensors count in full even if the allocator had memory reserved for them."""
+        return self.tensors + self.reserved + self.other
+
+    def __str__(self) -> str:
+        return f"{self.total:.2f} (tensors {self.tensors:.2f}, allocator {self.reserved:.2f}, NCCL and CUDA {self.other:.2f})"
+
+
+@dataclass
+class Result:
+    """Syncs over one transport; each list has an entry for each sync."""
+
+    transport: str
+    nbytes: int
+    buckets: int
+    link_gb_per_s: float
+    first_seconds: float
+    verified: int
+    seconds: list[float] = field(default_factory=list)
+    export_seconds: list[float] = field(default_factory=list)
+    wire_seconds: list[float] = field(default_factory=list)
+    stall_seconds: list[float] = field(default_factory=list)
+    back_seconds: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    trainer_gib: ExtraMemory = field(default_factory=ExtraMemory)
+    engine_gib: ExtraMemory = field(default_factory=ExtraMemory)
+    misses: list[str] = field(default_factory=list)
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds that the link takes for all bytes."""
+        return self.nbytes / self.link_gb_per_s / 1e9
+
+
+def misses(result: Result, options: Options) -> list[str]:
+    """The bounds that a result misses, each in a few words."""
+    missed = []
+
+    def check(what: str, value: float, bound: float, unit: str) -> None:
+        if value > bound:
+            missed.append(f"{what} {value:.3f} {unit}, bound {bound:g}")
+
+    if options.device == "cpu":
+        check("a sync", statistics.median(result.seconds), BOUNDS["tiny_seconds"], "s")
+        return missed
+    if result.transport == "nccl":
+        check("wire over link", statistics.median(result.wire_seconds) / result.link_seconds, BOUNDS["wire"], "x")
+    if result.transport in PUSHED:
+        check("a sync", statistics.median(result.seconds), BOUNDS["seconds"], "s")
+        check("a stall", statistics.median(result.stall_seconds), BOUNDS["stall"], "s")
+        room = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
+        check("extra memory of the trainer", result.trainer_gib.total, room, "GiB")
+        check("extra memory of the engine", result.engine_gib.total, room, "GiB")
+    return missed
 
 
 def recipe_of(options: Options) -> Recipe:
@@ -61,14 +175,14 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def cards(options: Options) -> tuple[str, str]:
-    """`CUDA_VISIBLE_DEVICES` of trainer and engine: this process's first card, and its second unless they share one."""
+    """`CUDA_VISIBLE_DEVICES` of trainer and engine: this process's first and second card, or the first for both."""
     if options.device == "cpu":
         return "", ""
     return visible_cards([0]), visible_cards([0 if options.shared else 1])
 
 
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
-    """Start trainer and engine once, and sync over every transport in turn."""
+    """Start trainer and engine once, and sync over each transport in turn."""
     from mtpctl.rollout.vllm.engine import VllmEngine
     from mtpctl.rollout.vllm.settings import engine_settings
 
@@ -100,7 +214,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
             results = []
             version = 0
             for transport in options.transports:
-                result, version = await _one(options, recipe, trainer, engine, transport, version, say)
+                result, version = await _measure_transport(options, recipe, trainer, engine, transport, version, say)
                 results.append(result)
             return results
         finally:
@@ -109,7 +223,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
         trainer.end()
 
 
-async def _one(
+async def _measure_transport(
     options: Options, recipe: Recipe, trainer: Trainer, engine: VllmEngine, transport: str, version: int, say: Callable[[str], None]
 ) -> tuple[Result, int]:
     from mtpctl.controller.weights import WeightSync
@@ -124,7 +238,7 @@ async def _one(
     sync = WeightSync(recipe, trainer, SingleEngine(engine), None, store)
     load = Load(engine._llm, options)
     try:
-        # Memory that generation takes at its start is not to be counted as the sync's.
+        # Memory that generation allocates at its start does not count as the sync's.
         await _steady(load, options)
         before = await _memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
@@ -142,10 +256,10 @@ async def _one(
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.persisted()
-            kept = time.perf_counter() - resumed
+            persisted = time.perf_counter() - resumed
             load.check()
             report, sent = sync.last.reports[0], sync.last.sent
-            back = report.stall_seconds + await _back(load, resumed, rate, options)
+            back = report.stall_seconds + await _recovery(load, resumed, rate, options)
             result.seconds.append(metrics["sync/seconds"])
             result.export_seconds.append(metrics["sync/publish_seconds"])
             result.wire_seconds.append(sent.wire_seconds or metrics["sync/seconds"])
@@ -154,7 +268,7 @@ async def _one(
             result.tokens_per_s.append(rate)
             say(
                 f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {report.stall_seconds:.3f} s, wire "
-                f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, kept after {kept:.2f} s"
+                f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, persisted after {persisted:.2f} s"
             )
         after = await _memory(trainer, engine)
     finally:
@@ -167,7 +281,7 @@ async def _one(
     result.trainer_gib, result.engine_gib = (
         ExtraMemory.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
     )
-    say(f"  GiB beside the trainer's: {result.trainer_gib}; beside the engine's: {result.engine_gib}")
+    say(f"  extra GiB of the trainer: {result.trainer_gib}; of the engine: {result.engine_gib}")
     result.misses = misses(result, options)
     return result, version
 
@@ -177,9 +291,9 @@ def model_bytes(options: Options) -> int:
 
 
 async def _memory(trainer: Trainer, engine: VllmEngine, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:
-    theirs: dict[str, int] = await trainer.call("memory", reset)
-    ours: dict[str, int] = (await engine._llm.collective_rpc("mtpctl_memory", args=("reset" if reset else "",)))[0]
-    return theirs, ours
+    of_trainer: dict[str, int] = await trainer.call("memory", reset)
+    of_engine: dict[str, int] = (await engine._llm.collective_rpc("mtpctl_memory", args=("reset" if reset else "",)))[0]
+    return of_trainer, of_engine
 
 
 async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest: Manifest) -> float:
@@ -201,24 +315,56 @@ async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest
 
 
 async def _steady(load: Load, options: Options) -> None:
-    """Return once every request is in flight and two windows in a row have the same rate, within 15%, or after 60 pairs of them.
+    """Wait until two consecutive windows have the same rate within 15%, for at most 60 pairs of windows.
 
-    Raises what ended a request, and RuntimeFailure where no token came.
+    Raises the error that ended a request, and RuntimeFailure if no token arrives.
     """
     window = options.window_s
     for _ in range(60):
         await asyncio.sleep(2 * window)
         load.check()
         now = time.perf_counter()
-        one, two = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
-        if one and abs(one - two) < 0.15 * one:
+        first, second = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
+        if first and abs(first - second) < 0.15 * first:
             return
     load.last(2 * window)
 
 
-async def _back(load: Load, since: float, rate: float, options: Options) -> float:
+async def _recovery(load: Load, since: float, rate: float, options: Options) -> float:
     for _ in range(100):
         await asyncio.sleep(options.window_s)
-        if (found := load.back(since, rate)) < float("inf"):
-            return found
+        if (seconds := load.recovery(since, rate)) < float("inf"):
+            return seconds
     return float("inf")
+
+
+def table(results: list[Result]) -> str:
+    """Medians, with the least and the most."""
+    headings = "transport | GB | buckets | link GB/s | wire s | × link | sync s | stall s | throughput back s | of tokens/s"
+    rows = [
+        (
+            r.transport,
+            f"{r.nbytes / 1e9:.3f}",
+            r.buckets,
+            f"{r.link_gb_per_s:.1f}",
+            spread(r.wire_seconds, ".3f"),
+            f"{statistics.median(r.wire_seconds) / r.link_seconds:.2f}",
+            spread(r.seconds, ".3f"),
+            spread(r.stall_seconds, ".3f"),
+            spread(r.back_seconds, ".3f"),
+            f"{statistics.median(r.tokens_per_s):.0f}",
+            f"{r.trainer_gib.total:.2f} / {r.engine_gib.total:.2f}",
+            r.verified,
+        )
+        for r in results
+    ]
+    return markdown(f"{headings} | extra GiB trainer / engine | verified".split(" | "), rows)
+
+
+def as_json(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+    names = ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s")
+    rows = []
+    for r in results:
+        medians = {name: statistics.median(getattr(r, name)) for name in names}
+        rows.append({**asdict(r), "link_seconds": r.link_seconds, "median": medians})
+    return {"environment": environment, "timer": TIMER, "options": options, "results": rows}

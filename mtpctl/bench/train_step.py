@@ -1,11 +1,12 @@
-"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, with three ways to compute the loss.
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, on one device or over the ranks of a layout.
 
-One pass computes loss and gradients of the head together, as updates do. Two passes compute log-probs first, as a loss that couples
-tokens needs. The baseline materialises every logit.
+On one device three ways to compute the head's loss are compared. One pass computes loss and gradients together, as updates do. Two passes
+compute log-probs first, which a loss that couples tokens needs. The baseline materialises every logit. A layout runs one process a rank
+and measures one pass.
 
-The timer covers one forward and backward pass of the whole model with policy and MTP loss, gradients into the fp32
-buffers, packing included; no optimizer step. The rate it is held against is a large bf16 matrix product, measured in the
-same run.
+The timer covers a forward and backward pass of the whole model with policy and MTP loss, gradients into the fp32 buffers, packing
+included; no optimizer step. Over several ranks it runs from a barrier to the slowest rank's gradients. It is compared with the rate of a
+large bf16 matrix product, measured in the same run on one device.
 """
 
 from __future__ import annotations
@@ -16,26 +17,33 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
-from mtpctl.bench.machine import Environment
+from mtpctl.bench.report import Environment, markdown, number
+from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.packing import Packing
+from mtpctl.model.parallel import Rank
 from mtpctl.plan.memory import GIB
-from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.model import ModelConfig, MtpConfig, hf_config
+from mtpctl.recipe.parallel import ParallelConfig, check_parallel
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import Sequence, update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import NextToken, Sums
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
 WARMUP, ROUNDS, STEPS = 2, 3, 3
 TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
@@ -74,18 +82,38 @@ class Materialised(TwoPasses):
         return LogProbOut(chosen, entropies, hits, None)
 
 
-WAYS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": Materialised}
+HEADS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": Materialised}
+
+
+class TokensWithEntropy(NextToken):
+    """The gradient of cross-entropy with the entropy computed as well, as in a policy update."""
+
+    needs_entropy = True
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of a step: packed tokens in `samples` samples of equal length, and how they are trained."""
+
+    tokens: int
+    samples: int
+    prompt_share: float
+    precision: str
+    mtp: MtpConfig
+    recompute: str = "none"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One way from hidden states to a loss and its gradients: ms of a step, GiB, and `share` of the measured matrix-product rate.
+    """A step with one way to compute the loss. Times are the slowest rank's; tokens/s, TFLOP/s and share of the matrix-product rate are
+    of one rank; memory is the fullest rank's.
 
-    `gradient`: how far the gradients of LM head and embedding are from those of the first way, relative to their norm; the larger of
-    the two.
+    `step_gib` is the peak beyond weights and buffers. `gradient`: largest distance of the gradients of LM head and embedding from those of
+    the first way, relative to their norm; None over several ranks.
     """
 
     name: str
+    ranks: int
     median_ms: float
     least_ms: float
     most_ms: float
@@ -93,14 +121,156 @@ class Result:
     tflops: float
     share: float
     peak_gib: float
+    step_gib: float
     loss: float
-    gradient: float
+    gradient: float | None
 
 
-class TokensWithEntropy(NextToken):
-    """The cross-entropy's gradient with the entropy taken beside it, as a policy update does."""
+def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
+    """The layout with these ranks; experts are distributed over data-parallel ranks. Raises UserError if it does not fit model or host."""
+    parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, dp=ep, sequence_parallel=tp > 1)
+    if ep > 1 and not folder.shape.moe:
+        raise UserError(f"--ep: {folder.shape.family} has no experts")
+    for complaint in check_parallel(parallel, folder.shape, "train.parallel"):
+        raise UserError("--" + complaint.removeprefix("train.parallel."))
+    if torch.cuda.is_available() and torch.cuda.device_count() < parallel.world_size:
+        raise UserError(f"--tp, --cp, --ep: {parallel.world_size} ranks, and this host has {torch.cuda.device_count()} cards")
+    return parallel
 
-    needs_entropy = True
+
+def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[list[Result], float]:
+    """Measure a step on the host's cards, or on its CPU. Returns also the rate of matrix products in TFLOP/s."""
+    if parallel.world_size == 1:
+        if torch.cuda.is_available():  # as Ray sets it for a trainer: waking more threads takes longer than the host's small operations
+            torch.set_num_threads(1)
+        return _measure_rank(folder, parallel, load, None)
+    store = host_store("127.0.0.1")
+    answers: Queue[tuple[list[Result], float]] = mp.get_context("spawn").Queue()
+    mp.spawn(_run_rank, args=(folder, parallel, load, address_of(store), answers), nprocs=parallel.world_size)
+    return answers.get(timeout=10)
+
+
+def _run_rank(
+    number: int, folder: HfFolder, parallel: ParallelConfig, load: Load, store: str, answers: Queue[tuple[list[Result], float]]
+) -> None:
+    answer = _measure_rank(folder, parallel, load, Rank(number, parallel.world_size, store, local_rank=number))
+    if number == 0:
+        answers.put(answer)
+
+
+def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: Rank | None) -> tuple[list[Result], float]:
+    config = EngineConfig(
+        parallel=parallel,
+        precision=load.precision,
+        mtp=load.mtp,
+        kernels=KernelsConfig(),
+        tokens_per_microbatch=load.tokens,
+        recompute=load.recompute,
+        random_seed=0,
+    )
+    engine = MegatronEngine(folder, config) if rank is None else MegatronEngine(folder, config, rank)
+    device, cuda = engine.device, engine.device.type == "cuda"
+
+    def largest(value: float) -> float:
+        """The largest value of all ranks."""
+        if rank is None:
+            return value
+        tensor = torch.tensor(value, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
+
+    # The other ranks wait in the reduction.
+    rate = largest(matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
+    batch = samples(folder.shape.vocab, load.tokens, load.samples, load.prompt_share)
+    flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=load.mtp.mode == "isolated")
+    heads = HEADS if rank is None else {"one pass": Head}
+    ends = [each for name, each in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
+    times: dict[str, list[float]] = {name: [] for name in heads}
+    losses, peaks, buffers, distances = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, float]()
+    first: list[Tensor] = []
+    for turn in range(ROUNDS):
+        for name, kind in heads.items():
+            # All ways share the same weights and buffers.
+            if rank is None:
+                engine.head = kind(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
+            for step in range(-WARMUP if turn == 0 else -1, STEPS):
+                if rank is not None:
+                    dist.barrier()
+                synchronize(device)
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                    buffers[name] = torch.cuda.memory_allocated() / GIB
+                began = time.perf_counter()
+                metrics = engine.forward_backward(batch, TokensWithEntropy())
+                synchronize(device)
+                milliseconds = largest(1000 * (time.perf_counter() - began))
+                if step >= 0:
+                    times[name].append(milliseconds)
+                    losses[name] = metrics["sft/loss"]
+                    peaks[name] = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+            if turn == 0 and rank is None:
+                gradients: list[Tensor] = [each.main_grad.to("cpu", copy=True) for each in ends]
+                first = first or gradients
+                distances[name] = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, first, strict=True))
+    packed, ranks = sum(len(s.token_ids) for s in batch), parallel.world_size
+    results = []
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        tflops = flops / median / 1e9 / ranks
+        peak, step_peak = largest(peaks[name]), largest(peaks[name] - buffers.get(name, 0.0))
+        results.append(
+            Result(
+                name,
+                ranks,
+                median,
+                min(taken),
+                max(taken),
+                1000 * packed / median / ranks,
+                tflops,
+                tflops / rate,
+                peak,
+                step_peak,
+                losses[name],
+                distances.get(name),
+            )
+        )
+    if rank is not None:
+        dist.barrier()
+    engine.close()
+    return results, rate
+
+
+def table(parallel: ParallelConfig, results: list[Result], rate: float) -> str:
+    layout = ", ".join(f"{name} {size}" for name in ("tp", "cp", "ep") if (size := getattr(parallel, name)) > 1) or "one device"
+    headings = "layout | ranks | head | ms (least–most) | tokens/s a rank | TFLOP/s a rank | of matmul rate | peak GiB"
+    rows = [
+        (
+            layout,
+            r.ranks,
+            r.name,
+            f"{r.median_ms:.0f} ({r.least_ms:.0f}–{r.most_ms:.0f})",
+            f"{r.tokens_per_s:.0f}",
+            f"{r.tflops:.0f}",
+            f"{r.share:.1%}",
+            f"{r.peak_gib:.1f}",
+            f"{r.step_gib:.1f}",
+            f"{r.loss:.4f}",
+            number(r.gradient, ".1e"),
+        )
+        for r in results
+    ]
+    rows_table = markdown(f"{headings} | beyond weights and buffers | loss | gradient off by".split(" | "), rows)
+    return f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n\n{rows_table}"
+
+
+def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "environment": environment,
+        "timer": TIMER,
+        "options": options,
+        "matmul_tflops": rate,
+        "results": [asdict(r) for r in results],
+    }
 
 
 def synchronize(device: torch.device) -> None:
@@ -110,7 +280,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_tflops(device: torch.device, size: int) -> float:
-    """TFLOP/s of a square bf16 matrix product on random data, the best of five turns."""
+    """TFLOP/s of a square bf16 matrix product on random data, the best of five attempts."""
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     best = float("inf")
@@ -136,98 +306,8 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
     return [Sequence(row, prompt, [1] * (length - prompt)) for row in ids]
 
 
-def measure(
-    folder: HfFolder, *, tokens: int, count: int, prompt_share: float, precision: str, mtp: MtpConfig, recompute: str = "none"
-) -> tuple[list[Result], float]:
-    """Measure all ways, in turns, and the rate of matrix products in TFLOP/s."""
-    cuda = torch.cuda.is_available()
-    if cuda:  # as Ray has it in a trainer's actor: waking more threads takes longer than the host's small operations
-        torch.set_num_threads(1)
-    config = EngineConfig(
-        parallel=ParallelConfig(),
-        precision=precision,
-        mtp=mtp,
-        kernels=KernelsConfig(),
-        tokens_per_microbatch=tokens,
-        recompute=recompute,
-        random_seed=0,
-    )
-    engine = MegatronEngine(folder, config)
-    batch = samples(folder.shape.vocab, tokens, count, prompt_share)
-    flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=mtp.mode == "isolated")
-    packed = sum(len(s.token_ids) for s in batch)
-    rate = matmul_tflops(engine.device, 8192 if cuda else 512)
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    peaks: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    off: dict[str, float] = {}
-    ends = [each for name, each in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
-    first: list[Tensor] = []
-    for turn in range(ROUNDS):
-        for name, kind in WAYS.items():
-            # All ways use the same weights and buffers.
-            engine.head = kind(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
-            for step in range(STEPS + (WARMUP if turn == 0 else 1)):
-                synchronize(engine.device)
-                if cuda:
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                began = time.perf_counter()
-                metrics = engine.forward_backward(batch, TokensWithEntropy())
-                synchronize(engine.device)
-                if step >= (WARMUP if turn == 0 else 1):
-                    times[name].append(1000 * (time.perf_counter() - began))
-                    losses[name] = metrics["sft/loss"]
-                    if cuda:
-                        peaks[name] = (torch.cuda.max_memory_allocated() - before) / GIB
-            if turn == 0:
-                found: list[Tensor] = [each.main_grad.to("cpu", copy=True) for each in ends]
-                first = first or found
-                off[name] = max(float((mine - right).norm() / right.norm()) for mine, right in zip(found, first, strict=True))
-    results = []
-    for name, taken in times.items():
-        median = statistics.median(taken)
-        tflops = flops / median / 1e9
-        results.append(
-            Result(
-                name,
-                median,
-                min(taken),
-                max(taken),
-                1000 * packed / median,
-                tflops,
-                tflops / rate,
-                peaks.get(name, 0.0),
-                losses[name],
-                off[name],
-            )
-        )
-    engine.close()
-    return results, rate
-
-
-def table(results: list[Result], rate: float) -> str:
-    lines = [
-        f"Large bf16 matrix product: {rate:.0f} TFLOP/s.",
-        "",
-        "| head | ms (least–most) | tokens/s | TFLOP/s | of matmul rate | peak beyond weights and buffers, GiB | loss | gradient off by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        lines.append(
-            f"| {r.name} | {r.median_ms:.0f} ({r.least_ms:.0f}–{r.most_ms:.0f}) | {r.tokens_per_s:.0f} | {r.tflops:.0f} | {r.share:.1%} "
-            f"| {r.peak_gib:.1f} | {r.loss:.4f} | {r.gradient:.1e} |"
-        )
-    return "\n".join(lines)
-
-
-def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    found = [asdict(r) for r in results]
-    return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": found}
-
-
 def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
-    """The config with its first `layers` decoder layers alone. Raises UserError where the model has fewer."""
+    """The config with only its first `layers` decoder layers. Raises UserError if the model has fewer."""
     whole = shape_of(config).layers
     if layers > whole:
         raise UserError(f"--layers: the model has {whole}, got {layers}")
@@ -235,8 +315,19 @@ def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
     return {**config, "num_hidden_layers": layers, **({"layer_types": kinds[:layers]} if isinstance(kinds, list) else {})}
 
 
+def named_config(model: str) -> dict[str, object]:
+    """The config of a folder or of a hub id whose sizes are known; default: MiMo-7B's. Raises UserError for others, and without a GPU
+    for the default."""
+    if not (model or torch.cuda.is_available()):
+        raise UserError("--model: the default has 7.8 billion parameters, which need a GPU; name the folder of a small model")
+    config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
+    if config is None:
+        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
+    return config
+
+
 def shape_folder(config: dict[str, object], at: Path) -> HfFolder:
-    """Make a folder with a config and no weights, which the engine then draws on its device."""
+    """Create a folder with a config and no weights; the engine then initializes random weights on its device."""
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps(config))
     return HfFolder(at, config, shape_of(config))

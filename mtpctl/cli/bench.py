@@ -1,41 +1,47 @@
-"""`mtpctl bench`: measurements, each with a verdict."""
+"""`mtpctl bench`: measurements with bounds. Here those of one part of mtpctl; `bench_experiments` has those of whole runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import contextlib
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mtpctl.cli import bench_all, bench_experiments, bench_logprob, bench_rollout, bench_sync, bench_update
-from mtpctl.cli.options import Json, answer
+from mtpctl.cli import bench_experiments
+from mtpctl.cli.options import Json, answer, made
+from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
-    from mtpctl.bench.fused_kernels import Shape
+    from mtpctl.recipe.model import MtpConfig
 
 app = typer.Typer(
     help="Measure throughput, latency, memory and learning.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
+Model = Annotated[
+    str, typer.Option("--model", help="Folder, or hub id whose sizes are known; weights are random. Default: MiMo-7B, on a GPU only.")
+]
+_MIB = 1 << 20
 
 
 @app.callback()
 def _group() -> None:
-    # Typer makes a group of `mtpctl bench` only where it has a callback.
+    # Typer makes `mtpctl bench` a group only if it has a callback.
     pass
 
 
 @app.command("fused-kernels")
 def fused_kernels(
-    shape: Annotated[list[str] | None, typer.Option("--shape", metavar="ROWSxHIDDENxVOCAB", help="May be given several times.")] = None,
-    peers: Annotated[bool, typer.Option("--peers", help="Measure what others publish too, as far as it is installed.")] = False,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Instead: the vocabulary sharded over that many cards of this host.")] = 1,
-    drafts: Annotated[bool, typer.Option("--drafts", help="Instead: an MTP depth's losses, alone and beside a policy loss.")] = False,
+    shape: Annotated[list[str] | None, typer.Option("--shape", metavar="ROWSxHIDDENxVOCAB", help="May be repeated.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Measure other packages too, if they are installed.")] = False,
     json: Json = False,
 ) -> None:
-    """Log-probs and policy loss from hidden states: time, memory and error of each kernel. Exit code 6 when a bound is missed."""
+    """Log-probs and policy loss from hidden states: time and memory of each kernel. Exit code 6 if a bound is missed."""
     import torch
 
     from mtpctl.bench import fused_kernels as bench
-    from mtpctl.bench.fused_cases import missing
     from mtpctl.errors import ThresholdMissed, UserError
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,10 +50,6 @@ def fused_kernels(
         shapes = [bench.Shape.parse(text) for text in shape or [default]]
     except ValueError as error:
         raise UserError(str(error)) from error
-    if tp > 1:
-        return _parallel(shapes, tp, json, device)
-    if drafts:
-        return _drafts(shapes, json, device)
     results = [result for each in shapes for result in bench.measure(each, with_peers=peers)]
     if json:
         answer(bench.as_json(results, device))
@@ -55,8 +57,6 @@ def fused_kernels(
         answer(f"{bench.environment(device)}\nThe timer covers: {bench.TIMER}\n\n{bench.table(results)}\n")
         for line in bench.verdict(results):
             answer(line)
-        if peers and (lacking := missing(device)):
-            answer(f"not installed, not measured: {', '.join(lacking)}")
     missed = [r for r in results if r.misses]
     if missed:
         raise ThresholdMissed(
@@ -64,112 +64,256 @@ def fused_kernels(
         )
 
 
-def _drafts(shapes: list[Shape], json: bool, device: str) -> None:
-    from dataclasses import asdict
-
-    from mtpctl.bench import document
-    from mtpctl.bench.fused_drafts import drafts_table, measure_drafts
-    from mtpctl.bench.fused_kernels import TIMER, environment
-    from mtpctl.errors import ThresholdMissed
-
-    results = [result for each in shapes for result in measure_drafts(each)]
-    if json:
-        answer(document.text({"environment": environment(device), "results": [asdict(r) for r in results]}))
-    else:
-        answer(f"{environment(device)}\nThe timer covers: {TIMER}\n\n{drafts_table(results)}")
-    missed = [f"{r.mode} {r.loss} {r.where}: {'; '.join(r.misses)}" for r in results if r.misses]
-    if missed:
-        raise ThresholdMissed(f"{len(missed)} of {len(results)} measurements missed a bound, first: {missed[0]}")
-
-
-def _parallel(shapes: list[Shape], tp: int, json: bool, device: str) -> None:
-    from dataclasses import asdict
-
-    from mtpctl.bench import document
-    from mtpctl.bench.fused_parallel import BOUND, measure_parallel, parallel_table
-    from mtpctl.errors import ThresholdMissed, UserError
-
-    try:
-        results = [result for each in shapes for result in measure_parallel(each, tp)]
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    answer(document.text([{**asdict(r), "ratio": r.ratio} for r in results]) if json else parallel_table(results))
-    slow = [r for r in results if device == "cuda" and r.ratio > BOUND]
-    if slow:
-        raise ThresholdMissed(f"{slow[0].what} on {tp} cards takes {slow[0].ratio:.2f}x of one card's share, bound {BOUND}x")
-
-
 @app.command("train-step")
 def train_step(
-    model: Annotated[str, typer.Option("--model", help="Folder, or hub id whose sizes are known; its weights are not read.")] = "",
+    model: Model = "",
     tokens: Annotated[int, typer.Option("--tokens", min=64, help="Packed tokens of the step.")] = 8192,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
     prompt_share: Annotated[float, typer.Option("--prompt-share", min=0, max=0.9, help="Share of each sample that is prompt.")] = 0.25,
-    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "bf16",
-    layers: Annotated[int, typer.Option("--layers", min=0, help="Only so many decoder layers; 0: all.")] = 0,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision")] = "bf16",
+    layers: Annotated[int, typer.Option("--layers", min=0, help="Number of decoder layers; 0: all.")] = 0,
     mtp: Annotated[str, typer.Option("--mtp", help="mtp.mode: off, joint or isolated.")] = "isolated",
-    recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
+    recompute: Annotated[Literal["none", "selective", "full"], typer.Option("--recompute")] = "none",
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks, with sequence parallelism.")] = 1,
     cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks, which share the samples.")] = 1,
     json: Json = False,
 ) -> None:
-    """Forward and backward of an update with MTP, weights random: on one device by one pass, by two, and with every logit materialised;
-    over several ranks by one pass."""
-    bench_update.check_step(precision, tokens, samples, recompute)
-    import tempfile
-    from pathlib import Path
+    """Forward and backward of an update with MTP: on one device in one pass, in two, and with every logit materialised; over several
+    ranks in one pass."""
+    from mtpctl.compat import cpu_device
+    from mtpctl.errors import UserError
+    from mtpctl.recipe.model import MtpConfig
 
+    if tokens < 4 * samples:
+        raise UserError(f"--samples: {tokens} tokens are too few for {samples} samples of prompt and response; at most {tokens // 4} fit")
+    trained = _mtp_config(mtp)
+    cpu_device.install()  # before Megatron is imported
+    from mtpctl.bench import train_step as bench
+    from mtpctl.bench.report import machine, render
+
+    config = bench.named_config(model)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = bench.shape_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
+        if not folder.shape.mtp_layers:
+            trained = MtpConfig(mode="off")
+        parallel = bench.layout(tp, cp, ep, folder)
+        results, rate = bench.measure(folder, parallel, bench.Load(tokens, samples, prompt_share, precision, trained, recompute))
+    options = {
+        "model": model,
+        "tokens": tokens,
+        "samples": samples,
+        "prompt_share": prompt_share,
+        "precision": precision,
+        "layers": layers,
+        "mtp": trained.mode,
+        "recompute": recompute,
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+    }
+    answer(render(bench.as_json(results, rate, machine(), options), bench.table(parallel, results, rate), as_json=json))
+
+
+@app.command("rollout")
+def rollout(
+    shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny for a CPU.")] = "",
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FOLDER", help="Where the model is written if it does not exist; default: a temporary folder."),
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option("--part", metavar="path|speculation", help="Only this part; default: both.")] = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests; default: 8, 64, 256.")] = None,
+    drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Largest number of draft tokens a step.")] = 3,
+    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of drafts that are right.")] = 0.75,
+    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, of tiny 192.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after a warm-up round.")] = 3,
+    eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
+    json: Json = False,
+) -> None:
+    """Tokens/s through mtpctl's pool and through vLLM alone, empty slots, and the gain by k drafts. Exit code 6 if a bound is missed."""
+    from mtpctl.errors import ThresholdMissed, UserError
+
+    parts = part or ["path", "speculation"]
+    for name in parts:
+        if name not in ("path", "speculation"):
+            raise UserError(f"--part: must be path or speculation, got {name}")
+    import torch
+
+    from mtpctl.bench import rollout as bench
+    from mtpctl.bench.report import describe, machine, to_json
+    from mtpctl.bench.rollout_engines import Options, known_shape
+
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    named = known_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
+    if named == "mimo7b" and device == "cpu":
+        raise UserError("--shape: mimo7b has 7.8 billion parameters, which need a GPU; use tiny")
+
+    show = partial(print, flush=True)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
+        options = Options(
+            shape=named,
+            folder=Path(scratch) / "model" if model is None else made(model, "--model"),
+            batches=tuple(sorted(set(batch or (8, 64, 256)))),
+            prompt=prompt,
+            tokens=tokens or (192 if named == "tiny" else 256),
+            drafts=drafts,
+            acceptance=acceptance,
+            rounds=rounds,
+            device=device,
+            eager=eager,
+        )
+        show(f"{describe(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEADINGS}\n{bench.RULE}")
+        results = bench.run(options, parts, show)
+    for line in bench.verdict(results):
+        show(line)
+    if json:
+        answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))
+    missed = [r for r in results if r.misses]
+    if missed:
+        first = missed[0]
+        raise ThresholdMissed(
+            f"{len(missed)} of {len(results)} measurements missed a bound, first: {first.what}, {first.load}: {first.misses[0]}"
+        )
+
+
+@app.command("sync-weights")
+def sync_weights(
+    transport: Annotated[
+        list[str] | None, typer.Option("--transport", help="May be repeated; default: nccl and ipc; shm on a CPU.")
+    ] = None,
+    shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one card (ipc, shm).")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measured syncs over each transport.")] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
+    prompt: Annotated[int, typer.Option("--prompt", min=0, help="Prompt tokens of each.")] = 0,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Response tokens of each.")] = 0,
+    bucket: Annotated[int, typer.Option("--bucket-mib", min=0, help="MiB of a bucket.")] = 0,
+    eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs: the engine starts sooner.")] = False,
+    json: Json = False,
+) -> None:
+    """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 if a bound is missed."""
+    from mtpctl.errors import EnvironmentMissing, ThresholdMissed, UserError
+    from mtpctl.recipe.sync import TRANSPORTS
+
+    for name in transport or ():
+        if name not in TRANSPORTS:
+            raise UserError(f"--transport: must be one of {', '.join(TRANSPORTS)}, got {name}")
+        if shared and TRANSPORTS[name].one_process_a_card:
+            raise UserError(f"--transport: {name} does not support two processes on a card; with --shared measure another")
+    import asyncio
+
+    import torch
+
+    from mtpctl.bench import sync_weights as bench
+    from mtpctl.bench.report import machine, render
+    from mtpctl.families.configs import hub_config
+    from mtpctl.recipe.loading import load_recipe
+
+    cuda = torch.cuda.is_available()
+    transports = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
+    if not cuda and (needing := [name for name in transports if TRANSPORTS[name].cuda]):
+        raise EnvironmentMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
+    if cuda and not shared and torch.cuda.device_count() < 2:
+        raise EnvironmentMissing("two cards are needed, this machine has one; with --shared trainer and engine share it")
+    tiny = load_recipe("tiny_mtp").recipe.model.config
+    assert tiny is not None
+
+    with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
+        options = bench.Options(
+            config=hub_config("XiaomiMiMo/MiMo-7B-RL") if cuda else tiny,
+            device="cuda" if cuda else "cpu",
+            transports=tuple(transports),
+            repeats=repeats,
+            batch=batch if cuda else min(batch, 16),
+            prompt=prompt or (256 if cuda else 16),
+            tokens=tokens or (2048 if cuda else 200),
+            bucket_bytes=(bucket or (1024 if cuda else 16)) * _MIB,
+            eager=eager,
+            shared=shared,
+            folder=Path(scratch),
+        )
+        results = asyncio.run(bench.measure(options, print_progress))
+    answer(render(bench.as_json(results, machine(), options.as_json), bench.table(results), as_json=json))
+    missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
+    if missed:
+        raise ThresholdMissed("; ".join(missed))
+
+
+@app.command("logprob")
+def logprob(
+    model: Annotated[
+        str,
+        typer.Option("--model", help="Folder, or hub id whose sizes are known; weights are random. Default: MiMo-7B, or a toy on a CPU."),
+    ] = "",
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16; default: bf16 on a GPU.")] = "",
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="LEAST:MOST", help="Tokens of a request; default: 512:4096, on a CPU 64:512.")
+    ] = "",
+    in_flight: Annotated[int, typer.Option("--in-flight", min=1, help="Concurrent requests.")] = 64,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of one round.")] = 128,
+    rounds: Annotated[int, typer.Option("--rounds", min=1)] = 3,
+    tokens_per_batch: Annotated[
+        int | None, typer.Option("--tokens-per-batch", min=64, help="logprob.tokens_per_batch; default: 16384, on a CPU 2048.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Tokens/s, latency and memory of the log-prob server, against its engine alone. Exit code 6 if a bound is missed."""
+    import asyncio
+
+    from mtpctl.errors import ThresholdMissed, UserError
+
+    if precision not in ("", "fp32", "bf16"):
+        raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
+    import torch
+
+    from mtpctl.bench.report import machine, render
+    from mtpctl.recipe.cluster import ClusterConfig
+
+    cuda = torch.cuda.is_available()
+    precision = precision or ("bf16" if cuda else "fp32")
+    try:
+        least, most = (int(part) for part in (lengths or ("512:4096" if cuda else "64:512")).split(":"))
+    except ValueError:
+        raise UserError(f"--lengths: {lengths} is not LEAST:MOST, as in 512:4096") from None
+    from mtpctl.bench import logprob as bench
+    from mtpctl.bench.train_step import named_config, shape_folder
+    from mtpctl.cluster.local import cluster
+
+    config = named_config(model) if model or cuda else bench.TOY
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        folder = shape_folder(config, Path(scratch) / "model")
+        positions = folder.shape.max_positions
+        if not 2 <= least <= most <= positions:
+            raise UserError(f"--lengths: {least}:{most} must lie between 2 and the model's {positions} positions, the least first")
+        load = bench.Load(
+            (least, most),
+            in_flight=in_flight,
+            requests=requests,
+            rounds=rounds,
+            single=min(512, positions),
+            tokens_per_batch=tokens_per_batch or (16384 if cuda else 2048),
+        )
+        stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
+        report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
+    answer(render(bench.as_json(report, machine(), load), bench.table(report), as_json=json))
+    missed = [finding for finding in report.findings if finding.missed]
+    if missed:
+        raise ThresholdMissed(f"{len(missed)} bound(s) missed, first: {missed[0].what}: {missed[0].value:.3g}, bound {missed[0].bound:.3g}")
+
+
+def _mtp_config(mode: str) -> MtpConfig:
     from pydantic import ValidationError
 
     from mtpctl.errors import UserError
     from mtpctl.recipe.model import MtpConfig
 
     try:
-        trained = MtpConfig.model_validate({"mode": mtp})
+        return MtpConfig.model_validate({"mode": mode})
     except ValidationError as error:
-        raise UserError(f"--mtp: {mtp} is none of off, joint, isolated") from error
-
-    config = bench_update.measured_config(model)
-    from mtpctl.bench import document
-    from mtpctl.bench import train_step as bench
-    from mtpctl.bench.machine import machine
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.shape_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
-        if not folder.shape.mtp_layers:
-            trained = MtpConfig(mode="off")
-        options = {
-            "model": model,
-            "tokens": tokens,
-            "samples": samples,
-            "prompt_share": prompt_share,
-            "precision": precision,
-            "layers": layers,
-            "mtp": trained.mode,
-            "recompute": recompute,
-        }
-        if tp * cp * ep > 1:
-            from mtpctl.bench import layout_step
-
-            parallel = layout_step.layout(tp, cp, ep, folder)
-            load = layout_step.Load(tokens, samples, prompt_share, precision, trained, recompute)
-            found = layout_step.measure_layout(folder, parallel, load)
-            told = layout_step.as_json(found, machine(), options | {"tp": tp, "cp": cp, "ep": ep})
-            answer(document.answer(told, layout_step.table(parallel, found), as_json=json))
-            return
-        results, rate = bench.measure(
-            folder, tokens=tokens, count=samples, prompt_share=prompt_share, precision=precision, mtp=trained, recompute=recompute
-        )
-    answer(document.answer(bench.as_json(results, rate, machine(), options), bench.table(results, rate), as_json=json))
+        raise UserError(f"--mtp: {mode} is none of off, joint, isolated") from error
 
 
-app.command("all")(bench_all.everything)
-app.command("cycle-model")(bench_all.cycle_model)
 app.command("mtp")(bench_experiments.mtp)
 app.command("async")(bench_experiments.asynchrony)
 app.command("compare")(bench_experiments.compare)
-app.command("rollout")(bench_rollout.rollout)
-app.command("sync-weights")(bench_sync.sync_weights)
-app.command("logprob")(bench_logprob.logprob)
-app.command("update")(bench_update.update)

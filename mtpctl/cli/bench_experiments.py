@@ -17,17 +17,15 @@ if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe as RecipeTree
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe that every arm is a variant of.")]
-Out = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="Where the runs of all arms are written; runs that it already holds are reused.")
-]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs; existing runs are reused.")]
 Seeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: the recipe's.")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm; may be repeated.")]
-ArmsOrOwn = Annotated[
+ArmsOrCustom = Annotated[
     list[str] | None,
-    typer.Option("--arm", metavar="NAME[: KEY=VALUE …]", help="Only this arm, or one of your own by the keys it sets; may be repeated."),
+    typer.Option("--arm", metavar="NAME[: KEY=VALUE …]", help="Only this arm, or a custom one by the keys it sets; may be repeated."),
 ]
 ThreeSeeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: three, from the recipe's on.")]
-MeasuredOnly = Annotated[bool, typer.Option("--measured-only", help="Start nothing: evaluate the runs that DIR holds, ended or not.")]
+MeasuredOnly = Annotated[bool, typer.Option("--measured-only", help="Start nothing: evaluate the runs in DIR, finished or not.")]
 
 
 def mtp(
@@ -38,9 +36,10 @@ def mtp(
     last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that are evaluated.")] = 10,
     measured_only: MeasuredOnly = False,
     together: Annotated[
-        bool, typer.Option("--together", help="Run the arms of a seed at once: acceptance is the same, but tokens/s are not comparable.")
+        bool,
+        typer.Option("--together", help="Run the arms of a seed concurrently: tokens/s are then not comparable."),
     ] = False,
-    loss: Annotated[list[str] | None, typer.Option("--loss", help="Arms by mtp.loss in place of the four; may be repeated.")] = None,
+    loss: Annotated[list[str] | None, typer.Option("--loss", help="Arms by mtp.loss instead of the four; may be repeated.")] = None,
     draft_method: Annotated[
         list[str] | None, typer.Option("--draft-method", help="Arms by rollout.speculation.draft_method; may be repeated.")
     ] = None,
@@ -54,29 +53,28 @@ def mtp(
     json: Json = False,
 ) -> None:
     """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced; or arms by loss, draft method and
-    number of draft tokens. Exit code 6 when a bound is missed."""
-    from mtpctl.bench import document
+    number of draft tokens. Exit code 6 if a bound is missed."""
     from mtpctl.bench import mtp as bench
-    from mtpctl.bench.arms import chosen
-    from mtpctl.bench.machine import machines, told
+    from mtpctl.bench.arms import Experiment, select_arms
+    from mtpctl.bench.report import machines, render
     from mtpctl.errors import ThresholdMissed
 
-    experiment = _experiment(recipe, out, sets, overlay)
+    experiment = Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
     arms: Sequence[Arm] = bench.ARMS
     if loss or draft_method or k:
-        made_from = experiment.load("arms", 0)
-        speculation = made_from.rollout.speculation
+        base = experiment.load("arms", 0)
+        speculation = base.rollout.speculation
         arms = bench.drafter_arms(
-            loss or [made_from.mtp.loss],
+            loss or [base.mtp.loss],
             draft_method or [speculation.draft_method],
             k or [speculation.num_tokens],
-            layers=_mtp_layers(made_from),
+            layers=_mtp_layers(base),
         )
-    outcomes = _outcomes(experiment, chosen(arms, arm), seed, measured_only, together=together)
+    outcomes = _outcomes(experiment, select_arms(arms, arm), seed, measured_only, together=together)
     results, environment = bench.summarise(outcomes, last), machines([o.versions for o in outcomes])
-    found = bench.as_json(results, environment, last)
-    _write(out, "bench mtp", told(environment), found, bench.figures(outcomes))
-    answer(document.answer(found, bench.table(results, last), as_json=json))
+    document = bench.as_json(results, environment, last)
+    _write(out, document)
+    answer(render(document, bench.table(results, last), as_json=json))
     gain = bench.gain(results)
     if gain is None:
         silent = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
@@ -96,7 +94,7 @@ def asynchrony(
     recipe: Recipe = "mimo_small_mtp",
     out: Out = Path("runs/bench-async"),
     seed: ThreeSeeds = None,
-    arm: ArmsOrOwn = None,
+    arm: ArmsOrCustom = None,
     measured_only: MeasuredOnly = False,
     level: Annotated[
         float | None,
@@ -115,22 +113,20 @@ def asynchrony(
     json: Json = False,
 ) -> None:
     """Synchronous, streaming, stale, partial rollouts, log-prob server: how well and how steadily each learns, and how soon it holds
-    the synchronous arm's accuracy. Exit code 6 below the bound."""
+    the synchronous arm's accuracy. Exit code 6 if a bound is missed."""
     from mtpctl.bench import asynchrony as bench
-    from mtpctl.bench import asynchrony_tables as shown
-    from mtpctl.bench import document
-    from mtpctl.bench.arms import chosen
-    from mtpctl.bench.machine import machines, told
+    from mtpctl.bench.arms import Experiment, select_arms
+    from mtpctl.bench.report import machines, render
     from mtpctl.errors import ThresholdMissed
 
-    arms, experiment = chosen(bench.ARMS, arm, own=True), _experiment(recipe, out, sets, overlay)
+    arms, experiment = select_arms(bench.ARMS, arm, custom=True), Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
     outcomes = _outcomes(experiment if measured_only else bench.evaluated(experiment), arms, seed, measured_only, seeds_by_default=3)
     tolerance = bench.TOLERANCE if tolerance is None else tolerance
     results, levels = bench.summarise(outcomes, level, tolerance)
     environment = machines([o.versions for o in outcomes])
-    found = bench.as_json(outcomes, results, levels, tolerance, environment)
-    _write(out, "bench async", told(environment), found, shown.figures(outcomes))
-    answer(document.answer(found, shown.table(results, levels, tolerance, asked=level is not None), as_json=json))
+    document = bench.as_json(outcomes, results, levels, tolerance, environment)
+    _write(out, document)
+    answer(render(document, bench.table(results, levels, tolerance, level_given=level is not None), as_json=json))
     best = bench.best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm holds the accuracy {best:.2f}x as soon as the synchronous one, bound {least_speedup:g}x")
@@ -142,16 +138,16 @@ def compare(
     tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How much worse a figure may be, relative.")] = 0.05,
     json: Json = False,
 ) -> None:
-    """Compare B with A, figure by figure. Exit code 6 where one got worse by more than the tolerance."""
+    """Compare B with A, figure by figure. Exit code 6 if one got worse by more than the tolerance."""
     from mtpctl.bench import compare as bench
-    from mtpctl.bench import document
+    from mtpctl.bench.report import to_json
     from mtpctl.errors import ThresholdMissed, UserError
 
     first, second = bench.read(before), bench.read(after)
     changes = bench.changes(first, second)
     if unlike := bench.unlike(first, second):
-        raise UserError(f"{before} and {after}: are of unlike work ({'; '.join(unlike)}); give two results of the same options")
-    answer(document.text(bench.as_json(changes)) if json else bench.table(changes, tolerance))
+        raise UserError(f"{before} and {after}: differ in their options ({'; '.join(unlike)}); compare two results of the same options")
+    answer(to_json(bench.as_json(changes)) if json else bench.table(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
@@ -163,12 +159,6 @@ def _mtp_layers(recipe: RecipeTree) -> int:
 
     config = hf_config(recipe.model, fetch=False)
     return shape_of(config).mtp_layers if config is not None else 1
-
-
-def _experiment(recipe: str, out: Path, sets: list[str] | None, overlay: list[str] | None) -> Experiment:
-    from mtpctl.bench.arms import Experiment
-
-    return Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
 
 
 def _outcomes(
@@ -183,20 +173,14 @@ def _outcomes(
     if measured_only:
         return experiment.measured(arms, seeds, say=print_progress)
     made(experiment.out, "--out")
-    first = _seed(experiment)
+    from mtpctl.recipe.loading import load_recipe
+
+    first = load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
     return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), together=together, say=print_progress)
 
 
-def _seed(experiment: Experiment) -> int:
-    from mtpctl.recipe.loading import load_recipe
+def _write(out: Path, document: dict[str, object]) -> None:
+    from mtpctl.bench.report import to_json
 
-    return load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
-
-
-def _write(out: Path, title: str, subtitle: str, found: dict[str, object], figures: str) -> None:
-    from mtpctl.bench import document
-    from mtpctl.telemetry.charts import page, write_page
-
-    (out / "result.json").write_text(document.text(found) + "\n")
-    write_page(out / "result.html", page(title, subtitle, figures, out.name))
-    print_progress(f"wrote {out / 'result.json'} and {out / 'result.html'}")
+    (out / "result.json").write_text(to_json(document) + "\n")
+    print_progress(f"wrote {out / 'result.json'}; mtpctl report {out}/NAME-SEED … draws the curves of these runs")

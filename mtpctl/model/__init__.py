@@ -1,6 +1,5 @@
 """Megatron modules: process groups, transformer config, layer specs, packed attention, the MTP head.
-
-Used by trainer ranks, log-prob ranks and offline conversion.
+Runs wherever a model is held: trainer ranks, log-prob ranks, offline conversion.
 """
 
 from mtpctl.compat import megatron_core

@@ -1,4 +1,4 @@
-"""Two results of one bench, figure by figure: entries found by what names them, judged where a name tells the better side."""
+"""Figures of two results are matched by name, and judged if their name determines which side is better."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import pytest
 
 from mtpctl.bench.compare import better, changes, figures, read, table, unlike
 from mtpctl.bench.logprob import Finding, Load, Report, as_json
-from mtpctl.bench.sync_results import Result
-from mtpctl.bench.sync_results import as_json as sync_json
+from mtpctl.bench.sync_weights import Result
+from mtpctl.bench.sync_weights import as_json as sync_json
 from mtpctl.errors import UserError
 
 
-def test_figures_are_named_by_the_way_to_them() -> None:
+def test_figures_are_named_by_their_path() -> None:
     document = {"results": [{"name": "fused", "seed": 1, "median_ms": 3.0, "ok": True, "runs": [1, 2]}], "environment": {"cards": 2}}
     assert figures(document) == {"results.fused 1.median_ms": 3.0, "results.fused 1.runs.0": 1.0, "results.fused 1.runs.1": 2.0}
 
 
-def test_entries_are_found_whatever_their_order() -> None:
+def test_entries_are_matched_in_any_order() -> None:
     first = {"results": [{"name": "a", "median_ms": 1.0}, {"name": "b", "median_ms": 2.0}]}
     second = {"results": [{"name": "b", "median_ms": 2.0}, {"name": "a", "median_ms": 1.5}]}
     assert [(c.name, c.ratio) for c in changes(first, second)] == [("results.a.median_ms", 1.5), ("results.b.median_ms", 1.0)]
 
 
-def test_no_entry_hides_another() -> None:
-    """Of the rollout bench: the same way under two loads."""
+def test_entries_with_the_same_name_are_distinct() -> None:
+    """As in the rollout benchmark, which has the same way under two loads."""
     rows = [{"what": "mtpctl", "load": f"batch {batch}", "tokens_per_s": 10.0 * batch} for batch in (8, 64)]
     slower = [rows[0] | {"tokens_per_s": 40.0}, rows[1]]
-    found = changes({"results": rows}, {"results": slower})
-    assert [(c.name, c.worse_by) for c in found] == [
+    compared = changes({"results": rows}, {"results": slower})
+    assert [(c.name, c.worse_by) for c in compared] == [
         ("results.mtpctl batch 8.tokens_per_s", 0.5),
         ("results.mtpctl batch 64.tokens_per_s", 0.0),
     ]
@@ -41,9 +41,8 @@ def test_no_entry_hides_another() -> None:
     assert sorted(twins.values()) == [1, 2]
 
 
-def test_a_finding_is_judged_by_its_unit() -> None:
-    """Of the log-prob bench: what, value, unit, and on which side of its bound it is to lie."""
-    found = [
+def test_finding_of_the_logprob_benchmark_is_judged_by_its_unit() -> None:
+    findings = [
         Finding("through the server", 1000.0, "tokens/s"),
         Finding("share of the bare pass", 0.9, "", 0.85, at_least=True),
         Finding("added by the server", 1.0, "ms", 5.0),
@@ -51,13 +50,13 @@ def test_a_finding_is_judged_by_its_unit() -> None:
         Finding("memory for logits", 0.5, "GiB", 1.0),
         Finding("difference", 1e-7, "nats", 1e-6),
     ]
-    worse = [replace(each, value=(each.value or 0) * (0.5 if each.at_least or each.unit == "tokens/s" else 1.5)) for each in found]
-    first, second = (as_json(Report(findings), {}, Load((2, 3))) for findings in (found, worse))
+    worse = [replace(each, value=(each.value or 0) * (0.5 if each.at_least or each.unit == "tokens/s" else 1.5)) for each in findings]
+    first, second = (as_json(Report(each), {}, Load((2, 3))) for each in (findings, worse))
     judged = [change for change in changes(first, second) if change.worse_by > 0.4]
-    assert [change.name.split(".")[1] for change in judged] == [each.what for each in found]
+    assert [change.name.split(".")[1] for change in judged] == [each.what for each in findings]
 
 
-def test_results_of_unlike_work_are_told_apart() -> None:
+def test_results_with_different_options_are_reported() -> None:
     first = {"options": {"tokens": 8192, "samples": 8, "folder": "/a"}, "median_ms": 1.0}
     other = {"options": {"tokens": 4096, "samples": 8, "folder": "/b", "lora": 16}, "median_ms": 1.0}
     assert unlike(first, other) == ["tokens: 8192 and 4096"] and unlike(first, first) == []
@@ -65,7 +64,7 @@ def test_results_of_unlike_work_are_told_apart() -> None:
     assert [change.name for change in changes(first, other)] == ["median_ms"]
 
 
-def test_a_slower_sync_is_seen() -> None:
+def test_slower_sync_is_worse() -> None:
     def document(seconds: float) -> Any:
         result = Result("nccl", 10**9, 1, link_gb_per_s=100.0, first_seconds=1.0, verified=3)
         for name in ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s"):
@@ -96,11 +95,11 @@ def test_a_slower_sync_is_seen() -> None:
         ("version", None),
     ],
 )
-def test_the_better_side_follows_from_the_name(name: str, side: str | None) -> None:
+def test_name_determines_the_better_side(name: str, side: str | None) -> None:
     assert better(name) == side
 
 
-def test_worse_is_worse_on_either_side() -> None:
+def test_lower_throughput_and_higher_latency_are_worse() -> None:
     slower, fewer = changes({"median_ms": 10.0, "tokens_per_s": 100.0}, {"median_ms": 12.0, "tokens_per_s": 80.0})
     assert slower.worse_by == pytest.approx(0.2) and fewer.worse_by == pytest.approx(0.2)
     assert table([slower, fewer], 0.05).count("worse") == 2 and "worse" not in table([slower, fewer], 0.25)
@@ -117,12 +116,12 @@ def test_worse_is_worse_on_either_side() -> None:
         ("stall_seconds", 0.0, 0.0, 0.0),
     ],
 )
-def test_what_was_nothing_or_less_can_get_worse_too(name: str, before: float, after: float, worse_by: float) -> None:
+def test_zero_and_negative_figures_can_get_worse(name: str, before: float, after: float, worse_by: float) -> None:
     (change,) = changes({name: before}, {name: after})
     assert change.worse_by == worse_by
 
 
-def test_files_that_are_none_or_share_nothing(tmp_path: Path) -> None:
+def test_unreadable_files_and_files_without_shared_figures_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read(tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")

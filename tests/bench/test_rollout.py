@@ -1,4 +1,4 @@
-"""`bench rollout`: the model whose answers are known, the loads, and the bounds. The engines themselves run by hand and on a card."""
+"""`bench rollout`: the model with known answers, the loads, and the bounds. The engines run by hand and on a card."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from mtpctl.bench.cycle_model import answer, write_cycle_model
-from mtpctl.bench.rollout import Result, allowed_gain, in_turn, line, row, verdict
-from mtpctl.bench.rollout_engines import TINY, Bench, Once, Options, all_of
-from mtpctl.bench.rollout_load import Load, Run, make_load
+from mtpctl.bench.cycle_model import TINY, answer, write_cycle_model
+from mtpctl.bench.rollout import Result, allowed_gain, alternate, line, row, verdict
+from mtpctl.bench.rollout_engines import Bench, Load, Options, Run, Send, enter_all, make_load
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
@@ -27,28 +26,28 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]
     folder = write_cycle_model(tmp_path_factory.mktemp("model"), TINY, acceptance=0.75, device="cpu")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == tensor_shapes(shape_of(TINY)).keys()
-    found = {}
+    tensors = {}
     for name in sorted(set(index.values())):
         with safe_open(folder / name, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
-def test_the_trunk_answers_one_more(tensors: dict[str, torch.Tensor]) -> None:
-    # Attention and MLP write nothing, so the state before the head is the embedding.
+def test_trunk_predicts_the_next_token(tensors: dict[str, torch.Tensor]) -> None:
+    # Attention and MLP output zeros, so the state before the head is the embedding.
     logits = norm(tensors["model.embed_tokens.weight"]) @ tensors["lm_head.weight"].T
     assert logits.argmax(-1).tolist() == [answer(token, 1, VOCAB)[0] for token in range(VOCAB)]
-    assert logits.log_softmax(-1).amax(-1).min() > -1e-4, "sampling at a temperature of 1 finds nothing else"
+    assert logits.log_softmax(-1).amax(-1).min() > -1e-4, "the answer is certain at a temperature of 1"
     for name, tensor in tensors.items():
         if "mtp_layers" not in name and name.endswith(("o_proj.weight", "down_proj.weight")):
             assert not tensor.any()
 
 
-def test_the_drafter_is_right_on_its_share_of_the_lower_half_and_nowhere_above(tensors: dict[str, torch.Tensor]) -> None:
+def test_drafter_is_right_on_its_share_of_the_lower_half_and_nowhere_above(tensors: dict[str, torch.Tensor]) -> None:
     layer = "model.mtp_layers.0."
     embedding = tensors["model.embed_tokens.weight"]
     state = F.linear(torch.cat([torch.randn_like(embedding), norm(embedding)], -1), tensors[f"{layer}input_proj.weight"])
@@ -58,39 +57,39 @@ def test_the_drafter_is_right_on_its_share_of_the_lower_half_and_nowhere_above(t
     drafts = (norm(state) @ tensors["lm_head.weight"].T).argmax(-1)
     right = drafts == torch.tensor([answer(token, 1, VOCAB)[0] for token in range(VOCAB)])
     assert right[:HALF].float().mean() == pytest.approx(0.75, abs=0.06)
-    assert right[HALF:].sum() <= 1, "the one that is always answered may be right by itself"
+    assert right[HALF:].sum() <= 1, "the token that wrong drafts predict may be right by chance"
 
 
-def test_a_model_that_is_there_is_taken(tmp_path: Path) -> None:
+def test_existing_model_is_reused(tmp_path: Path) -> None:
     write_cycle_model(tmp_path, TINY, acceptance=0.5, device="cpu")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     write_cycle_model(tmp_path, TINY, acceptance=0.5, device="cpu")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-def test_other_families_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a cycle can be made of MiMo shapes with one MTP layer, this is qwen2 with 0"):
+def test_other_families_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a MiMo shape with one MTP layer, this is qwen2 with 0"):
         write_cycle_model(
             tmp_path, {**TINY, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}, acceptance=0.5, device="cpu"
         )
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"tokens": 300}, "--tokens: 300 is too long for a vocabulary of 1024; at most 255"),
         ({"prompt": 900}, "--prompt: 900 tokens and answers of up to 64 take 1028 positions, the model has 1024"),
     ],
 )
-def test_requests_that_the_model_has_no_room_for_are_refused_before_it_is_made(tmp_path: Path, fields: dict[str, int], told: str) -> None:
+def test_requests_too_long_for_the_model_are_rejected_before_it_is_written(tmp_path: Path, fields: dict[str, int], message: str) -> None:
     sizes = {"prompt": 16, "tokens": 32} | fields
     options = Options("tiny", tmp_path / "m", (8,), sizes["prompt"], sizes["tokens"], 3, 0.75, 1, "cpu")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         Bench(options, print, at_once=1)
     assert not (tmp_path / "m").exists()
 
 
-def test_loads_stay_in_their_half() -> None:
+def test_load_stays_in_its_half_of_the_vocabulary() -> None:
     for hopeless in (False, True):
         load = make_load("l", 8, 40, prompt=16, tokens=100, spread=0.5, vocab=VOCAB, hopeless=hopeless)
         assert len(load.prompts) == len(load.lengths) == 40
@@ -101,7 +100,7 @@ def test_loads_stay_in_their_half() -> None:
     assert make_load("l", 8, 8, prompt=4, tokens=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
 
 
-def test_drafting_as_long_as_the_step_halves_what_its_tokens_gain() -> None:
+def test_drafting_as_long_as_a_step_halves_the_gain() -> None:
     assert allowed_gain(1.75, draft_s=0.0, step_s=0.004) == 1.75
     assert allowed_gain(1.75, draft_s=0.001, step_s=0.004) == pytest.approx(1.4)
     assert allowed_gain(1.5, draft_s=0.004, step_s=0.004) == pytest.approx(0.75)
@@ -110,35 +109,35 @@ def test_drafting_as_long_as_the_step_halves_what_its_tokens_gain() -> None:
 LOAD = Load("batch 8", 8, [], [])
 
 
-def test_every_way_warms_up_and_every_other_round_goes_backwards() -> None:
+def test_every_way_has_a_warmup_and_every_other_round_is_reversed() -> None:
     sent: list[str] = []
 
-    def way(name: str) -> Once:
-        async def once(load: Load) -> Run:
+    def way(name: str) -> Send:
+        async def send(load: Load) -> Run:
             sent.append(name)
             return Run(1.0, len(sent), 0)
 
-        return once
+        return send
 
-    found = asyncio.run(in_turn(LOAD, {"a": way("a"), "b": way("b")}, 2))
+    runs = asyncio.run(alternate(LOAD, {"a": way("a"), "b": way("b")}, 2))
     assert sent == ["b", "a", "a", "b", "b", "a"]
-    assert {name: [run.tokens for run in runs] for name, runs in found.items()} == {"a": [3, 6], "b": [4, 5]}
-    assert asyncio.run(in_turn(LOAD, {"a": way("a")}, 1, warm=False))["a"][0].tokens == 7
+    assert {name: [run.tokens for run in of_way] for name, of_way in runs.items()} == {"a": [3, 6], "b": [4, 5]}
+    assert asyncio.run(alternate(LOAD, {"a": way("a")}, 1, warm=False))["a"][0].tokens == 7
 
 
-def test_a_ratio_is_of_runs_that_were_made_together() -> None:
+def test_ratio_is_of_runs_of_the_same_round() -> None:
     ours, theirs = [Run(1.0, tokens, 0) for tokens in (100, 200, 90)], [Run(1.0, tokens, 0) for tokens in (100, 100, 100)]
-    found = row("ours", LOAD, ours, theirs, 0.95)
-    assert (found.tokens_per_s, found.rates) == (100, (100, 200, 90))
-    assert found.ratios == (1.0, 2.0, 0.9) and found.ratio == 1.0 and not found.misses
+    result = row("ours", LOAD, ours, theirs, 0.95)
+    assert (result.tokens_per_s, result.rates) == (100, (100, 200, 90))
+    assert result.ratios == (1.0, 2.0, 0.9) and result.ratio == 1.0 and not result.misses
     slowed = row("ours", LOAD, [Run(2.0, 100, 0), Run(1.0, 90, 0)], [Run(2.0, 100, 0), Run(1.0, 100, 0)], 0.96)
     assert slowed.misses == ("0.950, bound 0.96",)
     assert row("theirs", LOAD, theirs).ratio is None
 
 
-def test_wrong_answers_and_empty_places_are_misses() -> None:
-    found = row("ours", LOAD, [Run(1.0, 100, 2, idle=0.1), Run(1.0, 100, 0, idle=0.04), Run(1.0, 100, 0, idle=0.02)])
-    assert found.misses == ("2 answers are not the model's", "places empty 4.0% of the time, bound 3%")
+def test_wrong_answers_and_empty_slots_are_misses() -> None:
+    result = row("ours", LOAD, [Run(1.0, 100, 2, idle=0.1), Run(1.0, 100, 0, idle=0.04), Run(1.0, 100, 0, idle=0.02)])
+    assert result.misses == ("2 answers are not the model's", "slots empty 4.0% of the time, bound 3%")
 
 
 class Engine:
@@ -157,12 +156,12 @@ class Engine:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_engines_that_started_are_ended_whatever_became_of_the_others(fails: bool) -> None:
+def test_started_engines_are_closed_if_another_fails(fails: bool) -> None:
     log: list[str] = []
 
     async def use() -> None:
-        async with all_of(Engine(log, "a"), Engine(log, "b", fails), Engine(log, "c")) as found:
-            log.append("".join(found))
+        async with enter_all(Engine(log, "a"), Engine(log, "b", fails), Engine(log, "c")) as names:
+            log.append("".join(names))
 
     if fails:
         with pytest.raises(RuntimeError, match="b does not start"):
@@ -173,7 +172,7 @@ def test_engines_that_started_are_ended_whatever_became_of_the_others(fails: boo
         assert log == ["+a", "+b", "+c", "abc", "-a", "-b", "-c"]
 
 
-def test_rows_and_verdict_name_what_was_missed() -> None:
+def test_verdict_names_missed_bounds() -> None:
     rows = [
         Result("0 drafts", "batch 8", 100.0, (99.0, 101.0), 1.0, (1.0,), allowed=1.0, drafts=0),
         Result("2 drafts", "batch 8", 150.0, (149.0, 151.0), 1.5, (1.4, 1.5, 1.6), 0.7, 2.2, 0.0021, 93.4, 0.0101, 1.8, drafts=2),
@@ -186,3 +185,16 @@ def test_rows_and_verdict_name_what_was_missed() -> None:
         "batch 8: best with 2 drafts, 1.50 of no speculation",
         "MISSED auto, batch 8: 0.900, bound 0.98",
     ]
+
+
+def test_incomplete_model_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(acceptance: float) -> dict[str, bytes]:
+        write_cycle_model(tmp_path / "m", TINY, acceptance=acceptance, device="cpu")
+        return {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+
+    first = write(0.75)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write(0.25)
+    assert write(0.75) == first

@@ -1,4 +1,4 @@
-"""What `bench sync-weights` measures on, and beside what; the figures themselves come from the command."""
+"""`bench sync-weights`: bounds, cards and load. The figures come from the command."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import pytest
 
 from mtpctl.bench import sync_weights
 from mtpctl.bench.sync_ends import Load
+from mtpctl.bench.sync_weights import ExtraMemory, misses, table
 from mtpctl.errors import RuntimeFailure
-from tests.bench.test_sync_results import CARD
+from mtpctl.plan.memory import GIB
+from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
 
 
-def test_trainer_and_engine_take_cards_that_this_process_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others belong to another measurement of `bench all`."""
+def test_trainer_and_engine_use_cards_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert sync_weights.cards(CARD) == ("4", "6")
-    assert sync_weights.cards(replace(CARD, shared=True)) == ("4", "4")
+    assert sync_weights.cards(SYNC_OPTIONS) == ("4", "6")
+    assert sync_weights.cards(replace(SYNC_OPTIONS, shared=True)) == ("4", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert sync_weights.cards(CARD) == ("0", "1")
-    assert sync_weights.cards(replace(CARD, device="cpu")) == ("", "")
+    assert sync_weights.cards(SYNC_OPTIONS) == ("0", "1")
+    assert sync_weights.cards(replace(SYNC_OPTIONS, device="cpu")) == ("", "")
 
 
 async def steady(engine: Any) -> None:
     """Wait for a load of one request on `engine`."""
-    options = replace(CARD, device="cpu", batch=1)
+    options = replace(SYNC_OPTIONS, device="cpu", batch=1)
     load = Load(engine, options)
     try:
         await sync_weights._steady(load, options)
@@ -36,36 +37,32 @@ async def steady(engine: Any) -> None:
         load.end()
 
 
-class Dead:
-    """An engine that answers nothing."""
-
+class DeadEngine:
     async def generate(self, *given: Any) -> AsyncIterator[Any]:
         raise RuntimeError("the engine is dead")
         yield
 
 
-def test_a_load_that_ended_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without requests in flight a sync stalls nobody, and throughput is back at once."""
-    monkeypatch.setattr(type(CARD), "window_s", 0.01)
+def test_error_of_a_request_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without requests in flight a sync would stall nothing."""
+    monkeypatch.setattr(type(SYNC_OPTIONS), "window_s", 0.01)
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        asyncio.run(steady(Dead()))
+        asyncio.run(steady(DeadEngine()))
 
 
-class Silent:
-    """An engine that takes requests and says nothing."""
-
+class SilentEngine:
     async def generate(self, *given: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(60)
         yield
 
 
-def test_nothing_is_measured_beside_an_engine_that_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(CARD), "window_s", 0.001)
+def test_engine_that_generates_nothing_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(SYNC_OPTIONS), "window_s", 0.001)
     with pytest.raises(RuntimeFailure, match=r"generated nothing in 0\.002 s, with 1 requests in flight"):
-        asyncio.run(steady(Silent()))
+        asyncio.run(steady(SilentEngine()))
 
 
-def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_in_memory_is_removed_when_a_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tmp_path / "memory"
 
     class Trainer:
@@ -75,7 +72,7 @@ def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch
                 raise RuntimeError("out of memory")
 
     class Engine:
-        _llm = Dead()
+        _llm = DeadEngine()
 
     async def steady(*given: Any) -> None: ...
 
@@ -83,6 +80,41 @@ def test_a_store_in_memory_is_gone_when_a_sync_fails(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sync_weights, "_steady", steady)
     monkeypatch.setattr(sync_weights, "model_bytes", lambda options: 0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        options = replace(CARD, device="cpu", folder=tmp_path, batch=1)
-        asyncio.run(sync_weights._one(options, sync_weights.recipe_of(options), Trainer(), Engine(), "shm", 0, print))  # type: ignore[arg-type]
+        options = replace(SYNC_OPTIONS, device="cpu", folder=tmp_path, batch=1)
+        asyncio.run(sync_weights._measure_transport(options, sync_weights.recipe_of(options), Trainer(), Engine(), "shm", 0, print))  # type: ignore[arg-type]
     assert not memory.exists()
+
+
+def test_medians_within_the_bounds_miss_nothing() -> None:
+    assert misses(sync_result(), SYNC_OPTIONS) == []
+    assert sync_result().link_seconds == 0.1
+
+
+def test_missed_bounds_are_reported_with_their_figures() -> None:
+    slow = sync_result(
+        seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=ExtraMemory(2.0, 0.5, 1.0), engine_gib=ExtraMemory(4.0)
+    )
+    assert misses(slow, SYNC_OPTIONS) == [
+        "wire over link 3.000 x, bound 2",
+        "a sync 0.600 s, bound 0.5",
+        "a stall 0.700 s, bound 0.6",
+        "extra memory of the trainer 3.500 GiB, bound 3",
+        "extra memory of the engine 4.000 GiB, bound 3",
+    ]
+
+
+def test_link_bound_applies_to_nccl_and_the_tiny_bound_to_a_cpu() -> None:
+    assert misses(sync_result("ipc", wire_seconds=[5.0]), SYNC_OPTIONS) == []
+    assert misses(sync_result("shm", seconds=[0.06]), replace(SYNC_OPTIONS, device="cpu")) == ["a sync 0.060 s, bound 0.05"]
+
+
+def test_table_has_medians_with_least_and_most() -> None:
+    assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.400 (0.300–9.000) |" in table([sync_result()])
+
+
+def test_extra_memory_is_divided_into_tensors_reserved_and_other() -> None:
+    before = {"allocated": 10 * GIB, "peak": 10 * GIB, "reserved": 12 * GIB, "peak_reserved": 12 * GIB, "used": 13 * GIB}
+    after = {"allocated": 10 * GIB, "peak": 13 * GIB, "reserved": 16 * GIB, "peak_reserved": 16 * GIB, "used": 18 * GIB}
+    extra = ExtraMemory.between(before, after, alone=True)
+    assert (extra, extra.total) == (ExtraMemory(tensors=3.0, reserved=1.0, other=1.0), 5.0)
+    assert ExtraMemory.between(before, after, alone=False).other == 0

@@ -1,4 +1,4 @@
-"""`mtpctl bench async` of runs that are there: what it prints and writes, and what it exits with."""
+"""`mtpctl bench async` of existing runs: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.telemetry.versions import collect_versions
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.telemetry.history import Row
+from tests.fakes.bench_results import write_run
 
 STEADY, SWINGING, ENDS_HIGH = [0.4, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8], [0.4, 0.8, 0.5, 0.8, 0.4, 0.8, 0.3], [0.4, 0.8, 0.5, 0.8, 0.4, 0.3, 0.8]
 
 
 def recorded(out: Path, run: str, accuracies: list[float], step_s: float) -> None:
     """A finished run directory with an evaluation every two updates."""
-    folder = out / run
-    folder.mkdir(parents=True)
-    made = load_recipe("tiny_mtp", sets=[f"run_dir={folder}", "train.stages=[rl]", f"train.rl.steps={2 * len(accuracies) - 2}"])
-    (folder / "recipe.resolved.yaml").write_text(dump_resolved(made.recipe))
-    (folder / "versions.json").write_text(json.dumps(collect_versions()))
-    rows = [{"step": 2 * i, "eval/accuracy": value} for i, value in enumerate(accuracies)]
-    rows += [{"step": step, "timing_s/step": step_s} for step in range(1, 2 * len(accuracies) - 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"session": 1, "time": 1.0, "phase": "rl", **row}) + "\n" for row in rows))
+    folder, last = out / run, 2 * len(accuracies) - 2
+    recipe = load_recipe("tiny_mtp", sets=[f"run_dir={folder}", "train.stages=[rl]", f"train.rl.steps={last}"]).recipe
+    rows = [Row("rl", 2 * i, 1.0, 1, {"eval/accuracy": value}) for i, value in enumerate(accuracies)]
+    write_run(folder, recipe, rows + [Row("rl", step, 1.0, 1, {"timing_s/step": step_s}) for step in range(1, last + 1)])
 
 
 def bench(out: Path, *arguments: str) -> int:
@@ -33,23 +30,23 @@ def bench(out: Path, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("swings", [SWINGING, ENDS_HIGH])
-def test_an_arm_that_is_fast_and_swings_does_not_pass(tmp_path: Path, swings: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """It crosses the level in half of the synchronous arm's updates."""
+def test_fast_arm_that_oscillates_misses_the_bound(tmp_path: Path, swings: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """It first reaches the level after half of the synchronous arm's updates."""
     recorded(tmp_path, "synchronous-0", STEADY, 2.0)
     recorded(tmp_path, "partial-0", swings, 1.0)
     assert bench(tmp_path) == 6
-    told = capsys.readouterr()
-    assert "| never | never | 0.00x |" in told.out and "0.00x as soon as the synchronous one, bound 1x" in told.err
+    printed = capsys.readouterr()
+    assert "| never | never | never | 0.00x |" in printed.out and "0.00x as soon as the synchronous one, bound 1x" in printed.err
     assert bench(tmp_path, "--least-speedup", "0") == 0
 
 
-def test_an_arm_that_holds_it_passes_by_its_seconds(tmp_path: Path) -> None:
+def test_speedup_of_an_arm_that_holds_the_level_is_in_seconds(tmp_path: Path) -> None:
     recorded(tmp_path, "synchronous-0", STEADY, 2.0)
     recorded(tmp_path, "partial-0", STEADY, 1.0)
     assert bench(tmp_path, "--least-speedup", "2") == 0 and bench(tmp_path, "--least-speedup", "2.1") == 6
 
 
-def test_the_tolerance_is_asked_for(tmp_path: Path) -> None:
+def test_tolerance_changes_when_a_level_is_held(tmp_path: Path) -> None:
     recorded(tmp_path, "synchronous-0", STEADY, 2.0)
     recorded(tmp_path, "partial-0", [0.4, 0.8, 0.7, 0.8, 0.8, 0.8, 0.8], 1.0)
     assert bench(tmp_path, "--accuracy", "0.75") == 0
@@ -60,23 +57,23 @@ def test_the_tolerance_is_asked_for(tmp_path: Path) -> None:
     assert held["partial"] == pytest.approx(2 * 0.35 / 0.4)
 
 
-def test_runs_of_arms_of_ones_own_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The quickstart's, say, as `mtpctl train --set run_dir=DIR/NAME-SEED` left them."""
+def test_runs_of_custom_arms_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as those of `mtpctl train --set run_dir=DIR/NAME-SEED`."""
     for seed in (0, 1):
         recorded(tmp_path, f"quickstart-{seed}", STEADY, 2.0)
     assert bench(tmp_path, "--arm", "quickstart:") == 0
-    assert "| quickstart | 2 | 40.0% | 80.0% | +40.0 | – | 80.0% | 0.0 |" in capsys.readouterr().out
+    assert "| quickstart | 2 | 40.0% | 80.0% | +40.0 | 80.0% | 0.0 |" in capsys.readouterr().out
 
 
-def test_three_seeds_are_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
+def test_default_is_three_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[list[int]] = []
 
     def ran(self: object, arms: object, seeds: list[int], **_: object) -> list[object]:
-        asked.append(list(seeds))
+        requested.append(list(seeds))
         raise SystemExit(0)
 
     monkeypatch.setattr("mtpctl.bench.arms.Experiment.run", ran)
     for more in ([], ["--set", "seed=5"], ["--seed", "7"]):
         with pytest.raises(SystemExit):
             main(["bench", "async", "tiny_mtp", "--out", str(tmp_path / "out"), *more])
-    assert asked == [[0, 1, 2], [5, 6, 7], [7]]
+    assert requested == [[0, 1, 2], [5, 6, 7], [7]]

@@ -361,11 +361,9 @@ def test_ignored_sighup_stays_ignored(mtpctl: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "command",
     [
-        ("bench", "all", "--out"),
         ("bench", "mtp", "tiny_mtp", "--out"),
         ("bench", "async", "tiny_mtp", "--out"),
         ("bench", "rollout", "--shape", "tiny", "--model"),
-        ("bench", "cycle-model", "--shape", "tiny"),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
@@ -376,10 +374,9 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(mtpctl: Any, command: 
     assert (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("command", [("bench", "rollout", "--shape", "tiny", "--model"), ("bench", "cycle-model", "--shape", "tiny")])
-def test_a_users_model_is_not_overwritten_by_a_made_one(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_users_model_is_not_overwritten_by_a_made_one(mtpctl: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    told = mtpctl(*command, str(tmp_path))
+    told = mtpctl("bench", "rollout", "--shape", "tiny", "--model", str(tmp_path))
     assert told.code == 2 and "not overwritten" in told.err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
 

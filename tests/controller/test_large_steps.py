@@ -17,7 +17,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample, logprobs_of
 from tests.fakes.rl_stage import World, recipe_of, stage_of
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "time_controller.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "controller_step.py"
 
 
 def of_size(groups: int) -> Recipe:

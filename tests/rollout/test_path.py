@@ -45,12 +45,12 @@ def test_places_are_filled_as_vllm_itself_fills_them(fixed_steps: Path, tmp_path
     table = bench.Table(print)
 
     async def measure() -> None:
-        async with engines.all_of(made.pool(0), made.offline()) as (plain, offline):
+        async with engines.enter_all(made.pool(0), made.offline()) as (plain, offline):
             await bench.measure_path(made, table, [made.queued()], offline, plain)
 
-    with bench._cluster(options, made.at_once):
+    with made.cluster():
         asyncio.run(measure())
-    ours = next(row for row in table.rows if row.what == bench.OURS)
+    ours = next(row for row in table.rows if row.what == bench.POOL)
     assert ours.ratio is not None and ours.ratio >= bench.PATH_BOUND
     assert ours.idle is not None and ours.idle <= bench.IDLE_BOUND
     steps = [[tuple(map(int, line.split())) for line in path.read_text().splitlines()] for path in fixed_steps.iterdir()]

@@ -1,0 +1,53 @@
+"""Shared by the benchmark scripts: argument parsing, alternating measurements, and exit codes.
+
+Run a script from the checkout as `python benchmarks/NAME.py`; `--help` prints its options. Exit code 6 means that a bound was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from mtpctl.bench.report import describe, machine, spread
+from mtpctl.compat import cpu_device
+
+BOUND_MISSED = 6
+
+# Before a script imports Megatron.
+cpu_device.install()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser with the script's docstring, which has its examples."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def alternate(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run all ways in turn, `rounds` times after a warm-up round. Each returns its own figure."""
+    figures: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(-1, rounds):
+        for name, run in ways.items():
+            figure = run()
+            if number >= 0:
+                figures[name].append(figure)
+    return figures
+
+
+def print_environment() -> None:
+    print(f"{describe(machine())}\n", flush=True)
+
+
+def print_spread(name: str, values: Sequence[float], unit: str, form: str = ".2f") -> float:
+    """Print median, least and most; returns the median."""
+    print(f"{name}: {spread(values, form)} {unit}", flush=True)
+    return statistics.median(values)
+
+
+def finish(misses: Sequence[str]) -> None:
+    """Exit with code 6 if a bound was missed."""
+    for miss in misses:
+        print(f"missed: {miss}", file=sys.stderr)
+    if misses:
+        sys.exit(BOUND_MISSED)

@@ -1,0 +1,41 @@
+"""`mtpctl bench train-step` over several ranks computes what one rank computes, and rejects layouts that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.bench.train_step import Load, layout, measure, shape_folder, table
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.errors import UserError
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.parallel import ParallelConfig
+from tests.fakes.tiny import MIMO
+from tests.fakes.trainer_cases import MODELS
+
+
+def folder(at: Path, **fields: Any) -> HfFolder:
+    return shape_folder(MIMO | fields, at)
+
+
+@pytest.mark.parametrize(("ranks", "message"), [((3, 1, 1), r"--tp: .*attention heads"), ((1, 1, 2), r"--ep: mimo has no experts")])
+def test_layout_that_does_not_fit_the_model_is_rejected(tmp_path: Path, ranks: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        layout(*ranks, folder(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "tolerance"), [((1, 2, 1), 1e-5), ((1, 1, 2), 1e-3)], ids=["cp2", "ep2"])
+def test_ranks_compute_what_one_computes(tmp_path: Path, ranks: tuple[int, int, int], tolerance: float) -> None:
+    """Random experts are initialized on their own rank, so with expert parallelism they differ."""
+    model, load = folder(tmp_path, **MODELS["qwen3-moe"]), Load(256, 4, 0.25, "fp32", MtpConfig(mode="off"))
+    parallel = layout(*ranks, model)
+    (result,), rate = measure(model, parallel, load)
+    single, _ = measure(model, ParallelConfig(), load)
+    assert [each.name for each in single] == ["two passes", "one pass", "materialised"]
+    assert all(each.gradient is not None and each.gradient < 1e-4 for each in single)
+    assert result.loss == pytest.approx(single[1].loss, rel=tolerance)
+    assert result.ranks == 2 and result.least_ms <= result.median_ms <= result.most_ms and result.share > 0
+    assert f"| {'cp' if ranks[1] > 1 else 'ep'} 2 | 2 | one pass |" in table(parallel, [result], rate)
