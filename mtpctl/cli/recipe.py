@@ -109,13 +109,13 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     Starts nothing, and uses the network only as far as your code does.
     """
     from mtpctl.controller.preflight import rehearse
-    from mtpctl.data.inspection import leaks_in, look
+    from mtpctl.data.inspection import inspect_sets, leaks_in
     from mtpctl.recipe.checks import cautions_of
     from mtpctl.recipe.checks import validate as check
 
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
-    reports = look(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)
+    reports = inspect_sets(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)
     looked, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.train.stages)
     sources = [str(path) for path in loaded.sources]
     cautions = [*cautions_of(loaded.recipe), *rehearse(loaded.recipe), *filter(None, [leaks])]

@@ -99,7 +99,7 @@ def end_tokens(
 ) -> EndTokens:
     """The end tokens from the tokenizer, the section `rollout`, and the model's configs (`config_end_ids`).
 
-    Ids beyond a model's `vocab` are left out of what its configs name: the model cannot generate them. If `tokenizer` is None, as for a
+    Ids of the configs beyond the model's `vocab` are skipped, because the model cannot generate them. If `tokenizer` is None, as for a
     model that is not downloaded yet, the set is incomplete.
     """
     sources: dict[int, list[str]] = {}
@@ -108,7 +108,7 @@ def end_tokens(
         sources = {token: [END_IDS] for token in rollout.end_ids}
     else:
         if tokenizer is not None:
-            # A tokenizer without an EOS token has that of the model's configs.
+            # A tokenizer without an EOS token uses that of the model's configs.
             own = not isinstance(tokenizer, HfTokenizer) or tokenizer.inner.eos_token_id is not None
             sources[tokenizer.eos_id] = [TOKENIZER] if own else []
         for token, names in (named or {}).items():
@@ -119,10 +119,9 @@ def end_tokens(
     for token in rollout.stop_ids if rollout is not None else ():
         sources.setdefault(token, []).append(STOP_IDS)
     if tokenizer is not None:
-        inside = [token for token in sources if token < tokenizer.vocab_size]
-        texts = {token: tokenizer.decode([token], special=True) for token in inside}
+        texts = {token: tokenizer.decode([token], special=True) for token in sources if token < tokenizer.vocab_size}
         if isinstance(tokenizer, HfTokenizer):
-            # A stop id that only the recipe names may be a word of the answer, which a reward reads.
+            # A stop id that only the recipe names may be part of the answer, which a reward reads.
             tokenizer.hide(token for token, names in sources.items() if names != [STOP_IDS])
     else:
         texts = {}
@@ -136,15 +135,15 @@ def config_end_ids(model: ModelConfig, config: Mapping[str, object]) -> dict[int
 
     Raises UserError for an `eos_token_id` that is not a token id or a list of them, and for a generation_config.json that is not JSON.
     """
-    found: dict[int, list[str]] = {}
+    sources: dict[int, list[str]] = {}
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
     for source, fields in (("generation_config.json", _generation_config(model)), ("config.json", config), ("text_config", inner)):
         for token in _ids(fields.get("eos_token_id"), source):
-            names = found.setdefault(token, [])
+            names = sources.setdefault(token, [])
             if source not in names:
                 names.append(source)
-    return found
+    return sources
 
 
 def recipe_end_tokens(model: ModelConfig, rollout: RolloutBase, *, vocab: int | None = None) -> tuple[EndTokens, str]:
@@ -168,9 +167,9 @@ def recipe_end_tokens(model: ModelConfig, rollout: RolloutBase, *, vocab: int | 
 def _local_tokenizer(model: ModelConfig) -> Tokenizer | None:
     named = model.tokenizer or model.path
     if named == "bytes":
-        with tempfile.TemporaryDirectory(prefix="mtpctl-bytes-") as made:
-            make_byte_tokenizer(Path(made))
-            return load_byte_tokenizer(Path(made))
+        with tempfile.TemporaryDirectory(prefix="mtpctl-bytes-") as folder:
+            make_byte_tokenizer(Path(folder))
+            return load_byte_tokenizer(Path(folder))
     if named is None:
         return None
     if Path(named).is_dir():
@@ -213,7 +212,7 @@ def _turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None
     def next_token(*following: dict[str, str]) -> int | None:
         try:
             _, _, behind = tokenizer.chat_text([question, answer, *following], opened=False).partition(_MARK)
-        except UserError:  # no template, or one that refuses these roles
+        except UserError:  # no template, or one that rejects these roles
             return None
         ids = tokenizer.encode(behind)
         token = next((token for token in ids if not is_blank(tokenizer, token)), None)

@@ -1,4 +1,4 @@
-"""Check a recipe's data before anything starts: read each of its sets for as long as there is time."""
+"""Inspect a recipe's data before a run: read each of its sets for a few seconds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from mtpctl.data.problems import Problem
 
 SECONDS = 3.0
-"""How long all sets together are read."""
+"""Time limit for reading all sets, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetReport:
-    """The result of reading one set. `role`: as in `rows_of`; `rows`: number read; `whole`: whether all were read; `unread`: why none was.
+    """The result of reading one set.
 
-    `prompts`: hashes of their prompts, by which rows of several sets are compared.
+    role: as in `rows_of`. rows: number of rows read. whole: whether all were read. unread: the reason if none was. prompts: hashes of the
+    prompts, to compare the rows of several sets.
     """
 
     role: str
@@ -38,37 +39,37 @@ class SetReport:
         return f"{self.role}: {self.name}, {self.rows:,} rows" + ("" if self.whole else " read, not all")
 
 
-def look(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[SetReport]:
-    """Read every file and every dataset of the recipe from its beginning, each for its share of the seconds. The hub is not asked.
+def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[SetReport]:
+    """Read each file and dataset of the recipe from its beginning, for an equal share of `seconds`. The hub is not contacted.
 
-    Raises UserError as a run would, for the rows that were read, and for a set without rows.
+    Raises UserError as a run does for these rows, and for a set without rows.
     """
     if not (data.path or data.eval_path or data.sft_path or evaluation.sets):
         return []
-    # Imported only where there is something to read: `recipe validate` takes a tenth longer with it.
+    # Imported only if there is something to read: it makes `recipe validate` a tenth slower.
     from mtpctl.data.sets import rows_of
 
     sets = rows_of(data, evaluation, stages)
-    found, end = [], time.monotonic() + seconds
+    reports, end = [], time.monotonic() + seconds
     for left, (role, rows) in zip(range(len(sets), 0, -1), sets.items(), strict=True):
         now = time.monotonic()
         try:
             prompts, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / left)
         except EnvironmentMissing:
-            found.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run fetches it from the hub"))
+            reports.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run downloads it from the hub"))
             continue
         if not prompts:
             raise rows.empty()
-        found.append(SetReport(role, rows.name, len(prompts), whole, prompts=tuple(prompts)))
-    return found
+        reports.append(SetReport(role, rows.name, len(prompts), whole, prompts=tuple(prompts)))
+    return reports
 
 
-def _read(problems: Iterator[Problem], until: float) -> tuple[list[int], bool]:
-    """Hashes of the prompts that were read before the deadline, and whether those are all. Reads at least one."""
+def _read(problems: Iterator[Problem], deadline: float) -> tuple[list[int], bool]:
+    """Hashes of the prompts read before the deadline, at least one, and whether these are all."""
     prompts = []
     for problem in problems:
         prompts.append(hash(problem.prompt.strip()))
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return prompts, False
     return prompts, True
 
@@ -87,5 +88,5 @@ def leak_warning(leaked: int, count: int) -> str:
     """The warning that `leaked` of `count` held-out problems are trained on; empty if none is."""
     if not leaked:
         return ""
-    what = f"{leaked} of {count} held-out problems are trained on too, so their accuracy measures memorization"
-    return f"{what}; remove them from data.path or data.sft_path"
+    warning = f"{leaked} of {count} held-out problems are trained on too, so their accuracy measures memorization"
+    return f"{warning}; remove them from data.path or data.sft_path"

@@ -1,7 +1,7 @@
-"""Converts the chat messages of a row from OpenAI's and ShareGPT's forms to the form that chat templates take.
+"""Chat messages: conversion from OpenAI's and ShareGPT's forms, preparation for a chat template, and a check that it renders all of them.
 
-A null means an absent field, because Parquet and Arrow fill missing fields of a struct with nulls, at every depth. In the arguments of a
-tool call, null is a value and is kept. Errors name the row.
+A null means an absent field, because Parquet and Arrow fill missing fields of a struct with nulls at every depth. In the arguments of a
+tool call, null is a value. Templates read these arguments either as an object or as JSON text; `Arguments` supports both.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ SENDERS = {
     "function_response": "tool",
 }
 """The role of each sender (`from`) of a ShareGPT row."""
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _VISUAL = ("image", "video")
 
 
 def conversation(messages: Sequence[object], column: str, where: str) -> tuple[Message, ...]:
-    """Chat messages as templates take them: `role`, `content` as one text, `tool_calls`, and the message's other fields.
+    """Chat messages in the form of templates: `role`, `content` as one text, `tool_calls`, and the message's other fields.
 
     The arguments of a tool call are not changed: an object or its JSON text. Raises UserError, with the row and the number of the message,
-    for a message without a role, content that is not text, and tool calls that are not calls.
+    for a missing role, content that is not text, and invalid tool calls.
     """
     if not messages:
         raise UserError(f"{where}: `{column}` has no messages; fix or remove the row")
     return tuple(_message(message, f"message {number} of `{column}`", where) for number, message in enumerate(messages, start=1))
 
 
-def in_rows(prompt: object) -> object:
-    """The messages of a prompt column. The library `datasets` reads a sequence of structs as one struct of lists."""
+def as_messages(prompt: object) -> object:
+    """The value of a prompt column, with a struct of lists, as the library `datasets` reads a list of structs, converted back to a list."""
     if isinstance(prompt, dict) and prompt and {"role", "from"} & prompt.keys() and all(isinstance(each, list) for each in prompt.values()):
         return [dict(zip(prompt, values, strict=True)) for values in zip(*prompt.values(), strict=False)]
     return prompt
 
 
 def without_nulls(value: object) -> object:
-    """The value without fields that are null, at every depth. A null in a list is kept: in a schema's `enum` it is a value."""
+    """The value without null fields, at every depth. Nulls in lists are kept: in a schema's `enum` they are values."""
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
@@ -68,7 +68,7 @@ def visual_types(prompt: object) -> list[str]:
 
 
 def text_of_parts(parts: Sequence[object]) -> str:
-    """The text of a message whose content is a list of parts. Raises ValueError that names the types of parts that are not text."""
+    """The text of a list of content parts. Raises ValueError with the types of parts that are not text."""
     texts, others = [], []
     for part in parts:
         if isinstance(part, str):
@@ -86,40 +86,39 @@ def _message(message: object, what: str, where: str) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"{where}: {what} must be an object with `role` and `content`; it is {message!r:.40}")
     calls = message.get("tool_calls")
-    kept = {key: without_nulls(value) for key, value in message.items() if value is not None and key != "tool_calls"}
-    if "role" not in kept and isinstance(kept.get("from"), str):
-        kept, calls = _from_sharegpt(kept, calls, what, where)
-    if not isinstance(kept.get("role"), str):
-        has = ", ".join(map(str, message))
-        raise UserError(f"{where}: {what} must be an object with `role` and `content`; it has {has}")
+    fields = {key: without_nulls(value) for key, value in message.items() if value is not None and key != "tool_calls"}
+    if "role" not in fields and isinstance(fields.get("from"), str):
+        fields, calls = _from_sharegpt(fields, calls, what, where)
+    if not isinstance(fields.get("role"), str):
+        raise UserError(f"{where}: {what} must be an object with `role` and `content`; it has {', '.join(map(str, message))}")
     if calls is None and isinstance(call := message.get("function_call"), dict):  # OpenAI's form before `tool_calls`
-        kept.pop("function_call")
+        fields.pop("function_call")
         calls = [{"type": "function", "function": call}]
-    if named := _calls(calls, what, where):
-        kept["tool_calls"] = named
-    content = kept.get("content", "")
+    if tool_calls := _calls(calls, what, where):
+        fields["tool_calls"] = tool_calls
+    content = fields.get("content", "")
     if isinstance(content, list):
         try:
             content = text_of_parts(content)
         except ValueError as error:
             raise UserError(
-                f"{where}: {what} has {error}, and models are trained on text alone; keep parts of the type text, or remove the row"
+                f"{where}: {what} has {error}, but models are trained only on text; keep parts of the type text, or remove the row"
             ) from error
-    if not isinstance(content, str) or (not content and not named and kept["role"] == "user"):
+    if not isinstance(content, str) or (not content and not tool_calls and fields["role"] == "user"):
         kind = "" if isinstance(content, str) else ", got an object" if isinstance(content, dict) else f", got {content!r:.40}"
-        raise UserError(f"{where}: `content` of {what} must be text that is not empty{kind}; fix or remove the row")
-    complete = {**kept, "content": content}
-    if _HALF_CHARACTER.search(json.dumps(complete, ensure_ascii=False, default=str)) or any(map(_has_half_character, named)):
-        raise UserError(f"{where}: {what} holds a lone surrogate, which is not a character; fix or remove the row")
+        raise UserError(f"{where}: `content` of {what} must be non-empty text{kind}; fix or remove the row")
+    complete = {**fields, "content": content}
+    if LONE_SURROGATE.search(json.dumps(complete, ensure_ascii=False, default=str)) or any(map(_has_lone_surrogate, tool_calls)):
+        raise UserError(f"{where}: {what} contains a lone surrogate, which is not a character; fix or remove the row")
     return complete
 
 
 def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: str) -> tuple[dict[str, object], object]:
-    """A message of a ShareGPT row, `{from, value}`, as `{role, content}`, and its tool calls."""
+    """A ShareGPT message, `{from, value}`, as `{role, content}`, and its tool calls."""
     sender = str(message["from"]).strip().lower()
     if sender not in SENDERS:
         raise UserError(
-            f"{where}: {what} is from {message['from']!r}; a sender must be one of {', '.join(SENDERS)}: rename it, or remove the row"
+            f"{where}: {what} is from {message['from']!r}; the sender must be one of {', '.join(SENDERS)}: rename it, or remove the row"
         )
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     value = message.get("value", "")
@@ -128,12 +127,12 @@ def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: 
     parsed = _json(value) if isinstance(value, str) else value
     if not parsed or not isinstance(parsed, dict | list):
         raise UserError(f"{where}: {what} must be a call, the JSON text of {{name, arguments}}, got {value!r:.40}; fix or remove the row")
-    named = parsed if isinstance(parsed, list) else [parsed]
-    return {"role": "assistant", **others}, [{"type": "function", "function": call} for call in named]
+    functions = parsed if isinstance(parsed, list) else [parsed]
+    return {"role": "assistant", **others}, [{"type": "function", "function": function} for function in functions]
 
 
 def _calls(calls: object, what: str, where: str) -> list[dict[str, object]]:
-    """The tool calls of a message, each `{type, function: {name, arguments}}` with what else it has."""
+    """The tool calls of a message, each `{type, function: {name, arguments}}` with its other fields."""
     calls = _json(calls) if isinstance(calls, str) else calls
     if calls is None:
         return []
@@ -155,46 +154,40 @@ def _call(call: object, what: str, where: str) -> dict[str, object]:
             f"{where}: the arguments of the call of {inner['name']!r} in {what} must be an object, or the JSON text of one; "
             "fix or remove the row"
         )
-    named = {key: without_nulls(value) for key, value in inner.items() if value is not None and key not in ("arguments", "id", "type")}
+    fields = {key: without_nulls(value) for key, value in inner.items() if value is not None and key not in ("arguments", "id", "type")}
     outer = {key: without_nulls(value) for key, value in call.items() if value is not None and (nested or key in ("id", "type"))}
-    return {"type": "function", **outer, "function": {**named, "arguments": arguments}}
+    return {"type": "function", **outer, "function": {**fields, "arguments": arguments}}
 
 
 def _json(text: object) -> object:
-    """The value of a JSON text; None if it is none."""
+    """The value of a JSON text; None if it is not valid JSON."""
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
 
 
-def _has_half_character(call: Mapping[str, object]) -> bool:
+def _has_lone_surrogate(call: Mapping[str, object]) -> bool:
     """Whether the arguments of a call, with JSON escapes decoded, contain a lone surrogate."""
     function = call["function"]
     assert isinstance(function, Mapping)
     arguments = function["arguments"]
     value = _json(arguments) if isinstance(arguments, str) else arguments
-    return bool(_HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False, default=str)))
+    return bool(LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False, default=str)))
 
-
-# Prepares messages for a chat template, and checks that the template renders all of them.
-#
-# Templates read the arguments of a tool call in two ways: as an object, and as its JSON text. `Arguments` serves both.
 
 Render = Callable[[Sequence[Message], Sequence[object]], str]
-"""Renders messages and tools as text. Raises UserError if the template refuses them."""
-
-
-CHECKED = 4096
+"""Renders messages and tools as text. Raises UserError if the template rejects them."""
+MAX_CHECKED = 4096
 """Maximum number of cached checks."""
 
 
 class NotRendered(UserError):
-    """A chat template rejects messages, or leaves out a part of them."""
+    """A chat template rejects messages, or drops a part of them."""
 
 
 class Arguments(dict[str, object]):
-    """The arguments of a tool call: an object for templates that serialize it, and its JSON for templates that write it as text."""
+    """The arguments of a tool call: an object for templates that serialize it, and JSON text for templates that insert it."""
 
     def __init__(self, arguments: Mapping[str, object], text: str | None = None) -> None:
         super().__init__(arguments)
@@ -211,14 +204,14 @@ class Arguments(dict[str, object]):
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """The messages as templates read them: no null fields, content as one text, and the arguments of tool calls as `Arguments`.
+    """The messages without null fields, with content as one text and the arguments of tool calls as `Arguments`.
 
-    Raises NotRendered for content with parts that are not text.
+    Raises NotRendered for content parts that are not text.
     """
-    found = []
+    prepared = []
     for message in messages:
-        shown = {key: without_nulls(value) for key, value in message.items() if value is not None and key != "tool_calls"}
-        content = shown.get("content", "")
+        fields = {key: without_nulls(value) for key, value in message.items() if value is not None and key != "tool_calls"}
+        content = fields.get("content", "")
         if isinstance(content, list):
             try:
                 content = text_of_parts(content)
@@ -226,9 +219,9 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, object]]:
                 raise NotRendered(f"messages: the content has {error}; only parts of the type text are supported") from error
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str) and calls:
-            shown["tool_calls"] = [_template_call(call) for call in calls if call is not None]
-        found.append({**shown, "content": content})
-    return found
+            fields["tool_calls"] = [_template_call(call) for call in calls if call is not None]
+        prepared.append({**fields, "content": content})
+    return prepared
 
 
 def _template_call(call: object) -> object:
@@ -246,24 +239,20 @@ def _template_call(call: object) -> object:
 def _arguments(arguments: object) -> object:
     if arguments is None or arguments == "":
         return Arguments({})
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments  # a malformed call is rendered as the model wrote it
-        return Arguments(parsed, arguments) if isinstance(parsed, dict) else arguments
+    if isinstance(arguments, str):  # a malformed call is rendered as the model wrote it
+        return Arguments(parsed, arguments) if isinstance(parsed := _json(arguments), dict) else arguments
     return Arguments(arguments) if isinstance(arguments, Mapping) else arguments
 
 
 def has_droppable_parts(messages: Sequence[Message], tools: Sequence[object]) -> bool:
-    """Whether a template may leave something out: tools, tool calls, or roles other than user and assistant."""
+    """Whether a template might drop something: tools, tool calls, or roles other than user and assistant."""
     return bool(tools) or any(message.get("tool_calls") or message["role"] not in ("user", "assistant") for message in messages)
 
 
-class Shown:
-    """Checks that a chat template renders tools, tool calls and all roles. Each kind is checked once.
+class RenderCheck:
+    """Checks that a chat template renders tools, tool calls and all roles, once for each kind.
 
-    `name`: the tokenizer, for messages. `ignore_tools`: tools and tool calls may be left out.
+    name: the tokenizer, for errors. ignore_tools: tools and tool calls may be dropped.
     """
 
     def __init__(self, name: str, *, ignore_tools: bool) -> None:
@@ -280,29 +269,29 @@ class Shown:
                 continue
             whole = whole or render(messages, tools)
             try:
-                shown = render(fewer, fewer_tools) != whole
+                rendered = render(fewer, fewer_tools) != whole
             except UserError:
-                shown = True  # the template refuses the rest alone, so the part matters to it
-            if not shown:
-                raise NotRendered(f"data.chat_template: the template of {self._name} leaves out {kind[0]}; {fix}")
-            if len(self._checked) >= CHECKED:  # Clients may send any role.
+                rendered = True  # the template rejects the rest without the part, so it does use it
+            if not rendered:
+                raise NotRendered(f"data.chat_template: the template of {self._name} drops {kind[0]}; {fix}")
+            if len(self._checked) >= MAX_CHECKED:  # Clients may send any role.
                 self._checked.clear()
             self._checked.add(kind)
 
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[object]
     ) -> Iterator[tuple[tuple[str, ...], Sequence[Message], Sequence[object], str]]:
-        """The parts to check: their kind, the conversation without them, and what to do if that makes no difference."""
+        """The parts to check: their kind, the conversation without them, and the fix if both render equally."""
         roles = tuple(str(message["role"]) for message in messages)
-        another = "give the tokenizer a chat_template that shows them"
+        fix = "give the tokenizer a chat_template that renders them"
         if tools and not self._ignore_tools:
-            yield ("the tools", *roles), messages, (), f"{another}, remove the tools, or set data.ignore_tools: true"
+            yield ("the tools", *roles), messages, (), f"{fix}, remove the tools, or set data.ignore_tools: true"
         called = next((number for number, message in enumerate(messages) if message.get("tool_calls")), None)
         if called is not None and not self._ignore_tools:
             bare = {key: value for key, value in messages[called].items() if key != "tool_calls"}
             fewer = [*messages[:called], bare, *messages[called + 1 :]]
-            yield ("tool calls",), fewer, tools, f"{another}, remove such rows, or set data.ignore_tools: true"
+            yield ("tool calls",), fewer, tools, f"{fix}, remove such rows, or set data.ignore_tools: true"
         for number, role in enumerate(roles):
             if role not in ("user", "assistant") and len(messages) > 1 and str(messages[number].get("content") or "").strip():
                 kind = (f"messages of the role {role!r}",)
-                yield kind, [*messages[:number], *messages[number + 1 :]], tools, f"{another}, or remove such messages"
+                yield kind, [*messages[:number], *messages[number + 1 :]], tools, f"{fix}, or remove such messages"

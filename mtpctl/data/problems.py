@@ -1,4 +1,4 @@
-"""One problem: what is asked, what a reward compares responses with, and whatever else its row holds."""
+"""One problem (prompt, answer and the other columns of its row), and the cursor that draws training problems."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any, TypedDict, cast
 from mtpctl.errors import UserError
 
 Message = Mapping[str, object]
-"""One message of a conversation as chat templates take it: `role`, `content`, and where the template knows them `tool_calls` and others."""
+"""One message of a conversation, in the form of chat templates: `role`, `content`, and others such as `tool_calls`."""
 
 NO_ANSWER = ""
-"""`Problem.answer` of a row without an answer. An answer in a file is never empty."""
+"""`Problem.answer` of a row without an answer. Answers in files are never empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt, the answer that a reward compares responses with, and maybe a worked `solution` that ends in the answer.
+    """A prompt, the reference answer for the reward, and optionally a worked `solution` that ends with the answer.
 
-    `prompt_id` is the same in every run: `task/split/number` of a generated problem, `file:line` of one from a file. `messages` is the
-    prompt as a conversation, empty where it is plain text; `prompt` is then the text of it. In the supervised stage they may be a whole
-    conversation, which ends with the assistant. `fields` holds the row's other columns, as JSON has them.
+    prompt_id: the same in every run: `task/split/number` for a generated problem, `file:line` for one from a file.
+    messages: the prompt as a conversation, whose text is `prompt`; empty for plain text. In the supervised stage, possibly a whole
+        conversation that ends with the assistant.
+    fields: the row's other columns, as JSON.
     """
 
     prompt_id: str
@@ -39,47 +40,44 @@ class Problem:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Problem:
-        """Inverse of `to_json`; a checkpoint of an earlier release has neither messages nor fields."""
+        """Inverse of `to_json`; checkpoints of earlier releases have neither messages nor fields."""
         prompt_id, prompt, answer, solution = values[:4]
         messages, fields = values[4:] or ((), {})
         return cls(prompt_id, prompt, answer, solution, tuple(messages), fields)
 
     @property
     def target(self) -> str:
-        """The text that the supervised stage trains on: the solution, or the answer where there is none."""
+        """The target of the supervised stage: the solution, or the answer if there is none."""
         return self.answer if self.solution is None else self.solution
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]] | None:
-        """The tools that the chat template tells of: the column `tools`, None without one."""
+        """The tools for the chat template: the column `tools`, or None."""
         return cast("Sequence[Mapping[str, object]] | None", self.fields.get("tools"))
 
     @property
     def is_conversation(self) -> bool:
-        """Whether this is a whole conversation, of which the supervised stage trains on the assistant's turns."""
+        """Whether this is a whole conversation, whose assistant turns the supervised stage trains on."""
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """A conversation as text to read: the content of a single message, else every message below its role."""
+    """A conversation as readable text: the content of a single message, else every message below its role."""
     if len(messages) == 1:
         return content_of(messages[0])
     return "\n\n".join(f"[{message['role']}]\n{content_of(message)}" for message in messages)
 
 
 def content_of(message: Message) -> str:
-    """The text of one message, whose content may be a list of parts, or nothing beside a tool call."""
+    """The text of one message, whose content may be a list of parts, or absent if there is a tool call."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     return content if isinstance(content, str) else ""
 
 
-# The order in which training problems are drawn: epoch after epoch without end, shuffled by seed and epoch, and resumable.
-
-
 class CursorState(TypedDict):
-    """The place of a cursor, and what its order depends on, as a checkpoint holds them."""
+    """The position of a cursor, and the inputs of its order, as stored in a checkpoint."""
 
     epoch: int
     position: int
@@ -89,10 +87,10 @@ class CursorState(TypedDict):
 
 
 class PromptCursor:
-    """Iterates over the problems without end. Its state is the epoch and the position in it: a resumed run repeats and skips none."""
+    """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run repeats and skips none."""
 
     def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True) -> None:
-        """Raises UserError where there are no problems."""
+        """Raises UserError if there are no problems."""
         if not problems:
             raise UserError("data.path: the training set is empty; add problems")
         self._problems = problems
@@ -113,7 +111,7 @@ class PromptCursor:
 
     @property
     def drawn(self) -> int:
-        """How many problems were drawn so far, over all epochs."""
+        """Number of problems drawn so far, over all epochs."""
         return self._epoch * len(self._order) + self._position
 
     def __iter__(self) -> PromptCursor:
@@ -130,7 +128,7 @@ class PromptCursor:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> CursorState:
-        """The state for `load_state_dict`, as JSON takes it."""
+        """The state for `load_state_dict`, JSON-serializable."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -140,12 +138,12 @@ class PromptCursor:
         }
 
     def load_state_dict(self, state: CursorState) -> None:
-        """Continue from `state`. Raises UserError where it is of another seed, order or set of problems."""
-        now = self.state_dict()
+        """Continue from `state`. Raises UserError if its seed, order or problems differ."""
+        own = self.state_dict()
         for key, recipe_key, saved, current in (
-            ("seed", "seed", state["seed"], now["seed"]),
-            ("shuffle", "data.shuffle", state["shuffle"], now["shuffle"]),
-            ("fingerprint", "data.path", state["fingerprint"], now["fingerprint"]),
+            ("seed", "seed", state["seed"], own["seed"]),
+            ("shuffle", "data.shuffle", state["shuffle"], own["shuffle"]),
+            ("fingerprint", "data.path", state["fingerprint"], own["fingerprint"]),
         ):
             if saved != current:
                 raise UserError(

@@ -1,4 +1,8 @@
-"""Rows as they lie in files: .jsonl, .json and Parquet, one file or a folder of them. What the columns mean is not looked at here."""
+"""Rows of files (.jsonl, .json and Parquet), of folders, and of Hugging Face datasets, before their columns are interpreted.
+
+The library `datasets` reads a dataset if it is installed. Otherwise the dataset's own files are downloaded: the .parquet, .jsonl or .json
+files that its card, or the file names, assign to the subset and split. Downloaded files are read from the cache, also without a network.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 
+_BOM = b"\xef\xbb\xbf"
+"""Byte order mark, with which Windows begins text files."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its columns, `row_id` that names it in every run (`file:line`), and `where` it lies, for messages."""
+    """One row: its columns, `row_id`, which is the same in every run (`file:line`), and `where` it is, for errors."""
 
     row_id: str
     where: str
@@ -33,10 +41,10 @@ class Row:
 
 
 def file_rows(path: Path, field: str) -> Iterator[Row]:
-    """The rows of a file, or of all files below a folder in the order of their names. Lines and rows are counted from 1.
+    """The rows of a file, or of all files below a folder in order of their names. Lines and rows are counted from 1.
 
-    `field` is the recipe key or option that named the path. Raises UserError for what is missing, of another kind, or cannot be read,
-    and for a row that is no object, naming file and line.
+    `field` is the recipe key or option of the path. Raises UserError, with file and line, for missing, unsupported and unreadable files,
+    and for rows that are not objects.
     """
     for file, name in files_of(path, field):
         if file.suffix == ".parquet":
@@ -50,21 +58,21 @@ def file_rows(path: Path, field: str) -> Iterator[Row]:
 
 
 def files_of(path: Path, field: str) -> list[tuple[Path, str]]:
-    """The files that `path` stands for, each with the name that its rows have. Raises UserError where there is none."""
+    """The files at `path`, each with the name for its row ids. Raises UserError if there is none."""
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in ROW_FILES and file.is_file() and not _hidden(file, path))
-        if not found:
-            raise UserError(f"{field}: the folder {path} holds no .jsonl, .json or .parquet file; name another")
-        return [(file, str(file.relative_to(path))) for file in found]
+        files = sorted(file for file in path.rglob("*") if file.suffix in ROW_FILES and file.is_file() and not _hidden(file, path))
+        if not files:
+            raise UserError(f"{field}: the folder {path} has no .jsonl, .json or .parquet file; name another")
+        return [(file, str(file.relative_to(path))) for file in files]
     if not path.is_file():
-        raise UserError(f"{field}: no file {path}; give a .jsonl, .json or .parquet file, or a folder of them")
+        raise UserError(f"{field}: no file {path}; name a .jsonl, .json or .parquet file, or a folder of them")
     if path.suffix not in ROW_FILES:
         raise UserError(f"{field}: {path} is neither .jsonl, .json nor .parquet; convert it")
     return [(path, path.name)]
 
 
 def _hidden(file: Path, folder: Path) -> bool:
-    """Whether a file or one of its folders is hidden, as what tools leave beside the data."""
+    """Whether a file or one of its folders is hidden, such as the metadata of tools."""
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
@@ -74,22 +82,21 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             if not raw.strip():
                 continue
             where = f"{path}:{number}"
-            # A byte order mark, as Windows writes it at the beginning of a file, is no part of the text.
-            yield number, _object(_parsed(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, where), where)
+            yield number, _object(_parsed(raw.removeprefix(_BOM) if number == 1 else raw, where), where)
 
 
 def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     with _opened(path) as file:
-        value = _parsed(file.read().removeprefix(b"\xef\xbb\xbf"), str(path))
+        value = _parsed(file.read().removeprefix(_BOM), str(path))
     assert isinstance(value, list), "its first character is ["
     for number, row in enumerate(value, start=1):
         yield number, _object(row, f"{path}:{number}")
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a .json file is one list of rows; otherwise it has an object a line, as many tools write it."""
+    """Whether a .json file is one list of rows; otherwise it has one object per line."""
     with _opened(path) as file:
-        return file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        return file.read(64).removeprefix(_BOM).lstrip()[:1] == b"["
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -105,8 +112,8 @@ def _parsed(raw: bytes, where: str) -> object:
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UserError(f"{where}: not JSON ({error.msg} at {place}); fix or remove the line") from error
+        position = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise UserError(f"{where}: not JSON ({error.msg} at {position}); fix or remove the line") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON that can be read ({error}); fix or remove the line") from error
 
@@ -130,19 +137,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
                     number += 1
                     yield number, {name: as_json(value) for name, value in row.items()} if convert else row
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: holds text that is not UTF-8 ({error}); write it anew") from error
+        raise UserError(f"{path}: contains text that is not UTF-8 ({error}); rewrite the file") from error
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path}: not a Parquet file that can be read ({str(error).splitlines()[0]}); write it anew") from error
+        raise UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); rewrite the file") from error
 
 
 def _has_more_than_json(schema: pyarrow.Schema) -> bool:
-    """Whether columns hold what JSON has no value for, such as times and bytes."""
+    """Whether columns have types that JSON lacks, such as times and bytes."""
     kinds = ("timestamp", "date", "time", "duration", "decimal", "binary", "map")
     return any(kind in str(column.type) for column in schema for kind in kinds)
 
 
 def as_json(value: object) -> object:
-    """The value as JSON has it: times in ISO 8601, durations in seconds, decimals as text, bytes in base64, all others as text."""
+    """The value as JSON: times in ISO 8601, durations in seconds, decimals as text, bytes in base64, all others as text."""
     match value:
         case None | str() | bool() | int() | float():
             return value
@@ -161,17 +168,11 @@ def as_json(value: object) -> object:
     return str(value)
 
 
-# Rows of a dataset of the Hugging Face hub, by its id, subset and split.
-#
-# The library `datasets` reads them where it is installed, and with it every dataset that it can. Without it the files themselves are
-# fetched: the .parquet, .jsonl or .json files that the dataset's card assigns to subset and split, or whose names tell it. Either way what
-# was fetched once is read from the cache, also where there is no network.
-
 Layout = dict[str, dict[str, list[str]]]
 """The files of a dataset by subset and split."""
 
 _CONVERTED = "refs/convert/parquet"
-"""The branch in which the hub keeps a copy in Parquet of datasets of other kinds, as `subset/split/0000.parquet`."""
+"""Branch with the hub's Parquet copy of a dataset in another format, as `subset/split/0000.parquet`."""
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
 )
@@ -179,57 +180,58 @@ _NO_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "sta
 
 
 class _HubUnreachable(Exception):
-    """The hub does not answer: there is no network, or it is down."""
+    """The hub does not respond."""
 
 
 class _NotCached(Exception):
-    """The hub does not answer, and the dataset is not in the cache."""
+    """The hub does not respond, and the dataset is not in the cache."""
 
 
 def dataset_rows(name: str, subset: str | None, split: str, *, field: str, section: str, fetch: bool = True) -> Iterator[Row]:
-    """The rows of one split, whose ids are `owner/name/subset/split:number`. With `fetch=False` the cache alone is looked at.
+    """The rows of one split, with ids `owner/name/subset/split:number`. With `fetch=False`, only the cache is searched.
 
-    `field` is the recipe key that names the dataset, `section` the prefix of its keys `subset` and `split`. Raises UserError, naming those
-    that there are, where there is no such dataset, subset or split; EnvironmentMissing where neither the hub nor the cache has it.
+    `field` is the recipe key of the dataset, `section` the prefix of the keys `subset` and `split`. Raises UserError, with alternatives,
+    if there is no such dataset, subset or split; EnvironmentMissing if neither the hub nor the cache has it.
     """
     if find_spec("datasets") is not None:
         yield from _library_rows(name, subset, split, field, section, fetch)
         return
     try:
-        layout, folder = _found(name, field, fetch)
+        layout, source = _layout_and_source(name, field, fetch)
     except _NotCached as error:
         raise EnvironmentMissing(
-            f"{field}: the hub did not give {name}, and it is not in the cache; "
-            f"fetch it where there is a network (hf download --repo-type dataset {name}), or name a file"
+            f"{field}: {name} could not be downloaded from the hub and is not in the cache; "
+            f"download it on a machine with a network (hf download --repo-type dataset {name}), or name a file"
         ) from error
-    chosen = _chosen(name, subset, split, layout, field, section)
+    subset = _select_subset(name, subset, split, layout, field, section)
     number = 0
-    for file in layout[chosen][split]:
-        for row in file_rows(_local(name, file, folder, field), field):
+    for file in layout[subset][split]:
+        for row in file_rows(_local(name, file, source, field), field):
             number += 1
-            yield Row(f"{name}/{chosen}/{split}:{number}", f"{name}/{chosen}/{split}:{number}", row.columns)
+            row_id = f"{name}/{subset}/{split}:{number}"
+            yield Row(row_id, row_id, row.columns)
 
 
 def _library_rows(name: str, subset: str | None, split: str, field: str, section: str, fetch: bool) -> Iterator[Row]:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             name, subset, split=split, download_config=None if fetch else datasets.DownloadConfig(local_files_only=True)
         )
-    except Exception as error:  # of many libraries, whichever reads the dataset
+    except Exception as error:  # of any library that reads the dataset
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, ValueError):
-            raise UserError(f"{section}split: {name} with subset {subset} and split {split} cannot be had: {reason}") from error
+            raise UserError(f"{section}split: {name} with subset {subset} and split {split} cannot be loaded: {reason}") from error
         raise EnvironmentMissing(f"{field}: {name} could not be loaded ({type(error).__name__}: {reason}); name a file instead") from error
-    chosen = loaded.info.config_name or subset or "default"
-    for number, columns in enumerate(loaded, start=1):
-        where = f"{name}/{chosen}/{split}:{number}"
-        yield Row(where, where, cast("dict[str, object]", as_json(columns)))
+    subset = dataset.info.config_name or subset or "default"
+    for number, columns in enumerate(dataset, start=1):
+        row_id = f"{name}/{subset}/{split}:{number}"
+        yield Row(row_id, row_id, cast("dict[str, object]", as_json(columns)))
 
 
-def _found(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
-    """The layout of a dataset, and where its files are: a folder of the cache, or a revision on the hub. Raises _NotCached."""
+def _layout_and_source(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
+    """The layout of a dataset, and the source of its files: a folder of the cache, or a revision on the hub. Raises _NotCached."""
     if not fetch:
         return _cached(name)
     try:
@@ -245,7 +247,7 @@ def _found(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
 
 
 def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
-    """The files of a dataset on the hub, and the commit that they are of. Raises _HubUnreachable where the hub does not say."""
+    """The files of a dataset on the hub, and their commit. Raises _HubUnreachable if the hub does not respond."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -254,8 +256,8 @@ def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
     except GatedRepoError as error:
         raise UserError(f"{field}: {name} is gated; accept its terms on the hub, and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
-        raise UserError(f"{field}: {name} is neither a file or folder here nor a dataset of the hub; look at its spelling") from error
-    except Exception as error:  # of whichever library carries the requests: huggingface_hub changes it from release to release
+        raise UserError(f"{field}: {name} is neither a local file or folder nor a dataset of the hub; check the spelling") from error
+    except Exception as error:  # huggingface_hub changes its HTTP library between releases
         raise _HubUnreachable from error
     return [each.rfilename for each in info.siblings or []], info.sha or revision
 
@@ -276,22 +278,22 @@ def _cached(name: str) -> tuple[Layout, Path]:
     raise _NotCached
 
 
-def _local(name: str, file: str, place: Path | str, field: str) -> Path:
-    """The file on this machine; fetched where `place` is a revision."""
-    if isinstance(place, Path):
-        return place / file
+def _local(name: str, file: str, source: Path | str, field: str) -> Path:
+    """The file on this machine, downloaded if `source` is a revision."""
+    if isinstance(source, Path):
+        return source / file
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(hf_hub_download(name, file, repo_type="dataset", revision=place))
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=source))
     except (HfHubHTTPError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EnvironmentMissing(f"{field}: the hub did not give {file} of {name} ({reason}); try again, or name a file") from error
+        raise EnvironmentMissing(f"{field}: {file} of {name} could not be downloaded ({reason}); try again, or name a file") from error
 
 
-def _chosen(name: str, subset: str | None, split: str, layout: Layout, field: str, section: str) -> str:
-    """The subset to read, which has the split."""
+def _select_subset(name: str, subset: str | None, split: str, layout: Layout, field: str, section: str) -> str:
+    """The subset to read. Raises UserError if it or its split does not exist."""
     if not layout:
         raise UserError(
             f"{field}: {name} has no .parquet, .jsonl or .json files; install the library `datasets`, which reads others, or convert it"
@@ -308,7 +310,7 @@ def _chosen(name: str, subset: str | None, split: str, layout: Layout, field: st
 
 
 def layout_of(files: list[str], card: str) -> Layout:
-    """Subsets, splits and their files: as the card's `configs` assign them, or as the names of files and folders tell."""
+    """Subsets, splits and their files, from the card's `configs` or from the names of files and folders."""
     files = sorted(file for file in files if Path(file).suffix in ROW_FILES and Path(file).name not in _NO_ROWS)
     layout: Layout = {}
     for config in _configs(card):
@@ -323,13 +325,13 @@ def layout_of(files: list[str], card: str) -> Layout:
         return layout
     for file in files:
         above = Path(file).parts[:-1]
-        named = above[0] if above and above[0] != "data" and above[0].lower() not in _SPLITS else "default"
-        layout.setdefault(named, {}).setdefault(_split_of(file), []).append(file)
+        subset = above[0] if above and above[0] != "data" and above[0].lower() not in _SPLITS else "default"
+        layout.setdefault(subset, {}).setdefault(_split_of(file), []).append(file)
     return layout
 
 
 def converted_layout(files: list[str]) -> Layout:
-    """The layout of the hub's own copy in Parquet."""
+    """The layout of the hub's Parquet copy."""
     layout: Layout = {}
     for file in sorted(files):
         parts = Path(file).parts
@@ -339,30 +341,30 @@ def converted_layout(files: list[str]) -> Layout:
 
 
 def _configs(card: str) -> list[Mapping[str, object]]:
-    """The `configs` of a dataset's card; none where the card has no such list."""
+    """The `configs` of a dataset's card; empty if there are none."""
     front = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
         head = yaml.safe_load(front[1]) if front else None
-    except yaml.YAMLError:  # a card is written by hand; the names of the files tell then
+    except yaml.YAMLError:  # cards are written by hand; the file names are used instead
         return []
     configs = head.get("configs") if isinstance(head, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
 
 def _patterns(config: Mapping[str, object]) -> Iterator[tuple[str | None, str]]:
-    """Split and glob of the files of one config; without a split, each file's name tells it."""
+    """Split and glob of the files of one config; None for a split that follows from the file name."""
     folder = str(config.get("data_dir", "")).strip("/")
-    before = f"{folder}/" if folder else ""
-    given = config.get("data_files", "*")
-    for each in given if isinstance(given, list) else [given]:
+    prefix = f"{folder}/" if folder else ""
+    entries = config.get("data_files", "*")
+    for each in entries if isinstance(entries, list) else [entries]:
         paths = each.get("path") if isinstance(each, dict) else each
         split = str(each["split"]) if isinstance(each, dict) and "split" in each else None
         for path in paths if isinstance(paths, list) else [paths]:
-            yield split, before + str(path)
+            yield split, prefix + str(path)
 
 
 def _split_of(file: str) -> str:
-    """The split that a file's name tells, or the folder it lies in; train where neither does."""
+    """The split in the name of a file or its folders; train if there is none."""
     parts = Path(file).with_suffix("").parts
     for part in reversed(parts):
         for word in re.split(r"[^a-z]+", part.lower()):

@@ -1,4 +1,4 @@
-"""The problems of a run, generated or from files, as the sections `data` and `evaluation` of the recipe say."""
+"""The problems of a run, generated or read according to the recipe sections `data` and `evaluation`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 
 from mtpctl.data.columns import Reading
 from mtpctl.data.problems import Problem
-from mtpctl.data.rows import file_rows
+from mtpctl.data.rows import dataset_rows, file_rows
 from mtpctl.data.tasks import generate
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, is_dataset_id
 from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.rollout import RolloutBase
 
-# Problems from a user's file, a folder of files, or a dataset of the Hugging Face hub.
+UNNAMED = ""
+"""Name of the held-out set of the section `data`, whose metrics are `eval/…` without a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A file, folder or dataset of problems: the recipe names it at `key`, and its subset and split at `section` + `subset`, `split`."""
+    """A file, folder or dataset of problems. `key`, and `section` with `subset` and `split`, are its recipe keys."""
 
     path: str
     reading: Reading
@@ -32,60 +33,56 @@ class Rows:
 
     @property
     def name(self) -> str:
-        """The rows in messages: a file's name, a folder's path, a dataset with its split."""
+        """The name in messages: that of a file, the path of a folder, a dataset with its split."""
         if is_dataset_id(self.path):
             return f"{self.path} ({self.split})"
         return Path(self.path).name if Path(self.path).is_file() else self.path
 
     def problems(self, *, fetch: bool = True) -> Iterator[Problem]:
-        """The problems one after another, read as they are asked for. With `fetch=False` a dataset is looked for in the cache alone.
+        """The problems, read lazily. With `fetch=False`, a dataset is only read from the cache.
 
-        Raises UserError as `Reading.problems`, `file_rows` and `dataset_rows` do, EnvironmentMissing for a hub that does not answer.
+        Raises UserError as `Reading.problems`, `file_rows` and `dataset_rows` do; EnvironmentMissing if the hub does not respond.
         """
         if is_dataset_id(self.path):
-            from mtpctl.data.rows import dataset_rows
-
             rows = dataset_rows(self.path, self.subset, self.split, field=self.key, section=self.section, fetch=fetch)
         else:
             rows = file_rows(Path(self.path), self.key)
         return self.reading.problems(rows, self.name)
 
     def read(self) -> list[Problem]:
-        """All problems. Raises UserError where there is none, and what `problems` raises."""
+        """All problems. Raises UserError if there is none, and as `problems` does."""
         problems = list(self.problems())
         if not problems:
             raise self.empty()
         return problems
 
     def empty(self) -> UserError:
-        """The error for a path that holds no problem."""
+        """The error for a path without problems."""
         reading = self.reading
-        wanted = f"`{reading.columns.prompt}`"
+        columns = f"`{reading.columns.prompt}`"
         if reading.answers and not reading.supervised and reading.columns.answer is not None:
-            wanted += f" and `{reading.columns.answer}`"
-        return UserError(f"{self.key}: {self.path} holds no problem; add lines with {wanted}")
+            columns += f" and `{reading.columns.answer}`"
+        return UserError(f"{self.key}: {self.path} has no problem; add lines with {columns}")
 
 
 def read_problems(
     path: str | Path, field: str = "data.path", *, answers: bool = True, columns: ColumnsConfig | None = None
 ) -> list[Problem]:
-    """All problems of a file or folder, in order. Their `prompt_id` is `file:line`, counted from 1; in Parquet and JSON lists, `file:row`.
+    """All problems of a file or folder, in order. `prompt_id` is `file:line` from 1; `file:row` in Parquet and JSON lists.
 
-    `field` is the recipe key or option that named the file. Without `answers`, a row may lack an answer, which is `NO_ANSWER` then.
-    Raises UserError, naming file and line, for a file that is missing, empty or of another kind, a line that is not an object, and a
-    prompt or answer that is missing, empty or not text.
+    Args:
+        field: the recipe key or option of the path.
+        answers: if false, a row may lack an answer, which is then `NO_ANSWER`.
+
+    Raises:
+        UserError: with file and line, for missing, empty or unsupported files, and for invalid rows.
     """
-    reading = Reading(columns or ColumnsConfig(), answers=answers)
-    return Rows(str(path), reading, field).read()
-
-
-UNNAMED = ""
-"""The name of the held-out set of the section `data`: its metrics are `eval/…` without one."""
+    return Rows(str(path), Reading(columns or ColumnsConfig(), answers=answers), field).read()
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and further sets by name."""
+    """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and named sets."""
 
     train: list[Problem]
     evaluation: list[Problem]
@@ -94,11 +91,11 @@ class ProblemSets:
 
     @property
     def held_out(self) -> dict[str, list[Problem]]:
-        """All held-out sets that hold problems, by name; that of the section `data` is `UNNAMED`."""
+        """All held-out sets with problems, by name; the set of the section `data` is `UNNAMED`."""
         return {name: problems for name, problems in {UNNAMED: self.evaluation, **self.named}.items() if problems}
 
-    def seen_in(self, stages: Sequence[str]) -> int:
-        """How many held-out problems have a prompt that one of the stages trains on, so that accuracy on them measures memory."""
+    def count_leaked(self, stages: Sequence[str]) -> int:
+        """Number of held-out problems whose prompt one of the stages trains on, so that accuracy measures memorization."""
         trained = {"rl": self.train, "sft": self.supervised}
         prompts = {problem.prompt.strip() for stage in stages for problem in trained[stage]}
         return sum(problem.prompt.strip() in prompts for problems in self.held_out.values() for problem in problems)
@@ -112,11 +109,13 @@ def load_problem_sets(
     stages: Sequence[str] = ("sft", "rl"),
     rollout: RolloutBase | None = None,
 ) -> ProblemSets:
-    """Read or generate the problems of the recipe's `data` and `evaluation` sections, for a run of these stages.
+    """Read or generate the problems of a run with these stages.
 
-    The supervised stage trains on the problems of RL unless the section names others. Of problems generated for it those that are held out
-    are dropped. Where the section names neither files nor a task, the problems are the tasks of the environment that `rollout` names.
-    Raises UserError where there are no problems at all, or the section names both files and a task, and what reading the files raises.
+    The supervised stage trains on RL's problems unless the section names others; held-out problems are removed from its generated ones. If
+    the section names neither files nor a task, the problems are the tasks of `rollout`'s environment.
+
+    Raises:
+        UserError: if there are no problems, or the section names both files and a task; and as reading the files does.
     """
     rows = rows_of(config, evaluation, stages)
     if config.task is not None:
@@ -126,51 +125,51 @@ def load_problem_sets(
     elif _from_environment(config, rollout):
         train, held_out = _environment_problems(config, rollout)
     elif config.path is None:
-        raise UserError("data.path: name a file, a folder or a dataset's id, or generate problems with data.task")
+        raise UserError("data.path: name a file, a folder or a dataset id, or generate problems with data.task")
     else:
         train = rows["train"].read()
         held_out = rows["eval"].read() if "eval" in rows else []
     supervised = train
     if config.sft_task is not None:
-        unseen = {problem.prompt for problem in held_out}
-        supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in unseen]
+        excluded = {problem.prompt for problem in held_out}
+        supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in excluded]
         if not supervised:
             raise UserError("data.sft_task: all its problems are held out by data.task; raise its train_size or max_digits")
     elif "sft" in rows:
         supervised = rows["sft"].read()
-    return ProblemSets(train, held_out, supervised, dict(_named(rows, evaluation)))
+    return ProblemSets(train, held_out, supervised, dict(_named_sets(rows, evaluation)))
 
 
 def first_problems(
     config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int, rollout: RolloutBase | None = None
 ) -> dict[str, list[Problem]]:
-    """The first problems to train on, as `train`, and of held-out sets, as `eval` and `eval/NAME`.
+    """The first training problems, as `train`, and held-out problems, as `eval` and `eval/NAME`.
 
-    No more rows are read than that, and the hub is not asked: a dataset that is not in the cache has none.
+    Reads no further rows and does not contact the hub: a dataset that is not in the cache has none.
     """
-    found = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
+    problems = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
     if _from_environment(config, rollout):
-        found = dict(zip(("train", "eval"), _environment_problems(config, rollout, limit), strict=True))
+        problems = dict(zip(("train", "eval"), _environment_problems(config, rollout, limit), strict=True))
     for role, rows in rows_of(config, evaluation, ("rl",)).items():
         if role != "sft":
             try:
-                found[role] = list(islice(rows.problems(fetch=False), limit))
+                problems[role] = list(islice(rows.problems(fetch=False), limit))
             except EnvironmentMissing:
-                found[role] = []
-    return found
+                problems[role] = []
+    return problems
 
 
 def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig, rollout: RolloutBase | None = None) -> ProblemSets:
-    """The held-out problems alone, of which there may be none. Raises as `load_problem_sets` does."""
+    """Only the held-out problems, if any. Raises as `load_problem_sets` does."""
     rows = rows_of(config, evaluation, ("rl",))
     held_out = generate(config.task, seed)[1] if config.task is not None else rows["eval"].read() if "eval" in rows else []
     if _from_environment(config, rollout):
         held_out = _environment_problems(config, rollout)[1]
-    return ProblemSets([], held_out, [], dict(_named(rows, evaluation)))
+    return ProblemSets([], held_out, [], dict(_named_sets(rows, evaluation)))
 
 
 def _from_environment(config: DataConfig, rollout: RolloutBase | None) -> bool:
-    """Whether the problems are the tasks of the environment."""
+    """Whether the problems are tasks of the environment."""
     return config.path is None and config.task is None and rollout is not None and rollout.verifiers is not None
 
 
@@ -182,35 +181,35 @@ def _environment_problems(config: DataConfig, rollout: RolloutBase | None, limit
 
 
 def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Sequence[str]) -> dict[str, Rows]:
-    """Everything that a run of these stages reads: `train`, `eval`, `sft`, and `eval/NAME` for the sets by name.
+    """The files and datasets that a run with these stages reads: `train`, `eval`, `sft`, and `eval/NAME` for named sets.
 
-    A mistake in columns names the key of the file's own, also where it has the columns of `data.columns`: those may be right for others.
+    Errors about columns name the key of the set itself, even if it uses `data.columns`, which may be correct for other sets.
     """
-    columns, found = config.columns, {}
+    columns, rows = config.columns, {}
     if config.path is not None:
-        # A run that does not sample may train on conversations, which are no prompts.
+        # Only a run without RL may train on conversations, which are not prompts.
         reading = Reading(columns, supervised="rl" not in stages)
-        found["train"] = Rows(config.path, reading, "data.path", config.subset, config.split)
+        rows["train"] = Rows(config.path, reading, "data.path", config.subset, config.split)
     if config.eval_path is not None:
-        found["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")
+        rows["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")
     if config.sft_path is not None:
         reading = Reading(config.sft_columns or columns, "data.sft_columns", supervised=True)
-        found["sft"] = Rows(config.sft_path, reading, "data.sft_path", config.sft_subset, config.sft_split, "data.sft_")
+        rows["sft"] = Rows(config.sft_path, reading, "data.sft_path", config.sft_subset, config.sft_split, "data.sft_")
     for name, each in (evaluation.sets if evaluation else {}).items():
-        assert each.path is not None, "the recipe's checks let no set without a path through"
+        assert each.path is not None, "the recipe's checks reject a set without a path"
         key = f"evaluation.sets.{name}"
         reading = Reading(each.columns or columns, f"{key}.columns")
-        found[f"eval/{name}"] = Rows(each.path, reading, f"{key}.path", each.subset, each.split, f"{key}.")
-    return found
+        rows[f"eval/{name}"] = Rows(each.path, reading, f"{key}.path", each.subset, each.split, f"{key}.")
+    return rows
 
 
-def _named(rows: Mapping[str, Rows], evaluation: EvaluationConfig | None) -> Iterator[tuple[str, list[Problem]]]:
+def _named_sets(rows: Mapping[str, Rows], evaluation: EvaluationConfig | None) -> Iterator[tuple[str, list[Problem]]]:
     for name, each in (evaluation.sets if evaluation else {}).items():
         problems = rows[f"eval/{name}"].read()
-        yield name, problems if each.limit is None else spread(problems, each.limit)
+        yield name, problems if each.limit is None else evenly_spaced(problems, each.limit)
 
 
-def spread(problems: Sequence[Problem], limit: int) -> list[Problem]:
-    """`limit` of the problems, evenly spaced; all where there are fewer."""
+def evenly_spaced(problems: Sequence[Problem], limit: int) -> list[Problem]:
+    """At most `limit` of the problems, evenly spaced."""
     count = len(problems)
     return [problems[i * count // limit] for i in range(limit)] if limit < count else list(problems)

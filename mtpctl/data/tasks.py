@@ -1,7 +1,7 @@
 """Verifiable tasks, generated from a seed: arithmetic on written digits, and two on strings.
 
 Every problem has a worked solution in the same shape: one short step per digit (or character), separated by a blank,
-then `#` and the answer, at which alone the reward `exact` looks:
+then `#` and the answer, which the reward `exact` compares:
 
     addition         123+989=    3+9+0=12 2+8+1=11 1+9+1=11 #1112     digits from the right, carry in = carry out, digit
     subtraction      523-189=    3-9-0=14 2-8-1=13 5-1-1=03 #334      the same with borrows; the first operand is the larger
@@ -10,10 +10,10 @@ then `#` and the answer, at which alone the reward `exact` looks:
     sort             3921=       1 2 3 9 #1239
 
 The format determines most tokens of a response and arithmetic the others (sums, carries), so some drafts are easy and some are hard.
-The answer needs every step to be right, which leaves something to learn for RL after the supervised stage.
+The answer is correct only if every step is, so RL has something to learn after the supervised stage.
 
-Problems of length n have operands (or strings) of exactly n characters. Lengths share the set evenly, or each has `length_decay` times as
-many problems as the one before it, as responses of reasoning models are spread. A length that has too few distinct problems gives all of
+Problems of length n have operands (or strings) of exactly n characters. Each length has equally many problems, or `length_decay` times as
+many as the previous length, like the responses of reasoning models. A length with too few distinct problems provides all of
 them. Held-out problems are disjoint from the training ones, and of the same distribution over lengths.
 """
 
@@ -131,40 +131,40 @@ _TASKS: dict[str, _Task] = {
 
 
 def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems: disjoint, each in the order of rising length, the same for the same seed.
+    """Training and held-out problems: disjoint, in order of increasing length, and equal for equal seeds.
 
-    Raises UserError where the lengths are the wrong way round, or hold fewer distinct problems than were asked for.
+    Raises UserError if the minimum length exceeds the maximum, or if there are fewer distinct problems than requested.
     """
     if task.min_digits > task.max_digits:
         raise UserError(f"data.task.min_digits: {task.min_digits} is above max_digits {task.max_digits}; lower it")
     kind = _TASKS[task.name]
     lengths = range(task.min_digits, task.max_digits + 1)
-    wanted = task.train_size + task.eval_size
-    quotas = _share(wanted, task.length_decay, [kind.size(n) for n in lengths])
-    if sum(quotas) < wanted:
+    total = task.train_size + task.eval_size
+    quotas = _share(total, task.length_decay, [kind.size(n) for n in lengths])
+    if sum(quotas) < total:
         raise UserError(
             f"data.task.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
-            f"train_size + eval_size ask for {wanted}; lower them or raise max_digits"
+            f"but train_size + eval_size is {total}; lower them or raise max_digits"
         )
-    held_out = _share(task.eval_size, task.length_decay, [round(task.eval_size * quota / wanted) for quota in quotas], capacity=quotas)
+    held_out = _share(task.eval_size, task.length_decay, [round(task.eval_size * quota / total) for quota in quotas], capacity=quotas)
     rng = random.Random(f"{task.name}/{seed}")
     train: list[Problem] = []
     evaluation: list[Problem] = []
-    for n, quota, held in zip(lengths, quotas, held_out, strict=True):
+    for n, quota, eval_quota in zip(lengths, quotas, held_out, strict=True):
         for position, index in enumerate(_distinct(rng, kind.size(n), quota)):
             text = kind.make(n, index)
-            split, name = (evaluation, "eval") if position < held else (train, "train")
+            split, name = (evaluation, "eval") if position < eval_quota else (train, "train")
             solution = " ".join([*text.steps, ANSWER_MARK + text.answer])
             split.append(Problem(f"{task.name}/{name}/{len(split)}", text.prompt, text.answer, solution))
     return train, evaluation
 
 
 def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
-    """Split `total` over lengths as far as the caps allow, remainders to the longest; `capacity` widens the caps by need."""
+    """Split `total` over the lengths within the caps, remainders to the longest. `capacity` replaces the caps if they are too low."""
     shares = [0] * len(caps)
     for bounds in [caps] if capacity is None else [caps, capacity]:
         while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
-            # Counted from the shortest that is open, so that the weights are never all 0.
+            # Relative to the shortest open length, so the weights are never all 0.
             weights = [decay ** (i - open_[0]) for i in open_]
             whole = sum(weights)
             each = [math.floor(left * weight / whole) for weight in weights]
@@ -175,7 +175,7 @@ def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int
 
 
 def _distinct(rng: random.Random, size: int, count: int) -> list[int]:
-    """`count` different numbers below `size`, in random order; `size` may be beyond what `random.sample` takes."""
+    """`count` distinct numbers below `size`, in random order; `size` may exceed the limit of `random.sample`."""
     if count * 3 > size:
         return rng.sample(range(size), count)
     chosen: dict[int, None] = {}

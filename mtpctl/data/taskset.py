@@ -1,8 +1,7 @@
-"""The tasks of an environment of the package verifiers, as problems.
+"""The tasks of a verifiers environment, as problems.
 
-A task of verifiers is data with code. A problem carries the data; the process that plays an episode makes the task from it again, as
-verifiers' own server does, so that it loads no dataset. The package is an extra of mtpctl, and is imported only where a recipe names one of
-its environments.
+A verifiers task is data with code. A problem contains the data; the process that runs an episode creates the task from it, as verifiers'
+own server does, so it loads no dataset. The package is an extra of mtpctl, imported only for a recipe that names one of its environments.
 """
 
 from __future__ import annotations
@@ -23,33 +22,33 @@ from mtpctl.recipe.rollout import RolloutBase
 
 FIELD, ARGS, EVAL_ARGS = "rollout.environment", "rollout.environment_args", "rollout.environment_eval_args"
 RELEASE = "0.4.0"
-"""The only release of verifiers that is taken: this module uses parts of it that may change."""
+"""The supported release of verifiers: this module uses parts of it that may change."""
 TRAIN, HELD_OUT = "train", "eval"
 """The middle part of a problem's id, as in `NAME/train/17`."""
 
 
 def require_verifiers() -> None:
-    """Raise EnvironmentMissing where verifiers is not installed here, or is another release."""
+    """Raise EnvironmentMissing if verifiers is not installed, or another release is."""
     install = f"uv pip install verifiers=={RELEASE} (mtpctl's extra [verifiers])"
     try:
-        found = importlib.metadata.version("verifiers")
+        installed = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as error:
         raise EnvironmentMissing(f"{FIELD}: the package verifiers is not installed; {install}") from error
-    if found != RELEASE:
-        raise EnvironmentMissing(f"{FIELD}: verifiers {found} is installed, and mtpctl works with {RELEASE}; {install}")
+    if installed != RELEASE:
+        raise EnvironmentMissing(f"{FIELD}: verifiers {installed} is installed, but mtpctl supports {RELEASE}; {install}")
 
 
 def environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS) -> Any:
-    """The configuration of the environment `name`, from `args`, which are the block `env` of verifiers' own configurations.
+    """The configuration of the environment `name` from `args`, the block `env` of verifiers' own configurations.
 
-    `overrides` are merged into `args`. `field`: the recipe key that an error names. Raises EnvironmentMissing where the environment's
-    package is not installed, and UserError for arguments that it does not take.
+    `overrides` are merged into `args`. `field` is the recipe key in errors. Raises EnvironmentMissing if the environment's package is not
+    installed, UserError for unsupported arguments.
     """
     require_verifiers()
     import verifiers.v1 as vf
     from verifiers.v1.utils.generic import deep_merge
 
-    if os.getcwd() not in sys.path:  # as for code of the user's own
+    if os.getcwd() not in sys.path:  # as for user-defined code
         sys.path.append(os.getcwd())
     tree = deep_merge(deep_merge(dict(args), dict(overrides)), {"taskset": {"id": name}})
     try:
@@ -59,37 +58,37 @@ def environment_config(name: str, args: Mapping[str, object], overrides: Mapping
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from error
-    except Exception as error:  # whatever the environment's package raises where it is imported
-        raise UserError(f"{FIELD}: verifiers:{name}: {_told(error)}") from error
+    except Exception as error:  # of the environment's package, at import
+        raise _user_error(name, error) from error
 
 
 def check_runtimes(rollout: RolloutBase) -> None:
-    """Raise EnvironmentMissing where a seat plays in Prime Intellect's sandboxes, verifiers' default, and no API key for them is set."""
-    assert rollout.verifiers is not None, "the recipe names an environment of verifiers"
+    """Raise EnvironmentMissing if an agent runs in Prime Intellect's sandboxes, verifiers' default, and no API key for them is set."""
+    assert rollout.verifiers is not None, "the recipe names a verifiers environment"
     config = environment_config(rollout.verifiers, rollout.environment_args, {})
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.prime import load_prime_config
 
     if os.environ.get("PRIME_API_KEY") or load_prime_config().get("api_key"):
         return
-    for seat, each in agent_config_fields(config).items():
+    for agent, each in agent_config_fields(config).items():
         if each.runtime.type == "prime":
             raise EnvironmentMissing(
-                f"{ARGS}: {seat} plays in a sandbox of Prime Intellect, and no PRIME_API_KEY is set; set it, or name another place: "
-                f"{{{seat}: {{runtime: {{type: docker}}}}}}, or subprocess, which is this machine without walls"
+                f"{ARGS}: {agent} runs in a sandbox of Prime Intellect, but PRIME_API_KEY is not set; set it, or choose another runtime: "
+                f"{{{agent}: {{runtime: {{type: docker}}}}}}, or subprocess, which is this machine without isolation"
             )
 
 
 def tasks(name: str, args: Mapping[str, object], overrides: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
-    """The tasks of the environment `name`, one after another, and whether there is an end to them. Raises as `environment_config` does."""
+    """An iterator over the tasks of the environment `name`, and whether it is finite. Raises as `environment_config` does."""
     config = environment_config(name, args, overrides, EVAL_ARGS if overrides else ARGS)
     from verifiers.v1.utils.loaders import load_taskset
 
     try:
         taskset = load_taskset(config.taskset)
         return iter(taskset), bool(taskset.bounded)
-    except Exception as error:  # the author's own code
-        raise UserError(f"{FIELD}: verifiers:{name}: {_told(error)}") from error
+    except Exception as error:  # of the environment's own code
+        raise _user_error(name, error) from error
 
 
 def environment_problems(
@@ -97,43 +96,43 @@ def environment_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the held-out problems of the recipe's environment.
 
-    `sizes`: the recipe's `data.taskset`. `limit`: how many of each are enough; None for all. Raises UserError for an environment without
-    tasks, for one whose tasks have no end where no size is set, and where every task would be held out.
+    sizes: the recipe's `data.taskset`. limit: the number of each that is needed; None for all. Raises UserError if the environment has no
+    tasks, has infinitely many and no size is set, or if every task would be held out.
     """
     name, sizes = rollout.verifiers, sizes or TasksetConfig()
-    assert name is not None, "the recipe names an environment of verifiers"
+    assert name is not None, "the recipe names a verifiers environment"
     separate, held_out = bool(rollout.environment_eval_args), sizes.eval_size or 0
     first = 0 if separate else held_out
     train = _problems(rollout, name, TRAIN, first + sizes.train_size if sizes.train_size else None, first + limit if limit else None)
     if separate:
         return train, _problems(rollout, name, HELD_OUT, sizes.eval_size, limit)
     if len(train) <= held_out:
-        raise UserError(f"data.taskset.eval_size: {held_out} of the {len(train)} tasks of verifiers:{name} are all; lower it")
+        raise UserError(f"data.taskset.eval_size: {held_out} would hold out all {len(train)} tasks of verifiers:{name}; lower it")
     return train[held_out:], train[:held_out]
 
 
-def _problems(rollout: RolloutBase, name: str, role: str, most: int | None, limit: int | None) -> list[Problem]:
-    """The tasks as problems: at most `most`, and no more than `limit`; None is no bound."""
-    found, ends = tasks(name, rollout.environment_args, rollout.environment_eval_args if role == HELD_OUT else {})
-    size = "train_size" if role == TRAIN else "eval_size"
-    if not ends and most is None and limit is None:
-        raise UserError(f"data.taskset.{size}: verifiers:{name} has tasks without end; set how many there are")
-    bounds = [bound for bound in (most, limit) if bound is not None]
+def _problems(rollout: RolloutBase, name: str, role: str, size: int | None, limit: int | None) -> list[Problem]:
+    """The tasks as problems, at most `size` and `limit`; None is no bound."""
+    iterator, finite = tasks(name, rollout.environment_args, rollout.environment_eval_args if role == HELD_OUT else {})
+    key = "train_size" if role == TRAIN else "eval_size"
+    if not finite and size is None and limit is None:
+        raise UserError(f"data.taskset.{key}: verifiers:{name} has infinitely many tasks; set a number")
+    bounds = [bound for bound in (size, limit) if bound is not None]
     try:
-        problems = [as_problem(task, f"{name}/{role}/{number}") for number, task in enumerate(islice(found, min(bounds, default=None)))]
+        problems = [as_problem(task, f"{name}/{role}/{number}") for number, task in enumerate(islice(iterator, min(bounds, default=None)))]
     except MtpctlError:
         raise
-    except Exception as error:  # the author's own code
-        raise UserError(f"{FIELD}: verifiers:{name}: {_told(error)}") from error
+    except Exception as error:  # of the environment's own code
+        raise _user_error(name, error) from error
     if not problems:
-        raise UserError(f"{FIELD}: verifiers:{name} has no task; see what it takes in {ARGS}: {{taskset: …}}")
+        raise UserError(f"{FIELD}: verifiers:{name} has no task; check {ARGS}: {{taskset: …}}")
     return problems
 
 
 def as_problem(task: Any, prompt_id: str) -> Problem:
-    """A task as a problem with the task's data as its fields.
+    """A task as a problem, with the task's data as fields.
 
-    A task that a simulated user opens has no prompt; its name, or `prompt_id`, stands in for it.
+    A task that a simulated user opens has no prompt; its name or `prompt_id` is used instead.
     """
     fields = task.data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")
@@ -142,12 +141,12 @@ def as_problem(task: Any, prompt_id: str) -> Problem:
 
 
 def task_data(problem: Problem) -> dict[str, object]:
-    """The data from which the problem's task is made: its fields, and its prompt and answer too where it comes from a file of rows."""
-    given: dict[str, object] = {"prompt": [dict(message) for message in problem.messages] or problem.prompt}
+    """The data of the problem's task: its fields, and for a row of a file also prompt and answer."""
+    row: dict[str, object] = {"prompt": [dict(message) for message in problem.messages] or problem.prompt}
     if problem.answer != NO_ANSWER:
-        given["answer"] = problem.answer
+        row["answer"] = problem.answer
     own = problem.prompt_id.rpartition("/")[0].endswith((f"/{TRAIN}", f"/{HELD_OUT}"))
-    return dict(problem.fields) if own else given | dict(problem.fields)
+    return dict(problem.fields) if own else row | dict(problem.fields)
 
 
 def is_held_out(problem: Problem, name: str) -> bool:
@@ -155,5 +154,5 @@ def is_held_out(problem: Problem, name: str) -> bool:
     return problem.prompt_id.startswith(f"{name}/{HELD_OUT}/")
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _user_error(name: str, error: BaseException) -> UserError:
+    return UserError(f"{FIELD}: verifiers:{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

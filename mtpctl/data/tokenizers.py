@@ -1,8 +1,10 @@
-"""Tokenizers: the interface that the package uses, and a byte-level tokenizer that needs no download.
+"""Tokenizers: their interface, a byte-level tokenizer that needs no download, and the bytes of single tokens.
 
-The byte tokenizer is an ordinary Hugging Face folder, which transformers and the rollout engines load like any other. The id of a byte is
-its value (0 to 255); `<pad>` is 256, `<bos>` 257, `<eos>` 258. With 259 ids it fits model vocabularies of 320 or 512. It adds no special
-token by itself.
+The byte tokenizer is an ordinary Hugging Face folder, which transformers and the engines load. The id of a byte is its value (0 to 255);
+`<pad>` is 256, `<bos>` 257, `<eos>` 258. It adds no special tokens.
+
+A token may be a part of a character. Decoded alone it gives U+FFFD, which has other bytes, so the bytes are read from the vocabulary:
+byte-level BPE writes each byte as a printable character, and tokenizers with byte fallback have tokens such as `<0xE2>`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mtpctl.data.messages import NotRendered, Shown, for_template, without_nulls
+from mtpctl.data.messages import NotRendered, RenderCheck, for_template, without_nulls
 from mtpctl.data.problems import Message
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.model import cached_file
@@ -37,7 +39,7 @@ _BYTE_TEMPLATE = """\
 {%- for call in m.tool_calls or [] %}{{ 'CALL ' + call.function.name + ' ' + (call.function.arguments | tojson) }}{% endfor %}
 {{- '<eos>' if m.role == 'assistant' else '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-"""Conversations of the byte tokenizer: a line for the tools, a line a message, and the end token behind the model's turns."""
+"""Chat template of the byte tokenizer: one line for the tools, one per message, and the end token after assistant turns."""
 
 
 class Tokenizer(Protocol):
@@ -51,40 +53,40 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def special_ids(self) -> AbstractSet[int]:
-        """Ids of tokens that are no text, such as those that end a turn."""
+        """Ids of tokens that are not text, such as those that end a turn."""
         ...
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text; with `special`, after the special tokens that the tokenizer itself puts before a prompt (bos, for some)."""
+        """Ids of the text; with `special`, after the special tokens that the tokenizer adds before a prompt (bos, for some)."""
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of the ids, without ids that the tokenizer does not know, and without special tokens unless `special` asks for them."""
+        """Text of the ids, without unknown ids, and without special tokens unless `special` is true."""
         ...
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each token, also of one that is a part of a character; none for ids that the tokenizer does not know."""
+        """The bytes of each token, even if it is a part of a character; empty for unknown ids."""
         ...
 
-    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of the text, and for each where its own text begins, in characters. Raises UserError for a tokenizer that cannot tell."""
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of the text, and the offset of each in characters. Raises UserError for a tokenizer without offsets."""
         ...
 
     def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
-        """Ids of a conversation in the chat template of the tokenizer, up to the beginning of the assistant's answer.
+        """Ids of a conversation in the chat template, with the generation prompt.
 
-        `tools` are JSON schemas of what the model may call; `variables` are further ones of the template.
+        tools: JSON schemas of the model's tools. variables: further variables of the template.
         """
         ...
 
     def chat_text(
         self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE, *, opened: bool = True
     ) -> str:
-        """A conversation in the chat template as text; with `opened`, up to the beginning of the assistant's next answer."""
+        """A conversation in the chat template as text; with `opened`, with the generation prompt."""
         ...
 
-    def check_shown(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
-        """Raise NotRendered if the chat template leaves out tools, tool calls or messages of a role. `chat` does so itself."""
+    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
+        """Raise NotRendered if the chat template drops tools, tool calls or messages of a role. `chat` does this check itself."""
         ...
 
 
@@ -94,15 +96,15 @@ class HfTokenizer:
     def __init__(self, inner: PreTrainedTokenizerBase, name: str, *, ignore_tools: bool = False) -> None:
         eos_id = _configured_eos(name) if inner.eos_token_id is None else inner.eos_token_id
         if eos_id is None:
-            raise UserError(f"model.tokenizer: {name} names no eos_token; add one to its tokenizer_config.json")
+            raise UserError(f"model.tokenizer: {name} has no eos_token; add one to its tokenizer_config.json")
         self.inner = inner
         self.name = name
         self.chat_template: str = inner.chat_template if isinstance(inner.chat_template, str) else ""
         self.eos_id: int = eos_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
-        self._ends_that_are_text: list[int] = []
-        self._shown = Shown(name, ignore_tools=ignore_tools)
+        self._hidden: list[int] = []
+        self._render_check = RenderCheck(name, ignore_tools=ignore_tools)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         ids: list[int] = self.inner.encode(text, add_special_tokens=False)
@@ -111,23 +113,22 @@ class HfTokenizer:
         whole: list[int] = self.inner.encode(text, add_special_tokens=True)
         prefix = next((whole[:n] for n in range(len(whole) - len(ids) + 1) if whole[n : n + len(ids)] == ids), None) if ids else None
         if prefix is not None:
-            # The prefix (bos) is not added twice. The suffix that some tokenizers append (eos) is dropped: a model would have nothing to
-            # continue after it.
+            # The prefix (bos) is not added twice. The suffix of some tokenizers (eos) is dropped, because a model stops there.
             return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
         return whole[:-1] if whole[-1:] == [self.eos_id] != ids[-1:] else whole
 
     def hide(self, ids: Iterable[int]) -> None:
-        """Leave these end tokens out of decoded text, although the tokenizer does not mark them as special."""
-        self._ends_that_are_text = sorted({*ids} - self.special_ids)
+        """Remove these end tokens from decoded text, although the tokenizer does not mark them as special."""
+        self._hidden = sorted({*ids} - self.special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         import numpy as np
 
-        # As an array: transformers looks at every number of a list, which takes longer than the decoding.
-        given = np.asarray(ids, np.int64)
-        if self._ends_that_are_text and not special:
-            given = given[~np.isin(given, self._ends_that_are_text)]
-        text = self.inner.decode(given[given < self.vocab_size], skip_special_tokens=not special)
+        # An array, because transformers checks every number of a list, which takes longer than the decoding.
+        tokens = np.asarray(ids, np.int64)
+        if self._hidden and not special:
+            tokens = tokens[~np.isin(tokens, self._hidden)]
+        text = self.inner.decode(tokens[tokens < self.vocab_size], skip_special_tokens=not special)
         assert isinstance(text, str)
         return text
 
@@ -138,14 +139,14 @@ class HfTokenizer:
     def _bytes_of(self) -> Callable[[int], bytes]:
         return reader_of(self.inner)
 
-    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         if not self.inner.is_fast:
-            raise UserError(f"model.tokenizer: {self.name} does not tell the text of a token, which conversations need; name another")
-        found = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
-        return cast("list[int]", found["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", found["offset_mapping"])]
+            raise UserError(f"model.tokenizer: {self.name} has no token offsets, which conversations need; name another")
+        encoding = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
+        return cast("list[int]", encoding["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", encoding["offset_mapping"])]
 
     def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
-        self.check_shown(messages, tools, variables)
+        self.check_rendered(messages, tools, variables)
         return cast("list[int]", self._templated(messages, tools, variables, opened=True, tokenize=True))
 
     def chat_text(
@@ -153,11 +154,11 @@ class HfTokenizer:
     ) -> str:
         return cast(str, self._templated(messages, tools, variables, opened=opened, tokenize=False))
 
-    def check_shown(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
+    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
         def render(messages: Sequence[Message], tools: Sequence[object]) -> str:
             return self.chat_text(messages, tools, variables, opened=messages[-1]["role"] != "assistant")
 
-        self._shown.check(render, messages, tools)
+        self._render_check.check(render, messages, tools)
 
     def _templated(
         self, messages: Sequence[Message], tools: Sequence[object], variables: Variables, *, opened: bool, tokenize: bool
@@ -169,10 +170,10 @@ class HfTokenizer:
                 f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false and give prompts as plain text, "
                 "or name a tokenizer that has one in model.tokenizer"
             )
-        given, schemas = cast(Any, for_template(messages)), cast(Any, without_nulls(list(tools)) or None)
+        prepared, schemas = cast(Any, for_template(messages)), cast(Any, without_nulls(list(tools)) or None)
         try:
             return self.inner.apply_chat_template(
-                given, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **cast(Any, variables)
+                prepared, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **cast(Any, variables)
             )
         except (TemplateError, TypeError, KeyError) as error:
             roles = list(dict.fromkeys(str(message["role"]) for message in messages))
@@ -184,31 +185,26 @@ class HfTokenizer:
 
 
 def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """The tokenizer of a folder or hub id. `ignore_tools`: its chat template may leave tools out (`data.ignore_tools`).
+    """The tokenizer of a folder or hub id. `ignore_tools`: its chat template may drop tools (`data.ignore_tools`).
 
-    Raises UserError for a folder without a tokenizer, EnvironmentMissing where the hub does not answer.
+    Raises UserError for a folder without a tokenizer, EnvironmentMissing if the hub does not respond.
     """
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
     try:
         inner = AutoTokenizer.from_pretrained(str(path))
-    except Exception as error:  # the tokenizers library raises nothing more special for a form that it does not know
+    except Exception as error:  # the tokenizers library raises plain Exception for unknown formats
         if local:
-            raise UserError(f"model.tokenizer: {path} holds no tokenizer that loads ({_line(error)}); name another folder") from error
-        raise EnvironmentMissing(f"model.tokenizer: no folder {path}, and the hub gave nothing ({_line(error)})") from error
+            raise UserError(f"model.tokenizer: the tokenizer in {path} cannot be loaded ({_line(error)}); name another folder") from error
+        raise EnvironmentMissing(f"model.tokenizer: there is no folder {path}, and the hub download failed ({_line(error)})") from error
     return HfTokenizer(inner, str(path), ignore_tools=ignore_tools)
 
 
 def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """The tokenizer of a folder, loaded with the plain class if it has a `tokenizer.json`, which takes a tenth of the time.
-
-    `ignore_tools`: as in `load_tokenizer`.
-
-    Raises UserError for a folder without a tokenizer that loads.
-    """
+    """The tokenizer of a folder, as in `load_tokenizer`. A `tokenizer.json` is loaded with the plain class, in a tenth of the time."""
     if not has_tokenizer(folder):
-        raise UserError(f"model.tokenizer: {folder} holds no tokenizer (tokenizer.json); name a folder or hub id that has one")
+        raise UserError(f"model.tokenizer: {folder} has no tokenizer (tokenizer.json); name a folder or hub id that has one")
     if not (folder / "tokenizer.json").is_file():
         return load_tokenizer(folder, ignore_tools=ignore_tools)
     from transformers import PreTrainedTokenizerFast
@@ -216,7 +212,7 @@ def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokeniz
     try:
         inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as error:  # as in `load_tokenizer`
-        raise UserError(f"model.tokenizer: {folder} holds no tokenizer that loads ({_line(error)}); name another folder") from error
+        raise UserError(f"model.tokenizer: the tokenizer in {folder} cannot be loaded ({_line(error)}); name another folder") from error
     return HfTokenizer(inner, str(folder), ignore_tools=ignore_tools)
 
 
@@ -226,26 +222,23 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_byte_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """The tokenizer that `make_byte_tokenizer` wrote. It is loaded by its own class: looking for one by the model's takes seconds."""
+    """The tokenizer that `make_byte_tokenizer` wrote. `AutoTokenizer` would take seconds to find its class."""
     from transformers import PreTrainedTokenizerFast
 
     return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(str(folder)), str(folder), ignore_tools=ignore_tools)
 
 
 def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError where the tokenizer has ids that a model of `vocab_size` rows cannot embed."""
+    """Raise UserError if the tokenizer has ids beyond a model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"model.tokenizer: its ids go up to {tokenizer.vocab_size - 1}, the model's vocabulary holds {vocab_size}; "
-            "use the model's own tokenizer, or a vocab_size that fits"
+            f"model.tokenizer: its ids go up to {tokenizer.vocab_size - 1}, but the model's vocabulary has {vocab_size}; "
+            "use the model's own tokenizer, or a larger vocab_size"
         )
 
 
 def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
-    """Write a byte-level tokenizer as a Hugging Face folder (tokenizer.json and its two configs) into `dest`.
-
-    With `chat` it has a chat template, a line a message.
-    """
+    """Write a byte-level tokenizer as a Hugging Face folder (tokenizer.json and two configs); with `chat`, with a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     characters = byte_characters()
@@ -268,22 +261,22 @@ def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
 
 
 def _configured_eos(path: str) -> int | None:
-    """The first end token in the model's configs, which are next to its tokenizer; None if they name none."""
+    """The first end token in the model's configs next to the tokenizer; None if there is none."""
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name)
         try:
             fields = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         except (OSError, ValueError):  # reported where the model is read
             continue
-        named = fields.get("eos_token_id") if isinstance(fields, dict) else None
-        first = named[0] if isinstance(named, list) and named else named
+        ids = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        first = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(first, int) and not isinstance(first, bool) and first >= 0:
             return first
     return None
 
 
 def _added_specials(inner: PreTrainedTokenizerBase) -> list[int]:
-    """Added tokens that are marked as special: in many tokenizers the end of a turn is one, and no named special token."""
+    """Added tokens that are marked as special, such as the end of a turn in many tokenizers."""
     return [number for number, token in inner.added_tokens_decoder.items() if token.special]
 
 
@@ -292,27 +285,22 @@ def _line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-# The bytes of single tokens, and where tokens begin in a text.
-#
-# A token may be a part of a character. Decoded alone it gives U+FFFD, which has other bytes, so the bytes are read from the vocabulary:
-# byte-level BPE writes each byte as a printable character, and tokenizers with byte fallback have tokens such as `<0xE2>`.
-
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 """The character for a space in SentencePiece vocabularies."""
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE: itself, or the next free one from U+0100 on."""
+    """The printable character for each byte in byte-level BPE: itself, or the next free one from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_ins = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
 def reader_of(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
-    """A function that returns the bytes of a token; none for an id without a token.
+    """A function that returns the bytes of a token; empty for an unknown id.
 
-    Tokenizers of another kind than byte-level BPE and SentencePiece give the bytes of the token's text.
+    For tokenizers other than byte-level BPE and SentencePiece, these are the bytes of the token's text.
     """
     added = {number: token.content for number, token in inner.added_tokens_decoder.items()}
     kinds = _kinds(inner)
@@ -336,9 +324,9 @@ def reader_of(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
 
 
 def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
-    """The offset of each token in `text`, in characters; a token that continues a character has the offset of that character.
+    """The offset of each token in `text`, in characters; a token that continues a character has its offset.
 
-    `pieces`: the bytes of the tokens; empty for tokens that are not in the text, such as special tokens.
+    pieces: the bytes of the tokens; empty for tokens that are not in the text, such as special tokens.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     starts, read = [], 0
@@ -352,7 +340,7 @@ def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
 
 
 def _kinds(inner: PreTrainedTokenizerBase) -> set[str]:
-    """The kinds of decoders that a tokenizer uses."""
+    """The decoders of a tokenizer."""
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is None:
         return {"ByteFallback"} if hasattr(inner, "sp_model") else set()

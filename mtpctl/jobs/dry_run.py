@@ -15,7 +15,7 @@ from mtpctl.controller.copies import check_copies
 from mtpctl.controller.preflight import rehearse
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
-from mtpctl.data.inspection import leaks_in, look
+from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import first_problems, rows_of
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_plain_tokenizer, make_byte_tokenizer
@@ -129,7 +129,7 @@ def dry_run(recipe: Recipe) -> Plan:
     trials(partial(RunDirectory.check_writable, recipe.run_path))
     trials(partial(check_packages, recipe.telemetry))
     trials(partial(check_copies, recipe))
-    looked = trials(partial(look, recipe.data, recipe.evaluation, recipe.train.stages))
+    looked = trials(partial(inspect_sets, recipe.data, recipe.evaluation, recipe.train.stages))
     leaks = leaks_in(looked or [], recipe.train.stages)
     for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
         trials(check)

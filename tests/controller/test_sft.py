@@ -71,7 +71,7 @@ def test_a_conversation_goes_to_the_trainer_with_the_mask_of_the_assistants_turn
         def chat_text(self, messages: Any, tools: Any = (), *, opened: bool = True) -> str:
             return "".join(m["role"][0] + m["content"] for m in messages) + ("a" if opened else "")
 
-        def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+        def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
             return self.encode(text), list(range(len(text)))
 
     trained: list[tuple[list[int], list[int], list[int]]] = []

@@ -246,7 +246,7 @@ def test_a_hint_goes_into_the_last_message_of_the_user() -> None:
 
 
 def test_a_hint_of_a_column_that_is_not_there_is_told() -> None:
-    told = r"train\.rl\.teacher\.hint: '\{nothing\}' cannot be filled in for p .*answer, level, prompt, solution"
+    told = r"train\.rl\.teacher\.hint: '\{nothing\}' cannot be formatted for p .*answer, level, prompt, solution"
     with pytest.raises(UserError, match=told):
         in_run(Server(), sample_of([-1.0], [1]), "{nothing}")
 

@@ -68,7 +68,7 @@ def test_a_conversation_reads_as_text_with_its_roles(tmp_path: Path) -> None:
         (VERL, "no column 'answer'; its columns are data_source, prompt, ability, reward_model.style, reward_model.ground_truth, "),
         (VERL, "set data.columns: {answer: reward_model.ground_truth}"),
         ({"messages": [ASK], "label": 4}, "set data.columns: {prompt: messages, answer: label}"),
-        ({"prompt": "a", "b": 1}, "set data.columns: {answer: NAME}, or answer: null where the reward needs none"),
+        ({"prompt": "a", "b": 1}, "set data.columns: {answer: NAME}, or answer: null if the reward needs none"),
     ],
 )
 def test_a_column_that_is_missing_is_told_with_those_that_are_there_and_the_setting(row: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ def test_rows_without_answers_where_the_recipe_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": [ASK, SAY], "answer": "4"}, "`prompt` ends with a message of the assistant, and a prompt ends before it"),
+        ({"prompt": [ASK, SAY], "answer": "4"}, "`prompt` ends with an assistant message, but a prompt must end before it"),
         ({"prompt": [], "answer": "4"}, "`prompt` has no messages"),
         ({"prompt": [{"text": "a"}], "answer": "4"}, "must be an object with `role` and `content`; it has text"),
         ({"prompt": ["a"], "answer": "4"}, "must be an object with `role` and `content`; it is 'a'"),
-        ({"prompt": [{"role": "user", "content": ""}], "answer": "4"}, "`content` of message 1 of `prompt` must be text that is not empty"),
-        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "4"}, "message 1 of `prompt` holds a lone surrogate"),
-        ({"prompt": "a", "answer": ["4"]}, "`answer` must be text that is not blank, or a number, not a list"),
+        ({"prompt": [{"role": "user", "content": ""}], "answer": "4"}, "`content` of message 1 of `prompt` must be non-empty text"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "4"}, "message 1 of `prompt` contains a lone surrogate"),
+        ({"prompt": "a", "answer": ["4"]}, "`answer` must be non-blank text or a number, not a list"),
         ({"prompt": "a", "answer": "4", "tools": "[{"}, "`tools` is text that is not JSON"),
         ({"prompt": "a", "answer": "4", "tools": {"name": "f"}}, "`tools` must be a list of objects"),
     ],
@@ -118,7 +118,7 @@ def test_the_supervised_stage_takes_conversations_and_solutions_without_an_answe
     assert whole.is_conversation and [message["role"] for message in whole.messages] == ["system", "user", "assistant"]
     (solved,) = read(rows(tmp_path / "s.jsonl", {"prompt": "a", "solution": "b"}), supervised=True)
     assert (solved.is_conversation, solved.target) == (False, "b")
-    with pytest.raises(UserError, match=r"`answer` must be text"):
+    with pytest.raises(UserError, match=r"`answer` must be non-blank text"):
         read(rows(tmp_path / "n.jsonl", {"messages": [ASK]}), supervised=True)
 
 
@@ -131,7 +131,7 @@ def test_a_folder_is_read_in_the_order_of_names_and_ids_tell_the_file(tmp_path: 
     (tmp_path / "README.md").write_text("rows")
     assert [problem.prompt_id for problem in read_problems(tmp_path)] == ["a.json:1", "b/x.jsonl:1"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"data\.path: the folder .*empty holds no \.jsonl, \.json or \.parquet file"):
+    with pytest.raises(UserError, match=r"data\.path: the folder .*empty has no \.jsonl, \.json or \.parquet file"):
         read_problems(tmp_path / "empty")
 
 

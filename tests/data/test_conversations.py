@@ -116,7 +116,7 @@ def test_a_turn_of_weight_0_is_read_and_not_trained_on(chatml: Tokenizer) -> Non
     problem.messages[1]["weight"] = 0  # type: ignore[index]
     assert trained(chatml, problem)[1] == ["2<|im_end|>"]
     problem.messages[3]["weight"] = 0  # type: ignore[index]
-    with pytest.raises(UserError, match=r"^c\.jsonl:1: no turn of the assistant is trained on"):
+    with pytest.raises(UserError, match=r"^c\.jsonl:1: no assistant turn is trained"):
         encode_conversation(chatml, problem)
 
 
@@ -133,8 +133,8 @@ def test_where_the_template_ends_no_turn_the_tokenizers_end_token_does(tmp_path:
 @pytest.mark.parametrize(
     ("template", "contents", "told"),
     [
-        (FORGETS, ["1+1?", "<think>hm</think>2", "2+2?", "4"], r"rewrites turns when others follow \(message 2, near "),
-        (OPENS_OTHERWISE, ["1+1?", "2"], r"opens a turn otherwise than it writes it \(message 2, near "),
+        (FORGETS, ["1+1?", "<think>hm</think>2", "2+2?", "4"], r"changes turns when others follow \(message 2, near "),
+        (OPENS_OTHERWISE, ["1+1?", "2"], r"renders the generation prompt differently \(message 2, near "),
     ],
 )
 def test_a_template_that_does_not_keep_what_was_said_is_refused(tmp_path: Path, template: str, contents: list[str], told: str) -> None:
@@ -159,7 +159,7 @@ def test_a_conversation_that_begins_with_the_assistant_is_refused(chatml: Tokeni
 
 
 def test_a_conversation_longer_than_the_context_is_named(chatml: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"^c\.jsonl:1: the conversation has \d+ tokens and the context holds 20"):
+    with pytest.raises(UserError, match=r"^c\.jsonl:1: the conversation has \d+ tokens, but the context has 20"):
         fit_problems(chatml, [talk("1+1?", "2")], DataConfig(), context=20, targets=True)
 
 

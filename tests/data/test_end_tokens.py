@@ -111,7 +111,7 @@ def test_a_tokenizer_without_an_eos_token_takes_that_of_the_models_configs(tmp_p
     (user,) = tokens_of(glm, "<|user|>")
     glm.inner.eos_token = None
     glm.inner.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="names no eos_token"):
+    with pytest.raises(UserError, match="has no eos_token"):
         load_tokenizer(tmp_path)
     ends, _ = recipe_end_tokens(write_model(tmp_path, {}, {"eos_token_id": [user]}), VllmConfig())
     assert [(token.text, token.sources) for token in ends.tokens] == [("<|user|>", ("generation_config.json",))]
@@ -137,7 +137,7 @@ def test_every_turn_trains_the_token_with_which_the_template_closes_it(name: str
     assert [tokenizer.decode([ends.closing or 0], special=True)] == [closing]
     opened = "<think>\n" if name == "deepseek" else "<think>" if name == "mimo" else ""
     if opened:  # these open a turn with thinking that they do not write for earlier turns
-        with pytest.raises(UserError, match="opens a turn otherwise than it writes it"):
+        with pytest.raises(UserError, match="renders the generation prompt differently"):
             encode_conversation(tokenizer, talk("a", "b"), ends=ends)
         return
     runs = [run.strip() for run in trained(tokenizer, talk("one?", "one", "two?", "two"), ends)]

@@ -69,31 +69,31 @@ def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
         ('{"prompt": "", "answer": "2"}', "`prompt`"),
         ('{"prompt": "1+1="}', "`answer`"),
         ('{"prompt": "1+1=", "answer": true}', "`answer`"),
-        ('{"prompt": "1+1=", "answer": " \\n"}', "`answer` must be text that is not blank"),
-        ('{"prompt": "1+1=", "answer": NaN}', "`answer` must be a number that is finite, got nan"),
-        ('{"prompt": "1+1=", "answer": 1e999}', "`answer` must be a number that is finite, got inf"),
+        ('{"prompt": "1+1=", "answer": " \\n"}', "`answer` must be non-blank text"),
+        ('{"prompt": "1+1=", "answer": NaN}', "`answer` must be a finite number, got nan"),
+        ('{"prompt": "1+1=", "answer": 1e999}', "`answer` must be a finite number, got inf"),
         ('{"prompt": "1+1=", "answer": ' + "9" * 5000 + "}", "not JSON that can be read"),
         ("[" * 100_000, "not JSON that can be read"),
-        (r'{"prompt": "\ud83d", "answer": "2"}', "`prompt` holds a lone surrogate"),
-        (r'{"prompt": "1+1=", "answer": "2", "solution": "\udc00"}', "`solution` holds a lone surrogate"),
+        (r'{"prompt": "\ud83d", "answer": "2"}', "`prompt` contains a lone surrogate"),
+        (r'{"prompt": "1+1=", "answer": "2", "solution": "\udc00"}', "`solution` contains a lone surrogate"),
         ('{"prompt": "1+1=", "answer": "2", "solution": ""}', "`solution`"),
         (
             '{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}',
-            "`images` holds images, and models are trained on text alone; remove the column",
+            "`images` contains images, but models are trained only on text; remove the column",
         ),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "2"}',
-            "`prompt` holds images, and models are trained on text alone; remove rows whose messages",
+            "`prompt` contains images, but models are trained only on text; remove rows whose messages",
         ),
-        ('{"prompt": "  ", "answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got blanks alone; fix or remove"),
-        ('{"answer": "2"}', "`prompt` must be text that is not blank, or chat messages, got no such column in this row"),
+        ('{"prompt": "  ", "answer": "2"}', "`prompt` must be non-blank text, or chat messages, got only blanks; fix or remove"),
+        ('{"answer": "2"}', "`prompt` must be non-blank text, or chat messages, got no such column in this row"),
         (
             '{"prompt": {"bytes": "", "path": null}, "answer": "2"}',
-            "`prompt` must be text that is not blank, or chat messages, got an object",
+            "`prompt` must be non-blank text, or chat messages, got an object",
         ),
         (
             '{"prompt": "1+1=", "answer": ""}',
-            "got an empty text; fix or remove the row, or set data.columns.answer: null where the reward needs none",
+            "got empty text; fix or remove the row, or set data.columns.answer: null if the reward needs none",
         ),
     ],
 )
@@ -118,13 +118,13 @@ def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"data\.eval_path: no file"):
         read_problems(tmp_path / "none.jsonl", "data.eval_path")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match="holds no problem"):
+    with pytest.raises(UserError, match="has no problem"):
         read_problems(tmp_path / "empty.jsonl")
     (tmp_path / "train.csv").write_text("prompt,answer\n")
     with pytest.raises(UserError, match=r"neither \.jsonl, \.json nor \.parquet"):
         read_problems(tmp_path / "train.csv")
     (tmp_path / "fake.parquet").write_text(GOOD)
-    with pytest.raises(UserError, match="not a Parquet file"):
+    with pytest.raises(UserError, match="not a readable Parquet file"):
         read_problems(tmp_path / "fake.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["1"]}), tmp_path / "columns.parquet")
     told = r"data\.columns\.answer: columns\.parquet has no column 'answer'; its columns are prompt, label: set .*: {answer: label}$"
@@ -154,9 +154,9 @@ def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("p.jsonl", '{"prompt": "a", "answer": ""}\n', r"p\.jsonl:1: `answer` must be text"),
+        ("p.jsonl", '{"prompt": "a", "answer": ""}\n', r"p\.jsonl:1: `answer` must be non-blank text"),
         ("p.jsonl", "[]\n", r"p\.jsonl:1: a row must be an object with columns"),
-        ("p.jsonl", "\n", r"--prompts: .*p\.jsonl holds no problem; add lines with `prompt`$"),
+        ("p.jsonl", "\n", r"--prompts: .*p\.jsonl has no problem; add lines with `prompt`$"),
         ("p.txt", "hello", r"--prompts: .*p\.txt is neither"),
     ],
 )
@@ -192,8 +192,8 @@ def test_held_out_problems_that_are_trained_on_are_counted(tmp_path: Path) -> No
 
     train, sft, held_out = file("train.jsonl", "a", "b"), file("sft.jsonl", "c "), file("eval.jsonl", "b", "c", "d", "d")
     sets = load_problem_sets(DataConfig(path=train, sft_path=sft, eval_path=held_out), seed=0)
-    assert [sets.seen_in(stages) for stages in (["rl"], ["sft"], ["sft", "rl"])] == [1, 1, 2]
-    assert load_problem_sets(DataConfig(path=train), seed=0).seen_in(["rl"]) == 0
+    assert [sets.count_leaked(stages) for stages in (["rl"], ["sft"], ["sft", "rl"])] == [1, 1, 2]
+    assert load_problem_sets(DataConfig(path=train), seed=0).count_leaked(["rl"]) == 0
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -201,8 +201,8 @@ def test_generated_problems_that_are_held_out_are_in_no_training_set(seed: int) 
     task = GeneratedTask(min_digits=3, max_digits=8, train_size=4000, eval_size=600)
     sft = GeneratedTask(min_digits=1, max_digits=8, train_size=4000, eval_size=1)
     sets = load_problem_sets(DataConfig(task=task, sft_task=sft), seed)
-    assert len(sets.evaluation) == 600 and sets.seen_in(["sft", "rl"]) == 0
+    assert len(sets.evaluation) == 600 and sets.count_leaked(["sft", "rl"]) == 0
     assert 3400 <= len(sets.supervised) <= 4000
     small = GeneratedTask(min_digits=1, max_digits=1, train_size=50, eval_size=50)
     sets = load_problem_sets(DataConfig(task=small, sft_task=small.model_copy(update={"train_size": 99, "eval_size": 1})), seed)
-    assert sets.seen_in(["sft", "rl"]) == 0 and 49 <= len(sets.supervised) <= 50
+    assert sets.count_leaked(["sft", "rl"]) == 0 and 49 <= len(sets.supervised) <= 50

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from mtpctl.data.columns import Reading
-from mtpctl.data.inspection import look
+from mtpctl.data.inspection import inspect_sets
 from mtpctl.data.rows import Layout, converted_layout, layout_of
 from mtpctl.data.sets import Rows
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -112,7 +112,7 @@ def test_without_network_and_cache_it_is_one_line_that_says_how_to_get_it(cache:
     with pytest.raises(EnvironmentMissing) as caught:
         list(read())
     assert str(caught.value) == (
-        "data.path: the hub did not give openai/gsm8k, and it is not in the cache; fetch it where there is a network "
+        "data.path: openai/gsm8k could not be downloaded from the hub and is not in the cache; download it on a machine with a network "
         "(hf download --repo-type dataset openai/gsm8k), or name a file"
     )
 
@@ -125,7 +125,9 @@ def test_a_hub_that_cannot_be_reached_is_that_one_line_whichever_library_asks_it
         raise ConnectError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    with pytest.raises(EnvironmentMissing, match=r"^data\.path: the hub did not give openai/gsm8k, and it is not in the cache; "):
+    with pytest.raises(
+        EnvironmentMissing, match=r"^data\.path: openai/gsm8k could not be downloaded from the hub and is not in the cache; "
+    ):
         list(read())
     cached(cache)
     assert len(list(read())) == 3
@@ -137,10 +139,10 @@ def test_a_look_at_the_data_asks_no_hub(cache: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
     config = DataConfig(path="openai/gsm8k", subset="main", columns=ColumnsConfig(prompt="question"))
-    (found,) = look(config, EvaluationConfig(), ["rl"])
-    assert str(found) == "train: openai/gsm8k is not in the cache yet; the run fetches it from the hub"
+    (found,) = inspect_sets(config, EvaluationConfig(), ["rl"])
+    assert str(found) == "train: openai/gsm8k is not in the cache yet; the run downloads it from the hub"
     cached(cache)
-    (found,) = look(config, EvaluationConfig(), ["rl"])
+    (found,) = inspect_sets(config, EvaluationConfig(), ["rl"])
     assert str(found) == "train: openai/gsm8k (train), 3 rows"
 
 
@@ -182,7 +184,7 @@ def test_a_dataset_without_readable_files_is_refused(cache: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("RepositoryNotFoundError", "is neither a file or folder here nor"), ("GatedRepoError", "is gated")]
+    ("kind", "told"), [("RepositoryNotFoundError", "is neither a local file or folder nor"), ("GatedRepoError", "is gated")]
 )
 def test_a_dataset_that_the_hub_refuses_is_the_users_to_mend(cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str) -> None:
     import huggingface_hub.errors
@@ -209,7 +211,7 @@ def test_the_library_datasets_is_preferred_where_it_is_installed(monkeypatch: py
     monkeypatch.setitem(sys.modules, "datasets", library)
     monkeypatch.setattr("mtpctl.data.rows.find_spec", lambda name: object())
     assert [problem.prompt_id for problem in read(None)] == ["openai/gsm8k/main/train:1"]
-    with pytest.raises(UserError, match=r"^data\.split: openai/gsm8k with subset None and split dev cannot be had: Unknown split"):
+    with pytest.raises(UserError, match=r"^data\.split: openai/gsm8k with subset None and split dev cannot be loaded: Unknown split"):
         list(read(None, "dev"))
 
 

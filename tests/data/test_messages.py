@@ -83,7 +83,7 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
     [
         (calling("{city"), r"the arguments of the call of 'look' in message 2 of `messages` must be an object, or the JSON text of one"),
         (calling("[1]"), r"the arguments of the call of 'look' in message 2"),
-        (calling('{"a": "\\ud800"}'), r"message 2 of `messages` holds a lone surrogate"),
+        (calling('{"a": "\\ud800"}'), r"message 2 of `messages` contains a lone surrogate"),
         ([ASK, {"role": "assistant", "tool_calls": {"a": 1}}, SAY], r"`tool_calls` of message 2 of `messages` must be a list of calls"),
         ([ASK, {"role": "assistant", "tool_calls": ["look"]}, SAY], r"a tool call of message 2 of `messages` must be an object"),
         (
@@ -91,12 +91,12 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
             r"message 1 of `messages` has parts of the type input_audio",
         ),
         ([{"role": "user", "content": [{"type": "text"}, 3]}, SAY], r"message 1 of `messages` has parts of the type text, int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}, SAY], r"`messages` holds images, .*\(parts of the type image_url\)"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}, SAY], r"`messages` contains images, .*\(parts of the type image_url\)"),
         (
             [{"role": "user", "content": {"a": 1}}, SAY],
-            r"`content` of message 1 of `messages` must be text that is not empty, got an object",
+            r"`content` of message 1 of `messages` must be non-empty text, got an object",
         ),
-        ([{"from": "narrator", "value": "a"}, SAY], r"message 1 of `messages` is from 'narrator'; a sender must be one of human, "),
+        ([{"from": "narrator", "value": "a"}, SAY], r"message 1 of `messages` is from 'narrator'; the sender must be one of human, "),
         ([ASK, {"from": "function_call", "value": "look()"}, SAY], r"message 2 of `messages` must be a call, the JSON text of"),
         ([ASK, None, SAY], r"message 2 of `messages` must be an object"),
     ],
@@ -197,10 +197,10 @@ TALKS = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}
 @pytest.mark.parametrize(
     ("problem", "told"),
     [
-        (Problem("r:7", "", "", messages=[ASK], fields={"tools": [TOOL]}), "leaves out the tools; .*set data.ignore_tools: true"),
-        (Problem("r:7", "", "", messages=calling({})), "leaves out tool calls; .*set data.ignore_tools: true"),
-        (Problem("r:7", "", "", messages=[{"role": "system", "content": "x"}, ASK]), "leaves out messages of the role 'system'"),
-        (Problem("r:7", "", "", messages=[ASK, SAY, {"role": "tool", "content": "x"}]), "leaves out messages of the role 'tool'"),
+        (Problem("r:7", "", "", messages=[ASK], fields={"tools": [TOOL]}), "drops the tools; .*set data.ignore_tools: true"),
+        (Problem("r:7", "", "", messages=calling({})), "drops tool calls; .*set data.ignore_tools: true"),
+        (Problem("r:7", "", "", messages=[{"role": "system", "content": "x"}, ASK]), "drops messages of the role 'system'"),
+        (Problem("r:7", "", "", messages=[ASK, SAY, {"role": "tool", "content": "x"}]), "drops messages of the role 'tool'"),
     ],
 )
 def test_parts_that_the_template_drops_are_rejected_with_their_row(problem: Problem, told: str) -> None:

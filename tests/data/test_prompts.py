@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_named(folder: Path) -> None:
     problems = [Problem("d.jsonl:1", "1=", "1"), Problem("d.jsonl:2", "12345678=", "1")]
     fit_problems(tokenizer, problems, DataConfig(), context=10)
     fit_problems(tokenizer, problems, DataConfig(), context=11, targets=True)
-    with pytest.raises(UserError, match=r"d\.jsonl:2: the prompt has 9 tokens and the context holds 9"):
+    with pytest.raises(UserError, match=r"d\.jsonl:2: the prompt has 9 tokens, but the context has 9"):
         fit_problems(tokenizer, problems, DataConfig(), context=9)
     with pytest.raises(UserError, match=r"d\.jsonl:2: prompt and solution have 11 tokens"):
         fit_problems(tokenizer, problems, DataConfig(), context=10, targets=True)

@@ -183,7 +183,7 @@ def test_the_trial_plays_three_problems_with_their_own_answers() -> None:
     rollout = rollout_of("last_letter")
     try_episodes(rollout, problem_sets(rollout).train)
     bad = rollout_of("last_letter", environment_args={"agent": {"runtime": {"type": "prime"}}})
-    with pytest.raises(EnvironmentMissing, match=r"rollout\.environment_args: agent plays in a sandbox of Prime Intellect"):
+    with pytest.raises(EnvironmentMissing, match=r"rollout\.environment_args: agent runs in a sandbox of Prime Intellect"):
         try_episodes(bad, problem_sets(bad).train[:1])
 
 
@@ -199,13 +199,13 @@ def test_what_is_held_out() -> None:
     assert load_held_out(DataConfig(), 0, EvaluationConfig(), other).evaluation == problem_sets(other).evaluation
     first = first_problems(DataConfig(), 0, EvaluationConfig(), 3, other)
     assert [len(first[role]) for role in ("train", "eval")] == [3, 3]
-    with pytest.raises(UserError, match=r"data\.taskset\.eval_size: 8 of the 8 tasks"):
+    with pytest.raises(UserError, match=r"data\.taskset\.eval_size: 8 would hold out all 8 tasks"):
         problem_sets(plain, eval_size=8)
 
 
 def test_tasks_without_end_need_a_size() -> None:
     rollout = rollout_of("last_letter", environment_args={**HERE, "taskset": {"endless": True}})
-    with pytest.raises(UserError, match=r"data\.taskset\.train_size: verifiers:last_letter has tasks without end"):
+    with pytest.raises(UserError, match=r"data\.taskset\.train_size: verifiers:last_letter has infinitely many tasks"):
         problem_sets(rollout)
     sets = problem_sets(rollout, train_size=20, eval_size=5)
     assert (len(sets.train), len(sets.evaluation)) == (20, 5)

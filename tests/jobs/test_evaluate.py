@@ -65,14 +65,14 @@ def test_a_folder_that_is_none_of_them_is_refused(tmp_path: Path) -> None:
         (["evaluation.sets.a={path: ROWS, reward: {function: exat}}"], r"^evaluation\.sets\.a\.reward\.function: .*mean exact\?"),
         (
             ["evaluation.sets.a={path: ROWS, columns: {answer: null}}"],
-            r"^evaluation\.sets\.a\.columns\.answer: null leaves",
+            r"^evaluation\.sets\.a\.columns\.answer: the reward exact needs",
         ),
-        (["evaluation.sets.a={path: ROWS, temperature: 0.001}"], r"^evaluation\.sets\.a\.temperature: vLLM samples at 0\.01"),
+        (["evaluation.sets.a={path: ROWS, temperature: 0.001}"], r"^evaluation\.sets\.a\.temperature: the minimum of vLLM is 0\.01"),
         (["evaluation.sets.a/b={path: ROWS}"], r"^evaluation\.sets: 'a/b' may contain only letters"),
-        (["evaluation.sets.a={path: ROWS, subset: main}"], r"^evaluation\.sets\.a\.subset: a subset is one of"),
+        (["evaluation.sets.a={path: ROWS, subset: main}"], r"^evaluation\.sets\.a\.subset: only a Hugging Face"),
         (
             ["data.task=null", "data.path=ROWS", "evaluation.sets.a={path: ROWS}"],
-            r"^evaluation\.sets\.a\.path: is data\.path, ",
+            r"^evaluation\.sets\.a\.path: equals data\.path, ",
         ),
     ],
 )
@@ -163,12 +163,12 @@ def test_check_reads_the_data_and_tells_its_mistakes(mtpctl: Any, tmp_path: Path
 
 
 def test_a_large_file_is_looked_at_for_as_long_as_there_is_time(tmp_path: Path) -> None:
-    from mtpctl.data.inspection import look
+    from mtpctl.data.inspection import inspect_sets
     from mtpctl.recipe.data import DataConfig
     from mtpctl.recipe.evaluation import EvaluationConfig
 
     row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
     (tmp_path / "rows.jsonl").write_text(row * 200_000)
-    (found,) = look(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
+    (found,) = inspect_sets(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
     assert not found.whole and 0 < found.rows < 200_000
     assert str(found).endswith("rows read, not all")

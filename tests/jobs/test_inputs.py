@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.data.inspection import leaks_in, look
+from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
@@ -123,11 +123,11 @@ AS_CHAT = {"columns": {"prompt": "messages"}}
 @pytest.mark.parametrize(
     ("spoil", "content", "data", "message"),
     [
-        (no_tokenizer, ROWS, {}, "model.tokenizer: .* holds no tokenizer"),
-        (broken_tokenizer, ROWS, {}, "model.tokenizer: .* holds no tokenizer that loads"),
+        (no_tokenizer, ROWS, {}, "model.tokenizer: .* has no tokenizer"),
+        (broken_tokenizer, ROWS, {}, "model.tokenizer: the tokenizer in .* cannot be loaded"),
         (no_template, CHAT, AS_CHAT, "data.chat_template: the tokenizer .* has no chat template"),
         (no_template, ROWS, {"chat_template": True}, "data.chat_template: the tokenizer .* has no chat template"),
-        (lambda _: None, [{"prompt": "1" * 200, "answer": "3"}], {}, "rows.jsonl:1: the prompt has 200 tokens and the context holds 128"),
+        (lambda _: None, [{"prompt": "1" * 200, "answer": "3"}], {}, "rows.jsonl:1: the prompt has 200 tokens, but the context has 128"),
     ],
 )
 def test_rows_that_a_run_could_not_render_are_named(
@@ -143,9 +143,9 @@ def test_held_out_rows_that_are_trained_on_are_counted(folder: Path) -> None:
     held_out = rows(folder.parent / "eval.jsonl", [{"prompt": " 1 + 2 =\n", "answer": "3"}, {"prompt": "9 + 9 =", "answer": "18"}])
     named = {"sets": {"own": {"path": held_out}}}
     made = recipe(folder, data={"eval_path": held_out}, evaluation=named)
-    assert leaks_in(look(made.data, made.evaluation, ["rl"]), ["rl"]).startswith("2 of 4 held-out problems are trained on too")
+    assert leaks_in(inspect_sets(made.data, made.evaluation, ["rl"]), ["rl"]).startswith("2 of 4 held-out problems are trained on too")
     own = recipe(folder, data={"eval_path": held_out, "sft_path": rows(folder.parent / "sft.jsonl", [{"prompt": "3", "answer": "3"}])})
-    reports = look(own.data, own.evaluation, ["sft"])
+    reports = inspect_sets(own.data, own.evaluation, ["sft"])
     assert leaks_in(reports, ["sft"]) == "" and leaks_in(reports, ["sft", "rl"]).startswith("1 of 2")
 
 

@@ -217,7 +217,7 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
         ({"prompt": "1" * 64}, [], 1, r"p\.jsonl:1: the prompt has 64 tokens and the context holds 64; shorten or remove it"),
         ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"the context holds 32"),
         ({"answer": "1"}, [], 1, r"data\.columns\.prompt: p\.jsonl has no column 'prompt'; its columns are answer: set"),
-        ({"prompt": ""}, [], 1, r"p\.jsonl:1: `prompt` must be text"),
+        ({"prompt": ""}, [], 1, r"p\.jsonl:1: `prompt` must be non-blank text"),
         ({"prompt": "1"}, [], 0, r"--n: must be at least 1, got 0"),
         ({"prompt": "1"}, ["rollout.context=100"], 1, r"rollout\.context: the model has 64 positions, got 100"),
     ],

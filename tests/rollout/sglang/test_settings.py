@@ -47,7 +47,7 @@ BASE: dict[str, Any] = {"engine": "sglang"}
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"top_p": 0.9}, "rollout.top_p: SGLang's log-probs are of the whole distribution"),
+        ({"top_p": 0.9}, "rollout.top_p: SGLang's log-probs are those of the unfiltered"),
         ({"top_k": 5}, "rollout.top_k: SGLang's log-probs"),
         ({"kv_cache_bytes": 1 << 30}, "rollout.kv_cache_bytes: SGLang sizes its cache"),
         ({"speculation": {"num_tokens": 1, "auto": True}}, "rollout.speculation.auto: works with rollout.engine: vllm"),
