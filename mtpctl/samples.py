@@ -1,8 +1,7 @@
 """The sample: one response, from its prompt to the optimizer step that it is trained in.
 
-Every part of the pipeline fills in fields of the same object. Rollout fills in tokens, behaviour log-probs, version spans and
-speculation counts and routes of experts; scoring fills in old log-probs and the weight version that they were computed with; the reward
-function fills in the reward and its parts.
+Every stage of the pipeline sets fields of the same object: rollout sets tokens, behaviour log-probs, version spans, speculation counts and
+routes; scoring sets old log-probs and their weight version; the reward function sets the reward and its parts.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ Mask = array[int]
 
 
 _NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
-# Copied, and not made anew for each sample: Python tells its audit hooks of every array that is made, and packages install slow ones.
+# Copied for each sample: creating an array calls Python's audit hooks, and some packages install slow ones.
 
 
 def ids_of(values: Iterable[int]) -> Ids:
-    """These token ids as an array."""
+    """Token ids as an array."""
     return values if isinstance(values, array) and values.typecode == "i" else array("i", values)
 
 
 def logprobs_of(values: Iterable[float]) -> Logprobs:
-    """These log-probs as an array."""
+    """Log-probs as an array."""
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
 
 
 def mask_of(values: Iterable[int]) -> Mask:
-    """These zeros and ones as an array."""
+    """Zeros and ones as an array."""
     return values if isinstance(values, array) and values.typecode == "b" else array("b", map(int, values))
 
 
@@ -58,7 +57,7 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class Speculation:
-    """Draft tokens that were proposed and accepted for one sample in `steps` verification steps, in all and by draft position."""
+    """Draft tokens proposed and accepted for one sample in `steps` verification steps, in total and by draft position."""
 
     drafted: int = 0
     accepted: int = 0
@@ -71,11 +70,11 @@ class Speculation:
 
 @dataclass(slots=True)
 class EnvironmentUse:
-    """What the environment did in one response: `turns` that it answered, and the `seconds` that all calls of it took.
+    """The environment's part in one response: the `turns` that it answered, and the `seconds` of all calls.
 
-    `errors` and `timeouts` count calls that failed or outlasted the response's deadline; `failure` is the last of them in one line.
-    Of an agent, `turns` are the answers that it got, `samples` those that its trajectory became, and `rewritten` those of them that began
-    because it had changed what was said before; 0 without an agent.
+    `errors` and `timeouts` count calls that failed or exceeded the response's deadline; `failure` is the last one in one line. With an
+    agent, `turns` are the model's answers, `samples` the samples of the trajectory, and `rewritten` those that began because the agent had
+    changed earlier messages.
     """
 
     turns: int = 0
@@ -89,20 +88,18 @@ class EnvironmentUse:
 
 @dataclass(slots=True)
 class Sample:
-    """One response to one prompt. Per-token fields run over the response and have the length of `response_ids`.
+    """One response to one prompt. Per-token fields have the length of `response_ids`.
 
-    Per-token fields and `prompt_ids` are arrays of Python's `array`: they grow, are cut and joined as lists are, take a few bytes a token,
-    and numpy and torch look at them without a copy. Any iterable may be given for them.
+    Per-token fields and `prompt_ids` are Python's `array`s: they behave like lists, take a few bytes per token, and numpy and torch use
+    them without a copy. The constructor accepts any iterable for them.
 
-    `reward_parts` are further numbers of the reward function, which are logged by their names and not trained on.
-    `loss_mask` is 1 at tokens that the policy sampled, and 0 at tokens of an environment. `index` counts the responses of a group.
-    `spent_s`: seconds in which an engine or an environment has worked on it, which count against its deadline. `environment` is None, and
-    `environment_reward` too, where there is no environment; the latter is what the environment's own `reward()` returned at the end.
-    `routes`: see `mtpctl.routes`; None where nobody recorded any. A row is of the pass in which the token behind it was sampled, and so of
-    that token's version. `teacher_logprobs`: those of a teacher (`train.rl.teacher`), None without one; `candidates` and
-    `candidate_logprobs`: the teacher's likeliest tokens where they are asked for, equally many a response token, one after another.
-    `earlier`: the samples that an agent's trajectory began before this one, which is its last; they have its reward.
-    `cached_tokens`: tokens of the prompt that the engine found in its prefix cache, None for an engine without one.
+    index: of the response in its group. loss_mask: 1 for tokens that the policy sampled, 0 for tokens of an environment. reward_parts:
+    further values of the reward function, which are logged. spent_s: seconds of work by engines and environments, which count against the
+    deadline. environment, environment_reward: None without an environment; the latter is the result of its `reward()`. routes: see
+    `mtpctl.routes`; None if not recorded. A row belongs to the forward pass, and so to the weight version, that sampled the next token.
+    teacher_logprobs: of `train.rl.teacher`, None without one. candidates, candidate_logprobs: the teacher's most likely tokens if
+    requested, the same number for each response token, concatenated. earlier: previous samples of an agent's trajectory, of which this is
+    the last; they get its reward. cached_tokens: prompt tokens found in the engine's prefix cache, None for an engine without one.
     """
 
     prompt_id: str
@@ -157,7 +154,7 @@ class Sample:
             candidate_logprobs: Iterable[float] | None = None,
             cached_tokens: int | None = None,
         ) -> None:
-            """What a dataclass takes, with any iterable in the place of an array."""
+            """The dataclass's constructor, with iterables for arrays."""
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = ids_of(self.prompt_ids), ids_of(self.response_ids)
@@ -170,43 +167,43 @@ class Sample:
             self.candidates, self.candidate_logprobs = ids_of(self.candidates), logprobs_of(self.candidate_logprobs)
 
     def __reduce__(self) -> tuple[type[Sample], tuple[object, ...]]:
-        # A dataclass with slots is pickled field by field in Python, and each sample is in several messages.
+        # Dataclasses with slots are pickled slowly, field by field in Python, and each sample is in several messages.
         return Sample, _fields_of(self)
 
     @property
     def token_ids(self) -> Ids:
-        """Prompt and response, as a model reads them."""
+        """Prompt and response."""
         return self.prompt_ids + self.response_ids
 
     @property
     def parts(self) -> list[Sample]:
-        """All samples of the trajectory, in the order in which they began: this one alone, unless an agent began several."""
+        """All samples of the trajectory in order: only this one, unless an agent created several."""
         return [*self.earlier, self] if self.earlier else [self]
 
     @property
     def sampled(self) -> int:
-        """Tokens of the response that the policy sampled, and that a loss sees."""
+        """Number of response tokens that the policy sampled, which are in the loss."""
         return self.loss_mask.tobytes().count(1)
 
     @property
     def length(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def name(self) -> str:
-        """What errors call it: the prompt's id, and the number of the response to it."""
+        """The name in errors: the prompt's id and the index of the response."""
         return f"{self.prompt_id}/{self.index}"
 
     @property
     def routed(self) -> int:
-        """How many tokens of prompt and response have routes: the first ones."""
+        """Number of leading tokens of prompt and response that have routes."""
         return 0 if self.routes is None else len(self.routes)
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, trained: bool = True) -> None:
-        """Add tokens that were sampled under weight version `version`, or with `trained=False` tokens of an environment.
+        """Append tokens sampled under weight version `version`, or with `trained=False` tokens of an environment.
 
-        Raises ValueError where the lengths differ.
+        Raises ValueError if the lengths differ.
         """
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probs")
@@ -223,14 +220,14 @@ class Sample:
             self.version_spans.append(VersionSpan(start, end, version))
 
     def add_routes(self, rows: Routes) -> None:
-        """Append the routes of the tokens behind those that have some. Those of the last token and beyond are dropped."""
+        """Append the routes of further tokens. Rows for the last token and beyond are dropped."""
         import numpy as np
 
         routes = rows if self.routes is None else np.concatenate([self.routes, rows])
         self.routes = routes[: max(self.length - 1, 0)]
 
     def cut(self, length: int) -> None:
-        """Drop the response tokens from `length` on from every per-token field. The speculation counts stay as they are."""
+        """Truncate the response to `length` tokens in all per-token fields. Speculation counts do not change."""
         del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
         self.version_spans = [span for span in self.version_spans if span.start < length]
         if self.version_spans:
@@ -239,7 +236,7 @@ class Sample:
             self.routes = self.routes[: max(self.length - 1, 0)]
 
     def copy(self) -> Sample:
-        """A copy that shares no array with this sample, so that both can grow. Routes are shared: nobody writes into them."""
+        """A copy that shares no array with this sample, except for routes, which are immutable."""
         return replace(
             self,
             prompt_ids=self.prompt_ids[:],
@@ -258,7 +255,7 @@ class Sample:
         )
 
     def to_dict(self, *, packed: bool = False) -> dict[str, object]:
-        """The sample as JSON takes it: arrays as lists of numbers, or with `packed` as base64 of their bytes, which is much faster."""
+        """The sample as JSON, with arrays as lists of numbers, or with `packed` as base64, which is much faster."""
         plain: dict[str, object] = {name: _plain(getattr(self, name), packed) for name in _JSON_FIELDS}
         if self.routes is not None:
             plain["routes"] = to_json(self.routes)
@@ -268,15 +265,16 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Inverse of `to_dict`. Fields that a sample does not have are left out: a checkpoint may hold some of an earlier release."""
-        known: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
-        spans = [VersionSpan(**span) for span in data["version_spans"]]
-        use = None if known.get("environment") is None else EnvironmentUse(**known["environment"])
-        routes = None if known.get("routes") is None else from_json(known["routes"])
-        earlier = [cls.from_dict(each) for each in data.get("earlier", ())]
-        whole = {"version_spans": spans, "speculation": Speculation(**data["speculation"]), "environment": use, "routes": routes}
-        whole["earlier"] = earlier
-        return cls(**{**known, **whole})
+        """Inverse of `to_dict`. Unknown fields are ignored, since a checkpoint may be from an earlier release."""
+        values: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
+        values["version_spans"] = [VersionSpan(**span) for span in data["version_spans"]]
+        values["speculation"] = Speculation(**data["speculation"])
+        values["earlier"] = [cls.from_dict(each) for each in data.get("earlier", ())]
+        if values.get("environment") is not None:
+            values["environment"] = EnvironmentUse(**values["environment"])
+        if values.get("routes") is not None:
+            values["routes"] = from_json(values["routes"])
+        return cls(**values)
 
 
 _fields_of: Callable[[Sample], tuple[object, ...]] = attrgetter(*(each.name for each in fields(Sample)))
@@ -284,9 +282,9 @@ _JSON_FIELDS = tuple(each.name for each in fields(Sample) if each.name not in ("
 
 
 def _plain(value: object, packed: bool) -> object:
-    """A field's value as JSON takes it."""
+    """A field's value as JSON."""
     if isinstance(value, array):
-        # Little-endian, as all machines are that this runs on.
+        # In native byte order: all supported machines are little-endian.
         return {"array": value.typecode, "data": base64.b64encode(value).decode()} if packed else value.tolist()
     if isinstance(value, list):
         return [asdict(each) for each in value]
@@ -296,23 +294,23 @@ def _plain(value: object, packed: bool) -> object:
 
 
 def _unpacked(value: object) -> object:
-    """A field's value from JSON: an array where it was packed."""
+    """A field's value from JSON; a packed one becomes an array."""
     if not isinstance(value, Mapping) or "array" not in value:
         return value
     return array(value["array"], base64.b64decode(value["data"], validate=True))
 
 
 def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
-    """How many tokens the response may have: `max_tokens`, or fewer where its prompt leaves fewer of the context."""
+    """The maximum length of the response: `max_tokens`, or the rest of the context after the prompt."""
     return min(max_tokens, context - len(sample.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """Further settings of the sampling distribution, for served requests. Training objectives do not support them.
+    """Further sampling parameters of served requests. Training objectives do not support them.
 
-    The penalties and `min_p` are vLLM's. `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of
-    vLLM's `StructuredOutputsParams`; empty for free text.
+    They have vLLM's meaning. `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of vLLM's
+    `StructuredOutputsParams`; empty for free text.
     """
 
     min_p: float = 0.0
@@ -338,11 +336,11 @@ _AS_TRAINED = Steering()
 class GenerationRequest:
     """A request for one response.
 
-    Tokens are appended to `sample`: a new one, or a partial rollout that goes on. `max_tokens` bounds the whole response, including
-    tokens that it has already. `seed` makes sampling repeatable. `deadline_s` bounds the seconds in which engines and environments work
-    on the response: for a pool all of them, for an engine those that are left. Waiting for a free slot does not count. `unwanted` is set
-    when the response is no longer needed: it is cancelled, and its sample comes back as it was in the request. `problem` is what the
-    response's environment is made with; engines are not sent it. `steering` is set for requests that are served, and nothing is trained on.
+    Tokens are appended to `sample`, which is new or a partial rollout. `max_tokens` limits the whole response, including existing tokens.
+    `seed` makes sampling reproducible. `deadline_s` limits the seconds of work by engines and environments on the response: in a request
+    to a pool the total, in one to an engine the remainder. Waiting for a free slot does not count. `unwanted` is set when the response is
+    no longer needed: it is cancelled, and its sample is returned unchanged. `problem` is the input of the environment, and not sent to
+    engines. `steering` is set only for served requests, which are not trained on.
     """
 
     sample: Sample

@@ -1,7 +1,7 @@
-"""Code of the user's own that a recipe names, such as a reward, an environment or a loss: `FILE.py:NAME` or `MODULE:NAME`.
+"""User-defined code in a recipe, such as a reward, an environment or a loss: `FILE.py:NAME` or `MODULE:NAME`.
 
-Every process that needs the object loads it by the same text. Mistakes are reported as `UserError` with the recipe field and, where the
-user's code itself is at fault, with its file and line.
+Every process that needs the object loads it by this reference. Errors are `UserError`s with the recipe field and, for errors in the user's
+code, its file and line.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from types import ModuleType
 from mtpctl.errors import UserError
 
 _NEAR = 0.7
-"""How like two names are, from 0 to 1, of which one may be meant by the other."""
+"""Minimum similarity of a name to be suggested, from 0 to 1."""
 _LONGEST_DEFAULT = 40
-"""Characters of a default that a message still shows."""
+"""Maximum length of a default that is shown in messages."""
 
 
 def is_reference(text: str) -> bool:
-    """Whether `text` names an object of the user's own, and not one that comes with mtpctl: those have no colon."""
+    """Whether `text` names a user-defined object. The names of built-in ones have no colon."""
     return ":" in text
 
 
 def load(text: str, field: str) -> object:
     """The object that `text` names, for the recipe field `field`.
 
-    The folder of a file is put at the end of `sys.path`, so that the file can import its neighbours. Raises UserError for a text of
-    another form, a file or module that is missing or cannot be imported, and a name that it does not define.
+    The folder of a file is appended to `sys.path`, so that the file can import its neighbours. Raises UserError for an invalid reference, a
+    file or module that is missing or cannot be imported, and a name that is not defined.
     """
     source, _, name = text.rpartition(":")
     if not source or not name.isidentifier():
@@ -43,12 +43,12 @@ def load(text: str, field: str) -> object:
     module = _from_file(Path(source).expanduser(), field) if source.endswith(".py") else _from_module(source, field)
     if not hasattr(module, name):
         raise UserError(f"{field}: {source} defines no {name}; {_defined(module, name)}")
-    found: object = getattr(module, name)
-    return found
+    value: object = getattr(module, name)
+    return value
 
 
 def missing_file(text: str) -> str:
-    """Say that the file of `text` is not there, with the nearest name; empty where it is there, and for a module. Loads nothing."""
+    """An error if the file of `text` does not exist, with the closest match; empty if it exists, and for a module."""
     source = text.rpartition(":")[0]
     path = Path(source).expanduser()
     if not source.endswith(".py") or path.is_file():
@@ -60,28 +60,25 @@ def missing_file(text: str) -> str:
 
 
 def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
-    """The file of these suffixes beside `path`, which is not there, whose name is nearest to its own; None where none is near.
-
-    Stems are compared alone: by their suffix all files of a kind are alike.
-    """
-    beside = {each.stem: each for each in sorted(path.parent.glob("*"), reverse=True) if each.suffix in suffixes}
-    near = difflib.get_close_matches(path.stem, beside, 1, _NEAR)
-    return path.with_name(beside[near[0]].name) if near else None
+    """The file in the folder of the missing `path`, with one of these suffixes, whose stem is closest; None if none is similar."""
+    by_stem = {each.stem: each for each in sorted(path.parent.glob("*"), reverse=True) if each.suffix in suffixes}
+    near = difflib.get_close_matches(path.stem, by_stem, 1, _NEAR)
+    return path.with_name(by_stem[near[0]].name) if near else None
 
 
 def from_environment(args: Mapping[str, object], field: str) -> dict[str, object]:
-    """The arguments with each text `env:NAME`, at any depth, replaced by that variable's value. Raises UserError if it is not set."""
+    """Replace each text `env:NAME` in the arguments, at any depth, by that variable's value. Raises UserError if it is not set."""
 
-    def read(value: object, at: str) -> object:
+    def read(value: object, path: str) -> object:
         if isinstance(value, str) and value.startswith("env:"):
             name = value.removeprefix("env:")
             if name not in os.environ:
-                raise UserError(f"{at}: {name} is not set in the environment; export it")
+                raise UserError(f"{path}: {name} is not set in the environment; export it")
             return os.environ[name]
         if isinstance(value, Mapping):
-            return {key: read(item, f"{at}.{key}") for key, item in value.items()}
+            return {key: read(item, f"{path}.{key}") for key, item in value.items()}
         if isinstance(value, list):
-            return [read(item, f"{at}.{number}") for number, item in enumerate(value)]
+            return [read(item, f"{path}.{index}") for index, item in enumerate(value)]
         return value
 
     return {key: read(value, f"{field}.{key}") for key, value in args.items()}
@@ -90,13 +87,13 @@ def from_environment(args: Mapping[str, object], field: str) -> dict[str, object
 def check_call(
     function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str, *, partly: bool = False
 ) -> None:
-    """Raise UserError where `function` cannot be called with these positional arguments and with `options` as keyword arguments.
+    """Raise UserError if `function` cannot be called with these positional arguments and with `options` as keyword arguments.
 
-    `positional` are the names under which the message lists them. `partly`: further arguments may be missing.
+    `positional` are their names in the message. `partly`: further arguments may be missing.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # built in C: its arguments cannot be known
+    except (TypeError, ValueError):  # Implemented in C: the arguments are not known.
         return
     try:
         (signature.bind_partial if partly else signature.bind)(*positional, **options)
@@ -110,25 +107,25 @@ def check_call(
 
 
 def _short(signature: inspect.Signature) -> str:
-    """A signature in one line that can be read: without types, and with `…` for a default that is long."""
-    shown = []
+    """A signature without types, and with `…` for long defaults."""
+    parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default
         if default is not parameter.empty and len(repr(default)) > _LONGEST_DEFAULT:
             default = _Ellipsis()
-        shown.append(parameter.replace(annotation=parameter.empty, default=default))
-    return str(signature.replace(parameters=shown, return_annotation=signature.empty))
+        parameters.append(parameter.replace(annotation=parameter.empty, default=default))
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
 class _Ellipsis:
-    """What stands for a default that is too long to be shown."""
+    """Placeholder of a long default."""
 
     def __repr__(self) -> str:
         return "…"
 
 
 def _defined(module: ModuleType, name: str) -> str:
-    """The mend where a module defines no `name`: the nearest name that it has, or the functions and classes that are its own."""
+    """Hint for a missing `name`: suggests the closest match, or lists the module's own functions and classes."""
     known = [each for each in vars(module) if not each.startswith("_")]
     if near := difflib.get_close_matches(name, known, 1, _NEAR):
         return f"did you mean {near[0]}?"
@@ -137,15 +134,15 @@ def _defined(module: ModuleType, name: str) -> str:
 
 
 def describe_error(error: BaseException, text: str) -> str:
-    """`judge.py:12: ValueError: …`: an error that the object named `text` raised, at the innermost line of its own file."""
+    """`judge.py:12: ValueError: …`: an error raised by the object that `text` names, with the innermost line in its file."""
     source = text.rpartition(":")[0]
-    own = os.path.expanduser(source) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
-    where = innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)], own)
-    return f"{where}{': ' if where else ''}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+    file = os.path.expanduser(source) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
+    line = innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)], file)
+    return f"{line}{': ' if line else ''}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
 
 
 def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
-    """`judge.py:12`: the innermost of `frames` (file and line, the outermost first) that is in the file `own`; of all, where none is.
+    """`judge.py:12`: the innermost of `frames` (file and line, outermost first) in the file `own`, or of all if none is in it.
 
     Empty without frames.
     """
@@ -153,21 +150,21 @@ def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
     return f"{Path(inside[-1][0]).name}:{inside[-1][1]}" if inside else ""
 
 
-def place_of(found: object) -> str:
-    """`judge.py:12`: the line at which a function or class of the user's own begins; its name where Python does not know the line."""
-    function = inspect.unwrap(found) if callable(found) else found
+def location_of(value: object) -> str:
+    """`judge.py:12`: the first line of a user's function or class; its name if Python does not know the line."""
+    function = inspect.unwrap(value) if callable(value) else value
     try:
         file, (_, line) = inspect.getsourcefile(function), inspect.getsourcelines(function)  # type: ignore[arg-type]
     except (TypeError, OSError):
-        return str(getattr(found, "__name__", type(found).__name__))
+        return str(getattr(value, "__name__", type(value).__name__))
     return f"{Path(file or '').name}:{line}"
 
 
 def _from_file(path: Path, field: str) -> ModuleType:
-    if told := missing_file(f"{path}:"):
-        raise UserError(f"{field}: {told}")
+    if problem := missing_file(f"{path}:"):
+        raise UserError(f"{field}: {problem}")
     path = path.resolve()
-    # Under a name of its own, so that two files of one name stay apart; registered, so that its classes can be pickled.
+    # A unique name distinguishes files of the same name. The module is registered so that its classes can be pickled.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

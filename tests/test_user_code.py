@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.user_code import check_call, describe_error, is_reference, load, place_of
+from mtpctl.user_code import check_call, describe_error, is_reference, load, location_of
 
 
 def written(folder: Path, text: str, name: str = "judge.py") -> str:
@@ -110,11 +110,11 @@ def test_an_error_is_told_with_the_line_of_the_users_file_and_not_of_the_library
 def test_a_place_is_file_and_line_of_what_is_called_however_it_is_wrapped(tmp_path: Path) -> None:
     text = "import functools\ndef plain(): ...\n@functools.cache\ndef kept(): ...\nclass Echo: ...\n"
     file = written(tmp_path, text, "places.py")
-    assert place_of(load(f"{file}:plain", "f")) == "places.py:2"
-    assert place_of(load(f"{file}:kept", "f")) == "places.py:3"
-    assert place_of(load(f"{file}:Echo", "f")) == "places.py:5"
+    assert location_of(load(f"{file}:plain", "f")) == "places.py:2"
+    assert location_of(load(f"{file}:kept", "f")) == "places.py:3"
+    assert location_of(load(f"{file}:Echo", "f")) == "places.py:5"
 
 
 def test_the_place_of_what_python_was_not_given_is_its_name() -> None:
-    assert place_of(len) == "len"
-    assert place_of(3) == "int"
+    assert location_of(len) == "len"
+    assert location_of(3) == "int"

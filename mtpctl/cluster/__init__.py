@@ -1,3 +1,1 @@
-"""Ray: the cluster of a run, deadlines for its actors, replicas that are restarted, and the rendezvous of processes.
-Every process may import it; only `meeting` needs torch.
-"""
+"""Ray: the cluster of a run, deadlines of actors, supervision of replicas, rendezvous of processes. Only `rendezvous` needs torch."""

@@ -1,4 +1,4 @@
-"""Wait for an actor until a deadline, and for whichever of two things happens first."""
+"""Await actors with a deadline, and other helpers for asyncio."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
 async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
-    """Wait for the answer of an actor, and return it. `what` names the actor and the call in messages.
+    """Await the result of an actor call. `what` names the actor and the call in errors.
 
-    Raises RuntimeFailure where the answer takes longer than `seconds`, where the actor dies, or where it raises anything but an
-    MtpctlError, which is raised as it is.
+    Raises RuntimeFailure after `seconds`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged.
     """
     import ray
 
-    async def run() -> T:
-        return await waited
-
     try:
-        return await asyncio.wait_for(run(), seconds)
+        return await asyncio.wait_for(waited, seconds)
     except TimeoutError as error:
         raise RuntimeFailure(f"{what}: no answer within {seconds:g} s") from error
     except ray.exceptions.RayTaskError as error:
@@ -36,9 +32,9 @@ async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
 
 
 async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:
-    """Wait until `work` is done or `event` is set. Returns whether `work` is done; where it is not, cancels it.
+    """Wait until `work` is done or `event` is set, and cancel `work` in the latter case. Returns whether `work` is done.
 
-    An exception of `work` is left for `work.result()`.
+    An exception of `work` is raised by `work.result()`, not here.
     """
     waiting = asyncio.create_task(event.wait())
     try:
@@ -51,10 +47,7 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
 
 
 async def in_thread[T](call: Callable[[], T]) -> T:
-    """Call a function in a thread, and return its result.
-
-    Unlike `asyncio.to_thread`, a call that hangs does not delay the end of the event loop or the process.
-    """
+    """Like `asyncio.to_thread`, but a call that hangs does not delay the end of the event loop or the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -80,8 +73,8 @@ async def in_thread[T](call: Callable[[], T]) -> T:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as `Kind: first line of its message`; an error that an actor raised, without Ray's wrapper."""
-    cause = getattr(error, "cause", None)  # Ray's wrapper carries the traceback in its message.
+    """An error as `Kind: first line of its message`, without Ray's wrapper."""
+    cause = getattr(error, "cause", None)  # Ray's wrapper has the traceback in its message.
     shown = cause if isinstance(cause, BaseException) else error
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
     return f"{type(shown).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,4 +1,4 @@
-"""Room on hosts: the CPUs and the share of each card that are free, and what is left of them when ranks take some."""
+"""Free capacity of hosts: their CPUs and the free share of each card, and the allocation of ranks from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """CPUs and GPUs of one machine, and its name where it is known. The fractional part of `gpus` is the free share of one card."""
+    """CPUs and GPUs of one machine, and its name if known. The fractional part of `gpus` is the free share of one card."""
 
     cpus: float
     gpus: float = 0
@@ -17,25 +17,25 @@ class Host:
 
 
 Room = tuple[float, list[float]]
-"""CPUs that are free on a host, and the free share of each of its cards."""
+"""Free CPUs of a host, and the free share of each of its cards."""
 
 Taken = tuple[int, list[tuple[int, ...]]]
-"""The index of a host, and for each rank the numbers of the cards that it takes there."""
+"""The index of a host, and for each rank the indices of its cards there."""
 
 
 def rooms(hosts: Iterable[Host], most: float = math.inf) -> list[Room]:
-    """The room of each host; of its cards, at most `most` are counted."""
+    """The capacity of each host, with at most `most` cards."""
     return [(host.cpus, _cards(min(host.gpus, most))) for host in hosts]
 
 
 def _cards(gpus: float) -> list[float]:
-    gpus = round(gpus, 4)  # as finely as Ray counts
+    gpus = round(gpus, 4)  # Ray's resolution
     whole = int(gpus)
     return [1.0] * whole + ([gpus - whole] if gpus > whole else [])
 
 
 def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None:
-    """Take CPUs and cards for all ranks from the first host that has enough, and reduce `free` by them. None where no host has enough."""
+    """Allocate CPUs and cards for all ranks on the first host with capacity, and subtract them from `free`. None if no host has it."""
     for host, (spare, cards) in enumerate(free):
         left = without(cards, ranks, gpus)
         if spare + 1e-9 >= ranks * cpus and left is not None:
@@ -45,9 +45,9 @@ def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None
 
 
 def without(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
-    """The free shares of the cards after `ranks` ranks took `gpus` each, and the cards that each rank took; None where they do not suffice.
+    """The free shares of the cards after `ranks` ranks have taken `gpus` each, and the cards of each rank; None if they do not suffice.
 
-    Cards are chosen as Ray chooses them: a share is taken from the card with the least room that is enough.
+    Cards are selected as in Ray: a share is taken from the card with the smallest sufficient free share.
     """
     left, taken = list(cards), []
     for _ in range(ranks):

@@ -1,10 +1,10 @@
-"""Find and remove what killed runs left on this machine: weight versions in shared memory, and Ray's session folders.
+"""Find and remove folders that killed runs left on this machine: weight versions in shared memory, and Ray's session folders.
 
-The process that makes such a folder writes a mark into it: its process id, its start time (ids are reused), and the boot and the process
-namespace that the id belongs to. A folder is removed when its process has ended. Folders without a mark, of another user, or made in
-another container are left alone, since nobody here can know whether they are in use.
+The process that creates such a folder writes a mark into it: its process id, its start time (ids are reused), and the boot and process
+namespace of the id. A folder is removed if its process has ended. Folders without a mark, of another user, or from another container are
+not removed, since it is not known here whether they are in use.
 
-Removing and claiming hold a lock on the folder of shared memory itself, so that it holds across containers that share the memory.
+Removing and claiming lock the shared memory folder itself, which also excludes containers that share the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypedDict
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mtpctl-"
-"""Prefix of the names of mtpctl's folders in shared memory."""
+"""Prefix of mtpctl's names in shared memory."""
 
 MARK = ".mtpctl-owner"
 ENDED = "ZX"
@@ -32,14 +32,14 @@ _NAMESPACE = "/proc/self/ns/pid"
 
 
 class Origin(TypedDict):
-    """What a process id belongs to: a boot of the machine, and a process namespace, of which each container has its own."""
+    """The scope of a process id: a boot of the machine, and a process namespace, which is usually that of a container."""
 
     boot: str
     namespace: str
 
 
 class Owner(Origin):
-    """The mark in a folder: the process that made it. `started` is in clock ticks after the boot."""
+    """The mark in a folder: the process that created it. `started` is in clock ticks after the boot."""
 
     pid: int
     started: int
@@ -74,16 +74,13 @@ def make_marked(folder: Path) -> None:
 
 
 def vacate(folder: Path) -> bool:
-    """Remove `folder` where this process or one that has ended made it. Returns whether it is gone."""
+    """Delete `folder` if it was created by this process, or by one that has ended. Returns whether it no longer exists."""
     with _alone(wait=True):
         return _vacate(folder)
 
 
 def claim(folder: Path) -> bool:
-    """`vacate` and `make_marked` as one step. Returns False, and leaves the folder, where it may be in use.
-
-    Raises OSError where it cannot be made.
-    """
+    """`vacate` and `make_marked` atomically. Returns False if the folder may be in use. Raises OSError if it cannot be created."""
     with _alone(wait=True):
         if not _vacate(folder):
             return False
@@ -92,7 +89,7 @@ def claim(folder: Path) -> bool:
 
 
 def delete(folder: Path) -> None:
-    """Remove `folder`, the mark last: should this be interrupted, the rest is still known as a leftover."""
+    """Delete `folder`, its mark last, so that an interrupted deletion still leaves a recognizable leftover."""
     if folder.is_symlink():
         raise NotADirectoryError(f"{folder} is a link")
     for path in folder.iterdir():
@@ -104,7 +101,7 @@ def delete(folder: Path) -> None:
 
 
 def namespace() -> str:
-    """A name of the process namespace: each container has its own, unless it shares its host's."""
+    """An id of the process namespace. Each container has its own, unless it shares its host's."""
     return str(os.stat(_NAMESPACE).st_ino)
 
 
@@ -114,18 +111,18 @@ def find() -> list[Leftover]:
 
 
 def unknown() -> list[Path]:
-    """Folders of this user in shared memory that have mtpctl's prefix and no mark that can be read."""
+    """Folders of this user in shared memory with mtpctl's prefix but without a readable mark."""
     return [path for path in (*_in_memory(), *_own(SHARED_MEMORY, f".{PREFIX}*")) if _owner(path) is None]
 
 
 def elsewhere() -> list[Path]:
-    """Folders whose mark has a process id of another container or, on disk, of an earlier boot, which cannot be looked up here."""
+    """Folders whose process id cannot be looked up here: it is from another container or, on disk, from an earlier boot."""
     owners = [(folder, _owner(folder)) for folder in _folders() if not _abandoned(folder)]
     return [folder for folder, owner in owners if owner is not None and not _counts_here(owner)]
 
 
 def remove(*, wait: bool = False) -> list[Leftover]:
-    """Remove what `find` finds. If another process is doing so, do nothing, or with `wait` do it afterwards. Returns what was removed."""
+    """Delete the leftovers, and return them. If another process is doing so, return none, or with `wait` do it afterwards."""
     try:
         with _alone(wait=wait):
             return [left for left in find() if _remove(left.path)]
@@ -135,13 +132,13 @@ def remove(*, wait: bool = False) -> list[Leftover]:
 
 @contextmanager
 def _alone(*, wait: bool) -> Iterator[None]:
-    """Lock other processes out of removing and claiming. Where one does so now, wait for it, or without `wait` raise BlockingIOError."""
+    """Prevent other processes from removing and claiming. If one is doing so, wait for it, or without `wait` raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # A process forked meanwhile has the descriptor too.
+        fcntl.flock(lock, fcntl.LOCK_UN)  # Closing is not enough if a process was forked meanwhile.
         os.close(lock)
 
 
@@ -156,9 +153,9 @@ def _vacate(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove `folder`, unless its process lives. Returns whether it is gone.
+    """Delete `folder`, unless its process is alive. Returns whether it was deleted.
 
-    It is renamed first, so that a process that makes it anew meanwhile loses nothing.
+    It is renamed first, so that a process may create it again at the same time.
     """
     aside = folder
     if not folder.name.startswith(_GOING):
@@ -177,7 +174,7 @@ def _folders() -> Iterator[Path]:
     yield from _in_memory()
     yield from (path for path in _own(sessions(), "session_*") if not path.is_symlink())
     for root in (SHARED_MEMORY, sessions()):
-        yield from _own(root, f".{PREFIX}*")  # what was being made or removed when its process was killed
+        yield from _own(root, f".{PREFIX}*")  # The process was killed while it created or deleted the folder.
 
 
 def _in_memory() -> list[Path]:
@@ -186,21 +183,21 @@ def _in_memory() -> list[Path]:
 
 def _own(root: Path, pattern: str) -> list[Path]:
     """Matching paths that belong to this user."""
-    found = []
+    paths = []
     for path in sorted(root.glob(pattern)):
         with suppress(OSError):
             if path.lstat().st_uid == os.getuid():
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def sessions() -> Path:
-    """The folder for sessions of local Ray clusters. Its parent is private to the user, because Ray makes the folder world-writable."""
+    """The folder for sessions of local Ray clusters. Its parent is private to the user, since Ray makes this folder world-writable."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / f"{PREFIX}{os.getuid()}" / "ray"
 
 
 def _owner(folder: Path) -> Owner | None:
-    """The mark of a folder, None where it has none that can be read."""
+    """The mark of a folder, None if it has no readable one."""
     try:
         owner: Owner = json.loads((folder / MARK).read_text())
     except (OSError, ValueError):
@@ -220,7 +217,7 @@ def _abandoned(folder: Path) -> bool:
     if owner is None:
         return False
     if not _counts_here(owner):
-        # Shared memory is this machine's, and no process outlives its boot. A disk may be shared with another machine.
+        # Shared memory belongs to this machine, and no process survives a reboot. A disk may be shared with another machine.
         return folder.parent == SHARED_MEMORY and owner["boot"] != _origin()["boot"]
     try:
         running = _identity(owner["pid"]) == owner
@@ -232,7 +229,7 @@ def _abandoned(folder: Path) -> bool:
 def started(pid: int) -> int:
     """The start time of a running process, in clock ticks after the boot. Raises ProcessLookupError if no running process has that id."""
     try:
-        # The name of the program is the second field, in brackets, and may hold blanks and brackets.
+        # The second field is the program's name in parentheses, which may contain blanks and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
         raise ProcessLookupError(pid) from error
@@ -242,7 +239,7 @@ def started(pid: int) -> int:
 
 
 def _identity(pid: int) -> Owner:
-    """The mark that a running process would make. Raises ProcessLookupError if no running process has that id."""
+    """The mark of a running process. Raises ProcessLookupError if no running process has that id."""
     return {"pid": pid, "started": started(pid), **_origin()}
 
 
@@ -251,7 +248,7 @@ def _origin() -> Origin:
 
 
 def _named_by_a_process(name: str) -> bool:
-    """Whether a process has this name on its command line, as Ray's have the name of their session."""
+    """Whether a process has this name on its command line, as Ray's processes have the name of their session."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if name.encode() in path.read_bytes():

@@ -1,8 +1,8 @@
-"""Measures the network between every two hosts of a cluster, over plain sockets at the addresses that Ray knows the hosts by.
+"""Measure the network between all pairs of hosts of a cluster, over TCP at the addresses that Ray uses.
 
-Pairs are measured in rounds, in each of which a host is in one pair at most: no other pair disturbs a measurement, and the time grows with
-the number of hosts, not of pairs. A measurement is one TCP stream. NCCL over InfiniBand is faster, but a host with a bad cable, or one that
-uses the wrong interface, is far below the others here too.
+Pairs are measured in rounds in which each host is in at most one pair, so measurements do not affect each other, and the time grows with
+the number of hosts, not of pairs. A measurement is one TCP stream. NCCL over InfiniBand is faster, but a host with a bad cable or the
+wrong interface is slower than the others in both.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mtpctl.cluster.bundles import ray_hosts
+
 BYTES = 64 << 20
 ROUNDS = 20
 TRY_S = 30.0
 SLOW_SHARE = 0.5
-"""A link is slow where its rate is less than this share of the median."""
+"""A link is slow if its rate is below this share of the median."""
 SLOW_LATENCY = 5.0
-"""A link is slow where its latency is more than this many times the median, and more than `SLOW_S` above it."""
+"""A link is slow if its latency is more than this many times the median, and more than `SLOW_S` above it."""
 SLOW_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link between two hosts, by their names: its median round trip, and its bytes a second. `error`: why it could not be measured."""
+    """The link between two hosts: its median round trip time, and its rate in bytes per second. `error`: why it was not measured."""
 
     first: str
     second: str
@@ -37,17 +39,16 @@ class Link:
     rate: float = 0.0
     error: str = ""
 
-    def told(self) -> str:
-        """The link and what was measured, in one line."""
-        measured = f"{self.rate / 1e9:.2f} GB/s, {1e3 * self.latency_s:.2f} ms there and back"
+    def __str__(self) -> str:
+        measured = f"{self.rate / 1e9:.2f} GB/s, {1e3 * self.latency_s:.2f} ms round trip"
         return f"{self.first} – {self.second}: {self.error or measured}"
 
 
 class Endpoint:
-    """One end of a link. It answers each of `ROUNDS` single bytes by one byte, and then a stream of `BYTES` by one byte at its end."""
+    """One end of a link. It echoes `ROUNDS` single bytes, then receives `BYTES` and replies with one byte."""
 
     def listen(self, host: str = "") -> tuple[str, int]:
-        """Take connections at a free port of `host`, by default this host's address in the cluster. Returns the address and the port."""
+        """Listen at a free port of `host`, by default this host's address in the cluster. Returns the address and the port."""
         if not host:
             import ray
 
@@ -64,12 +65,12 @@ class Endpoint:
                 for _ in range(ROUNDS):
                     connection.sendall(connection.recv(1))
                 left = BYTES
-                while left and (got := len(connection.recv(min(left, 1 << 20)))):
-                    left -= got
+                while left and (received := len(connection.recv(min(left, 1 << 20)))):
+                    left -= received
                 connection.sendall(b"!")
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
-        """The median round trip to another endpoint in seconds, and bytes a second. Raises OSError where it cannot be reached."""
+        """The median round trip time to another endpoint in seconds, and bytes per second. Raises OSError if it cannot be reached."""
         with socket.create_connection((host, port), TRY_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = []
@@ -88,19 +89,19 @@ class Endpoint:
 
 
 def rounds_of(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count` hosts, in rounds in which each host is in one pair at most (the circle method of round-robin tournaments)."""
-    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    found = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = [(a, b) for a, b in zip(places[:half], reversed(places[half:]), strict=True) if a is not None and b is not None]
-        found.append([(min(pair), max(pair)) for pair in pairs])
-        places = [places[0], places[-1], *places[1:-1]]
-    return found
+    """All pairs of `count` hosts, in rounds in which each host is in at most one pair (the circle method of round-robin tournaments)."""
+    circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = [(a, b) for a, b in zip(circle[:half], reversed(circle[half:]), strict=True) if a is not None and b is not None]
+        rounds.append([(min(pair), max(pair)) for pair in pairs])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
 
 
 def slow(links: Sequence[Link]) -> list[Link]:
-    """The links that failed, and those that are far below the others."""
+    """The links that failed, and those that are much slower than the median."""
     good = [link for link in links if not link.error]
     if not good:
         return list(links)
@@ -114,8 +115,6 @@ async def try_links() -> list[Link]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from mtpctl.cluster.bundles import ray_hosts
-
     hosts = ray_hosts()
     remote = ray.remote(Endpoint)
     ends: list[Any] = [
@@ -128,22 +127,17 @@ async def try_links() -> list[Link]:
         async def one(first: int, second: int) -> Link:
             names = hosts[first].name, hosts[second].name
             try:
-                latency, rate = await asyncio.wait_for(_answer(ends[first].measure.remote(*addresses[second])), 2 * TRY_S)
+                latency, rate = await asyncio.wait_for(ends[first].measure.remote(*addresses[second]), 2 * TRY_S)
             except TimeoutError:
                 return Link(*names, error=f"no answer within {2 * TRY_S:g} s")
             except (ray.exceptions.RayError, OSError) as error:
                 return Link(*names, error=f"not reached: {getattr(error, 'cause', None) or type(error).__name__}")
             return Link(*names, latency, rate)
 
-        found: list[Link] = []
+        links: list[Link] = []
         for pairs in rounds_of(len(hosts)):
-            found += await asyncio.gather(*(one(*pair) for pair in pairs))
-        return found
+            links += await asyncio.gather(*(one(*pair) for pair in pairs))
+        return links
     finally:
         for end in ends:
             ray.kill(end)
-
-
-async def _answer(ref: Any) -> tuple[float, float]:
-    found: tuple[float, float] = await ref
-    return found

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one at `cluster.address`, or one on this machine that starts and ends with the run."""
+"""The Ray cluster of a run: the one at `cluster.address`, or a local one that starts and ends with the run."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
 ANSWER_S = 5.0
-"""Seconds in which the address of a cluster takes a connection."""
+"""Timeout of a connection to the address of a cluster, in seconds."""
 SHARED_BYTES = 4 << 20
-"""Bytes of shared memory that actors need besides weights."""
+"""Bytes of shared memory that actors need in addition to weights."""
 LOOPBACK = "lo"
-"""The name of the loopback interface on Linux."""
+"""The loopback interface on Linux."""
 NEEDED = ("gcs_server", "raylet")
 """The daemons without which a local cluster does not work."""
 
 
 def on_one_host() -> bool:
-    """Whether all actors are on this machine: Ray is not running, or has one host."""
+    """Whether all actors are on this machine, because Ray is not running, or has one host."""
     import ray
 
     return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
 
 
 def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
-    """Raise ClusterResources where a cluster that is started on this machine would have too few CPUs or GPUs."""
+    """Raise ClusterResources if a local cluster would have too few CPUs or GPUs."""
     if config.address is not None:
         return
     cards = config.num_gpus
@@ -61,51 +61,51 @@ def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
 
 def _too_few(name: str, need: float, have: float, field: str) -> ClusterResources:
     return ClusterResources(
-        f"cluster.{field}: the recipe's actors need {need:g} {name}s and the cluster has {have:g}; "
-        f"ask for fewer replicas or ranks, or set cluster.{field} to share them"
+        f"cluster.{field}: the recipe's actors need {need:g} {name}s, but the cluster has {have:g}; "
+        f"use fewer replicas or ranks, or set cluster.{field} to share them"
     )
 
 
 def check_shared_memory() -> None:
-    """Raise EnvironmentMissing if the shared memory of this host is full. Every process at least keeps its semaphores there."""
+    """Raise EnvironmentMissing if the shared memory of this host is full. Every process needs some for its semaphores."""
     memory = leftovers.SHARED_MEMORY
     if memory.is_dir() and (free := shutil.disk_usage(memory).free) < SHARED_BYTES:
         raise EnvironmentMissing(
-            f"{memory}: {free >> 10} KiB are free, and actors need {SHARED_BYTES >> 10} or more; free space there, or give the container "
+            f"{memory}: {free >> 10} KiB are free, but actors need at least {SHARED_BYTES >> 10}; free space there, or give the container "
             "more (docker run --shm-size)"
         )
 
 
 def _check_answers(address: str | None) -> None:
-    """Raise EnvironmentMissing where nothing listens at `host:port`: Ray would look for a minute."""
-    found = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
-    if found is None:
+    """Raise EnvironmentMissing if nothing listens at `host:port`, since Ray would retry for a minute."""
+    matched = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
+    if matched is None:
         return
     try:
-        socket.create_connection((found[1], int(found[2])), ANSWER_S).close()
+        socket.create_connection((matched[1], int(matched[2])), ANSWER_S).close()
     except OSError as error:
         raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {address}: {error}") from error
 
 
 def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
-    """Variables of all actors."""
-    interface, named = config.interface, {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    """Environment variables of all actors."""
+    interface, names = config.interface, {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     if interface is None and config.address is None:
         # On one host, ranks need no other interface, and their ports have no authentication.
-        interface, named = LOOPBACK, named - os.environ.keys()
-    talking = {} if interface is None else dict.fromkeys(sorted(named), interface)
-    return talking | (folder_for_all(logs) if logs else {})
+        interface, names = LOOPBACK, names - os.environ.keys()
+    interfaces = {} if interface is None else dict.fromkeys(sorted(names), interface)
+    return interfaces | (folder_for_all(logs) if logs else {})
 
 
 class Daemons:
-    """The processes of a local Ray cluster, in sessions of their own; see `mtpctl.cluster.watchdog`."""
+    """The processes of a local Ray cluster, each in its own session; see `mtpctl.cluster.watchdog`."""
 
     def __init__(self) -> None:
         self._watchdog = Watchdog()
         self._started: dict[str, subprocess.Popen[bytes]] = {}
 
     def starting(self) -> contextlib.AbstractContextManager[None]:
-        """Have `ray.init` in this block start its processes as these daemons."""
+        """Make `ray.init` in this block start its processes as these daemons."""
         from mtpctl.compat import ray_daemons
 
         return ray_daemons.starting(self._watchdog.register, self._started)
@@ -118,14 +118,15 @@ class Daemons:
         return None
 
     def close(self) -> None:
-        """Kill the remaining daemons and the processes that they started."""
+        """Kill the remaining daemons and their descendants."""
         self._watchdog.close()
 
 
 def keep_token_private() -> None:
-    """Create the file with the token of local Ray clusters, or restrict one that other users can read, since Ray creates it readable.
+    """Create the token file of local Ray clusters without access for other users, or restrict an existing one.
 
-    Whoever has the token can run code in the user's clusters. If the home directory is not writable, the error is left to Ray.
+    Ray creates it readable for all, and the token allows to run code in the user's clusters. If the home directory is not writable, Ray
+    reports the error.
     """
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return
@@ -142,7 +143,7 @@ def keep_token_private() -> None:
 
 
 def make_private_sessions() -> Path:
-    """Create the folder for Ray's sessions, inaccessible to other users.
+    """Create the folder for Ray's sessions without access for other users.
 
     Raises EnvironmentMissing if its parent belongs to another user, or if it cannot be created.
     """
@@ -162,11 +163,11 @@ def make_private_sessions() -> Path:
 
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True, logs: Path | None = None) -> Iterator[Daemons | None]:
-    """Connect to a Ray cluster that has `cpus` and `gpus` while the block runs; with `tidy`, first remove what killed runs left here.
+    """Connect to a Ray cluster with at least `cpus` and `gpus` while the block runs.
 
-    Yields the daemons of a cluster that was started here, None for one that was joined. Actors that write to files of their run
-    (`cluster/logs.py`) do so in the folder `logs`. Leaves the handler of SIGTERM as it was. Raises ClusterResources if there are fewer CPUs
-    or GPUs, EnvironmentMissing if shared memory is full, and if Ray does not start or does not answer at the address.
+    Yields the daemons of a local cluster, None for one at an address. With `tidy`, leftovers of killed runs are deleted first. Actors write
+    their output to files in the folder `logs` (`cluster/process.py`). The handler of SIGTERM is not changed. Raises ClusterResources if
+    there are fewer CPUs or GPUs, and EnvironmentMissing if shared memory is full, or Ray does not start or does not answer at the address.
     """
     check_room(config, cpus=cpus, gpus=gpus)
     if tidy:
@@ -174,9 +175,9 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A loaded machine may take longer than Ray's half minute to start its own processes.
+    # A busy machine may need longer than Ray's default of half a minute to start its daemons.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-    # Ray would start an idle worker per CPU, and every actor here is started in an environment of its own all the same.
+    # Ray would start an idle worker per CPU, but actors have their own environment and cannot use them.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _check_answers(config.address)
     with contextlib.ExitStack() as stack:
@@ -190,8 +191,8 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
         context = _connected(config, logs, daemons)
         if daemons is not None:
             session = Path(context.address_info["session_dir"])
-            stack.callback(leftovers.unmark, session)  # Errors point to Ray's logs in it.
-            with contextlib.suppress(OSError):  # On a full disk the session stays should the run be killed; the run needs no mark.
+            stack.callback(leftovers.unmark, session)  # Keep the session folder, since errors refer to Ray's logs in it.
+            with contextlib.suppress(OSError):  # On a full disk there is no mark, and the session of a killed run is not removed.
                 leftovers.mark(session)
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
@@ -201,14 +202,14 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
 
 
 def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) -> Any:
-    """The return value of `ray.init`. Raises EnvironmentMissing if it fails."""
+    """Call `ray.init`. Raises EnvironmentMissing if it fails."""
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with contextlib.nullcontext() if daemons is None else daemons.starting():
         try:
             return ray.init(
-                # Without an address Ray joins whatever RAY_ADDRESS or somebody's `ray start` on this machine names.
+                # Without "local", Ray would join the cluster of RAY_ADDRESS or of a `ray start` on this machine.
                 address=config.address or "local",
                 _temp_dir=None if config.address else str(make_private_sessions()),
                 num_cpus=None if config.address else config.num_cpus,
@@ -220,10 +221,10 @@ def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None
                 namespace="mtpctl",
                 runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
             )
-        except Exception as error:  # Ray raises plain `Exception` if one of its processes does not start.
-            where = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
-            raise EnvironmentMissing(f"cluster.address: {where}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # Ray raises plain `Exception` if one of its daemons does not start.
+            problem = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
+            raise EnvironmentMissing(f"cluster.address: {problem}: {str(error).splitlines()[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
-                # Ray's own handler ends the process at once, and leaves the processes that it started behind.
+                # Ray's own handler would end the process at once, and leave its daemons running.
                 signal.signal(signal.SIGTERM, on_sigterm)

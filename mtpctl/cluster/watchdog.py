@@ -1,9 +1,9 @@
-"""Ends the daemons of a local Ray cluster when the command that started them has ended, however it ended.
+"""Ends the daemons of a local Ray cluster when the command that started them ends for any reason.
 
-Ray's daemons run in sessions of their own, so that a signal to the process group of the command does not reach them. The watchdog is a
-small process that also has a session of its own. Each daemon writes its process id and start time into a pipe that the watchdog reads.
-Once the command closes the watchdog, or has ended without doing so, the watchdog kills every process of the daemons' sessions and their
-descendants, and no other. If the command was killed, it also removes what the command left in shared memory.
+Each of Ray's daemons has its own session, so that signals to the command's process group do not reach it. The watchdog is a small process
+with its own session. Daemons write their process id and start time into a pipe that it reads. When the command closes the watchdog, or ends
+without doing so, the watchdog kills all processes of the daemons' sessions and their descendants. If the command was killed, it also
+removes the command's leftovers in shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Watchdog:
         reading, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
-                # -P: modules of the working directory are not imported.
+                # -P: do not import modules from the working directory.
                 [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(leftovers.started(os.getpid()))],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
@@ -50,11 +50,11 @@ class Watchdog:
         self._closed = False
 
     def register(self) -> None:
-        """Report the calling process to the watchdog. A daemon calls it before its program begins, as the leader of its session."""
+        """Register the calling process, the leader of its session. A daemon calls it before its program begins."""
         os.write(self._pipe, b"%d %d\n" % (os.getpid(), leftovers.started(os.getpid())))
 
     def close(self) -> None:
-        """End the remaining processes of the daemons' sessions, and wait for the watchdog."""
+        """End all processes of the daemons' sessions, and wait for the watchdog."""
         if self._closed:
             return
         self._closed = True
@@ -83,7 +83,7 @@ def running() -> dict[int, Process]:
     processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile
-            # The name of the program is the second field, in brackets, and may hold blanks and brackets.
+            # The second field is the program's name in parentheses, which may contain blanks and parentheses.
             state, parent, _, session, *fields = path.read_text().rpartition(")")[2].split()
             if state not in leftovers.ENDED:
                 processes[int(path.parent.name)] = Process(int(path.parent.name), int(parent), int(session), int(fields[15]))
@@ -93,14 +93,14 @@ def running() -> dict[int, Process]:
 def members(sessions: dict[int, int]) -> list[Process]:
     """The processes of these sessions and their descendants. sessions: the start time of each session's leader, by its process id.
 
-    The id of a session is not used again while it has a member. If its leader started at another time, it is another session.
+    The id of a session is not reused while it has a member. If its leader has another start time, it is another session.
     """
     processes = running()
     ours = {leader for leader, started in sessions.items() if leader not in processes or processes[leader].started == started}
-    found = {process.pid for process in processes.values() if process.session in ours}
-    while more := {process.pid for process in processes.values() if process.parent in found} - found:
-        found |= more
-    return [processes[pid] for pid in found]
+    pids = {process.pid for process in processes.values() if process.session in ours}
+    while children := {process.pid for process in processes.values() if process.parent in pids} - pids:
+        pids |= children
+    return [processes[pid] for pid in pids]
 
 
 def end(sessions: dict[int, int]) -> None:

@@ -306,7 +306,7 @@ def links(measured: list[Link]) -> Finding:
     bad = slow(measured)
     if not bad:
         return Finding("ok", usual, data)
-    summary = f"{usual}; slow: {'; '.join(link.told() for link in bad)}"
+    summary = f"{usual}; slow: {'; '.join(str(link) for link in bad)}"
     kind = EnvironmentMissing if any(link.error for link in bad) else ThresholdMissed
     return Finding("failed", summary, data, kind(f"links: {summary}; look at its cable and route, or set cluster.interface"))
 

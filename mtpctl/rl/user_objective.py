@@ -22,7 +22,7 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import LossOut, TokenTerms, token_policy_loss
-from mtpctl.user_code import check_call, describe_error, is_reference, load, place_of
+from mtpctl.user_code import check_call, describe_error, is_reference, load, location_of
 
 LOSS, ADVANTAGE = "train.rl.loss", "train.rl.advantage"
 _TOLERANCE = 1e-8
@@ -84,7 +84,7 @@ def _check_loss(config: RlConfig) -> None:
     It must return a `LossOut` of finite scalars, have a gradient at trained tokens only, and be additive over slices of the tokens.
     """
     function = _load(config.loss, ("logprob", "entropy", "terms", "config"), config.loss_args, LOSS)
-    location = f"{LOSS}: {place_of(function)}"
+    location = f"{LOSS}: {location_of(function)}"
     terms, logprob, entropy = _example_tokens(config)
 
     def evaluate(tokens: Tensor) -> tuple[LossOut, Tensor]:
@@ -142,7 +142,7 @@ def _run[T](call: Callable[[], T], function: object, reference: str, field: str,
     try:
         return call()
     except _InvalidResult as error:
-        raise failure(f"{field}: {place_of(function)}: {error}") from error
+        raise failure(f"{field}: {location_of(function)}: {error}") from error
     except Exception as error:
         raise failure(f"{field}: {describe_error(error, reference)}") from error
 

@@ -38,5 +38,5 @@ def test_the_slow_one_is_told() -> None:
     assert slow(good) == []
     thin, far, dead = Link("c", "d", 1e-4, 1e8), Link("a", "d", 0.02, 1e9), Link("b", "d", error="not reached: refused")
     assert slow([*good, thin, far, dead]) == [thin, far, dead]
-    assert thin.told() == "c – d: 0.10 GB/s, 0.10 ms there and back"
+    assert str(thin) == "c – d: 0.10 GB/s, 0.10 ms round trip"
     assert slow([dead]) == [dead]

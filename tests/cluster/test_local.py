@@ -19,8 +19,8 @@ from mtpctl.recipe.cluster import ClusterConfig
 @pytest.mark.parametrize(
     ("config", "cpus", "gpus", "said"),
     [
-        (ClusterConfig(num_cpus=1), 2, 0, r"cluster\.num_cpus: the recipe's actors need 2 CPUs and the cluster has 1; ask for fewer"),
-        (ClusterConfig(num_gpus=2), 1, 2.5, r"cluster\.num_gpus: the recipe's actors need 2\.5 GPUs and the cluster has 2; ask for fewer"),
+        (ClusterConfig(num_cpus=1), 2, 0, r"cluster\.num_cpus: the recipe's actors need 2 CPUs, but the cluster has 1; use fewer"),
+        (ClusterConfig(num_gpus=2), 1, 2.5, r"cluster\.num_gpus: the recipe's actors need 2\.5 GPUs, but the cluster has 2; use fewer"),
     ],
 )
 def test_too_little(config: ClusterConfig, cpus: float, gpus: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_full_shared_memory_is_reported_before_ray_starts(monkeypatch: pytest.Mo
     monkeypatch.setattr("mtpctl.cluster.local.shutil.disk_usage", lambda path: SimpleNamespace(free=12 << 10))
     monkeypatch.setattr("ray.init", None)
     with (
-        pytest.raises(EnvironmentMissing, match=r"^/dev/shm: 12 KiB are free, and actors need 4096 or more; free space there"),
+        pytest.raises(EnvironmentMissing, match=r"^/dev/shm: 12 KiB are free, but actors need at least 4096; free space there"),
         cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0),
     ):
         pass

@@ -69,9 +69,9 @@ def test_each_request_is_scored_under_its_own_routes_whatever_it_shares_a_pass_w
 
 
 def test_what_does_not_fit_is_refused_with_the_samples_name(server: LogprobServer, run: Loop) -> None:
-    with pytest.raises(RequestRefused, match=r"routes: sample p1/2: routes name expert 6, the model has 6"):
+    with pytest.raises(RequestRefused, match=r"routes: sample p1/2: routes contain expert 6, but the model has 6"):
         run(server.score(ScoreRequest(TOKENS[0], routes=np.full((3, 1, 2), 6, np.uint8), name="p1/2")))
-    with pytest.raises(RequestRefused, match=r"routes: routes are of 31 tokens, the sequence has 30"):
+    with pytest.raises(RequestRefused, match=r"routes: routes have 31 tokens, but the sequence has 30"):
         run(server.score(ScoreRequest(TOKENS[0], routes=routes_of(server, 0, 31))))
 
 

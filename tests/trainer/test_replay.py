@@ -176,11 +176,11 @@ def test_an_adapter_trains_under_routes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r[:, :1], "routes have 1 layers, the model has 3 with experts"),
-        (lambda r: r[..., :1], "routes name 1 experts a token, the model's routers choose 2"),
-        (lambda r: np.concatenate([r] * 9), "routes are of .* tokens, the sequence has"),
-        (lambda r: r.astype(np.uint16), "routes are uint16, those of 8 experts are uint8"),
-        (lambda r: np.where(r == 1, 8, r).astype(np.uint8), "routes name expert 8, the model has 8"),
+        (lambda r: r[:, :1], "routes have 1 layers, but the model has 3 with experts"),
+        (lambda r: r[..., :1], "routes have 1 experts per token, but the model's routers select 2"),
+        (lambda r: np.concatenate([r] * 9), "routes have .* tokens, but the sequence has"),
+        (lambda r: r.astype(np.uint16), "routes are uint16, but those of 8 experts are uint8"),
+        (lambda r: np.where(r == 1, 8, r).astype(np.uint8), "routes contain expert 8, but the model has 8"),
         (lambda r: np.zeros_like(r), "routes send token 0 to one expert twice"),
         (lambda r: r.astype(np.float32), "routes are float32"),
     ],
