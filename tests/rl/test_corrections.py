@@ -96,7 +96,7 @@ def test_mismatch_metrics_match_their_definitions() -> None:
     )
 
 
-def test_a_mask_shows_in_fraction_mean_and_ess() -> None:
+def test_masked_tokens_lower_fraction_mean_and_ess() -> None:
     old = torch.zeros(4)
     behaviour = -torch.tensor([1.0, 1.0, 8.0, 8.0]).log()
     config = CorrectionConfig(mode="mask", low=0.5, high=2.0)

@@ -1,4 +1,4 @@
-"""Rows of public benchmarks: answers that are right earn the reward `code`, and answers that are half right do not."""
+"""The reward `code` on rows of public benchmarks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reward(response: str, fields: Mapping[str, object], prompt: str = "", **argu
         ({"tests": base64.b64encode(zlib.compress(pickle.dumps(json.dumps(NAMED)))).decode()}, ""),
     ],
 )
-def test_functions_and_methods_pass_rows_of_functional_tests(fields: Mapping[str, object], prompt: str) -> None:
+def test_functions_and_methods_pass_functional_tests(fields: Mapping[str, object], prompt: str) -> None:
     for answer in (METHOD, FUNCTION, f"Text:\n~~~python\n{METHOD}~~~\nUse it:\n```python\nprint(Solution().addUp([1], 2))\n```"):
         assert reward(answer, fields, prompt) == 1.0
     for answer in (
@@ -95,7 +95,7 @@ def test_numeric_keys_are_restored_from_json() -> None:
     assert reward("def f(x): return x[1]", fields) == 1.0
 
 
-def test_names_of_the_starter_code_need_no_import_and_replace_no_answer() -> None:
+def test_common_modules_need_no_import_but_are_no_answer() -> None:
     fields = {"tests": {"inputs": [[[3, 1]]], "outputs": [[4]], "fn_name": "f"}}
     code = "def f(x: List[int]) -> Optional[int]: return Counter(x).total() + reduce(gcd, x) - 1 + len(deque()) if inf else math.pi"
     assert reward(code.replace("Counter(x).total()", "sum(x)"), fields) == 1.0
@@ -107,7 +107,7 @@ def test_names_of_the_starter_code_need_no_import_and_replace_no_answer() -> Non
 
 
 class Budgeted:
-    """A sandbox whose processes have one second each; a case takes its argument in seconds and then passes."""
+    """A sandbox whose processes have one second each. A case takes its argument in seconds, and then passes."""
 
     def judge_calls(self, code: str, function: str, cases: Sequence[tuple[list[float], list[object]]], *, limits: Limits) -> Judgement:
         left, failures = 1.0, list[str | None]()
@@ -132,7 +132,7 @@ def test_each_case_may_use_the_whole_limit(seconds: list[float], partial: bool, 
     assert _calls(cast("Sandbox", Budgeted()), "", calls, Limits(), partial) == (passed, timed_out)
 
 
-def test_a_case_that_hangs_fails_alone() -> None:
+def test_only_the_hung_case_fails() -> None:
     hangs = {"inputs": [[0], [1], [0]], "outputs": [[0], [1], [0]], "fn_name": "f"}
     problem = Problem("rows.jsonl:1", "", "", fields={"tests": hangs})
     code = "def f(n):\n    while n: pass\n    return n"
@@ -175,6 +175,6 @@ def test_outputs_are_compared_as_the_benchmarks_do(printed: str, expected: str, 
         (base64.b64encode(zlib.compress(b"x")).decode(), "packed tests cannot be read"),
     ],
 )
-def test_rows_that_cannot_be_judged_are_named_with_the_reason(tests: object, message: str) -> None:
+def test_invalid_rows_are_an_error_with_the_reason(tests: object, message: str) -> None:
     with pytest.raises(ValueError, match=f"^rows.jsonl:1: column tests: {message}"):
         reward("x = 1", {"tests": tests})

@@ -16,7 +16,7 @@ from mtpctl.samples import Sample
 from mtpctl.sandbox import shared
 from mtpctl.sandbox.environment import Python, shortened
 from mtpctl.sandbox.limits import Limits
-from mtpctl.sandbox.reward import code_of, same_output, score
+from mtpctl.sandbox.reward import same_output, score
 from mtpctl.sandbox.sandbox import Sandbox
 from mtpctl.sandbox.shared import layers
 
@@ -34,7 +34,7 @@ def problem(answer: str = "", **fields: object) -> Problem:
         ("import sys\nprint(sys.stdin.read().upper())", "ü" * 3, "ÜÜÜ\n", 0),
         ("print(len(open(0).read()))", "x" * 300_000, "300000\n", 0),
         ("import sys\nprint(1)\nsys.exit(3)", "", "1\n", 3),
-        ("raise SystemExit('told')", "", "", 1),
+        ("raise SystemExit('message')", "", "", 1),
         ("1/0", "", "", 1),
         ("if __name__ == '__main__': print('main')", "", "main\n", 0),
         ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()", "", "late\n", 0),
@@ -113,23 +113,6 @@ def test_closing_a_session_ends_the_running_cell(best: Sandbox) -> None:
     thread.join(20)
     assert not thread.is_alive() and time.monotonic() - began < 20
     assert session.run("1").ended
-
-
-FENCE = "```"
-
-
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        (f"First\n{FENCE}python\nx = 1\n{FENCE}\nbetter\n{FENCE}py\nx = 2\n{FENCE}\nend", "x = 2\n"),
-        (f"{FENCE}\nx = 1\n{FENCE}", "x = 1\n"),
-        (f"{FENCE}python\nx = 1\n{FENCE}\nprints\n{FENCE}text\n1\n{FENCE}", "x = 1\n"),
-        (f"cut off\n{FENCE}python\nx = 1\ny = 2", "x = 1\ny = 2"),
-        ("x = 1", "x = 1"),
-    ],
-)
-def test_code_is_the_last_python_block(response: str, code: str) -> None:
-    assert code_of(response) == code
 
 
 def test_outputs_are_compared_line_by_line() -> None:

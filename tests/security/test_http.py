@@ -46,7 +46,7 @@ class Target:
         assert answer.status_code == 200, answer.text
 
     async def raw(self, data: bytes) -> bytes:
-        """What the server answers to these bytes, until it closes the connection."""
+        """The server's reply to these bytes, until it closes the connection."""
         host, port = self.address.removeprefix("http://").rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(data)
@@ -66,7 +66,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Target]:
 
 
 class ScoringRank(FakeRank):
-    """Answers with entropies as well."""
+    """Returns entropies as well."""
 
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored]:
         return [Scored(each.version, each.logprobs, [0.0] * len(each.logprobs)) for each in super().score(requests, version)]
@@ -115,11 +115,11 @@ def assert_rejected(answer: httpx.Response, *statuses: int) -> None:
     assert message and "\n" not in message and len(message) < 500 and "Traceback" not in message
 
 
-# ------------------------------------------------------------------------------------------ pages of strangers
+# ------------------------------------------------------------------------------------------ requests of other pages
 
 
 @every_server
-def test_a_page_whose_domain_was_rebound_is_rejected(name: str, tmp_path: Path) -> None:
+def test_request_with_a_rebound_host_is_rejected(name: str, tmp_path: Path) -> None:
     hosts = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", "a@127.0.0.1", "127.0.0.1:80:90", ""]
 
     async def drive(target: Target, web: httpx.AsyncClient) -> None:
@@ -132,7 +132,7 @@ def test_a_page_whose_domain_was_rebound_is_rejected(name: str, tmp_path: Path) 
 
 
 @every_server
-def test_addresses_and_names_of_the_machine_are_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_and_names_of_this_machine_are_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOSTS, "gate.corp, other.corp")
     hosts = [
         "127.0.0.1:1",
@@ -155,7 +155,7 @@ def test_addresses_and_names_of_the_machine_are_accepted(name: str, tmp_path: Pa
 
 
 @every_server
-def test_a_page_of_another_origin_is_rejected(name: str, tmp_path: Path) -> None:
+def test_request_from_another_origin_is_rejected(name: str, tmp_path: Path) -> None:
     async def drive(target: Target, web: httpx.AsyncClient) -> None:
         authority = target.address.removeprefix("http://")
         for origin in ("http://evil.example", "null", f"http://{authority}.evil.example", "http://127.0.0.1:1", "file://", ""):
@@ -170,7 +170,7 @@ def test_a_page_of_another_origin_is_rejected(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["gateway", "log-prob server"])
-def test_a_body_of_another_type_than_json_is_rejected(name: str, tmp_path: Path) -> None:
+def test_body_that_is_not_declared_as_json_is_rejected(name: str, tmp_path: Path) -> None:
     kinds = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonp", "json", "", None]
 
     async def drive(target: Target, web: httpx.AsyncClient) -> None:
@@ -246,13 +246,13 @@ BODIES: list[bytes] = [
 
 
 @pytest.mark.parametrize("name", ["gateway", "log-prob server"])
-def test_a_hostile_body_is_rejected_with_one_line(name: str, tmp_path: Path) -> None:
+def test_hostile_body_is_rejected_with_one_line(name: str, tmp_path: Path) -> None:
     async def drive(target: Target, web: httpx.AsyncClient) -> None:
         for path in target.posts:
             for body in BODIES:
                 answer = await web.post(path, content=body, headers=JSON)
                 if path.endswith("/finish") and (answer.status_code == 200):
-                    assert body == b"" or b"reward" not in body  # a body without a reward ends the trajectory, whatever else it has
+                    assert body == b"" or b"reward" not in body  # every body without a reward ends the trajectory
                     continue
                 assert_rejected(answer)
 
@@ -260,7 +260,7 @@ def test_a_hostile_body_is_rejected_with_one_line(name: str, tmp_path: Path) -> 
 
 
 @every_server
-def test_a_body_beyond_the_bound_is_rejected(name: str, tmp_path: Path) -> None:
+def test_body_over_the_size_limit_is_rejected(name: str, tmp_path: Path) -> None:
     async def drive(target: Target, web: httpx.AsyncClient) -> None:
         path = target.posts[0] if target.posts else target.path
 
@@ -278,7 +278,7 @@ def test_a_body_beyond_the_bound_is_rejected(name: str, tmp_path: Path) -> None:
 
 
 @every_server
-def test_a_hostile_head_is_rejected(name: str, tmp_path: Path) -> None:
+def test_hostile_head_is_rejected(name: str, tmp_path: Path) -> None:
     heads = [
         b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
@@ -305,7 +305,7 @@ def test_a_hostile_head_is_rejected(name: str, tmp_path: Path) -> None:
 
 
 @every_server
-def test_a_path_that_is_no_route_is_rejected(name: str, tmp_path: Path) -> None:
+def test_unknown_path_is_rejected(name: str, tmp_path: Path) -> None:
     paths = [
         "/../etc/passwd",
         "/%2e%2e/v1/models",
@@ -332,8 +332,8 @@ def test_a_path_that_is_no_route_is_rejected(name: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- slow clients
 
 
-def test_a_client_that_sends_or_reads_slowly_is_disconnected(tmp_path: Path) -> None:
-    """Those that send a head or a body too slowly, and one that asks for a long answer and does not read it."""
+def test_slow_client_is_disconnected(tmp_path: Path) -> None:
+    """Clients that send a head or body slowly, or that do not read a long reply."""
     answer, bounds = b"x" * (8 << 20), HttpBounds(header_s=0.3, body_s=0.3, drain_s=0.3, stalled_s=0.3)
     let_go = asyncio.Event()
 

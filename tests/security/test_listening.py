@@ -56,7 +56,7 @@ def test_sessions_of_ray_are_out_of_reach_of_other_users(command: Command) -> No
     assert (session / "sockets" / "raylet").is_socket()
 
 
-def test_folder_of_another_user_is_not_used_for_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_another_user_is_not_used_for_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever made it could replace what is in it."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     private = leftovers.sessions().parent

@@ -94,7 +94,7 @@ try:
     eval(expression(5))
 except BaseException:
     pass
-## the test evaluates the name of its own variable
+## the test evaluates the name of a variable of the test
 def expression(n): return 'expected'
 --
 case = {'expected': 5}
@@ -265,7 +265,7 @@ class Any(tuple):
 def f(x): return Any((1, 3))
 --
 assert f(3) == (1, 2)
-## an array at an address of its own
+## an array at an arbitrary address
 class Any:
     __array_interface__ = {'shape': (2,), 'typestr': '<f8', 'data': (4096, False), 'version': 3}
 def f(x): return Any()

@@ -155,7 +155,7 @@ def test_unevaluated_expressions_and_false_equations_are_wrong(answer: str, resp
     assert [response for response in responses if reward(response, answer) != 0.0] == []
 
 
-def test_answer_that_is_a_sum_itself_may_be_repeated() -> None:
+def test_sum_equals_a_row_answer_that_is_the_same_sum() -> None:
     assert reward(r"\boxed{2^{100}-1}", "2^{100}-1") == 1.0
     assert reward(r"\boxed{-1 + 2^{100}}", "2^{100} - 1") == 1.0
     assert reward(r"\boxed{2^{99}-1}", "2^{100} - 1") == 0.0
@@ -314,9 +314,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("kind", "response", "answer", "theirs", "ours", "reason"), DIFFERENT, ids=[row[0] for row in DIFFERENT])
-def test_verdicts_that_differ_from_those_of_public_verifiers(
-    kind: str, response: str, answer: str, theirs: int, ours: int, reason: str
-) -> None:
+def test_verdict_differs_from_math_verify(kind: str, response: str, answer: str, theirs: int, ours: int, reason: str) -> None:
     assert theirs != ours, reason
     assert reward(response, answer) == ours, f"{kind}: {reason}"
 
@@ -352,7 +350,7 @@ def test_verdicts_that_differ_from_those_of_public_verifiers(
         (r"\sqrt[3]{2}", r"\sqrt{2}", False),
     ],
 )
-def test_verdicts_that_agree_with_another_public_verifier(one: str, other: str, same: bool) -> None:
+def test_verdict_agrees_with_lm_eval(one: str, other: str, same: bool) -> None:
     assert reward(rf"\boxed{{{one}}}", other) == float(same)
 
 
