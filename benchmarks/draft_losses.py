@@ -20,10 +20,9 @@ from torch import Tensor
 from harness import finish, parser, print_environment
 from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, peak_gib, time_in_turns
 from mtpctl.bench.report import markdown, number, spread
-from mtpctl.kernels.draft import linear_draft_loss
-from mtpctl.kernels.draft_terms import Draft
-from mtpctl.kernels.policy import linear_policy_loss
-from mtpctl.kernels.problem import DraftLoss
+from mtpctl.kernels.backend import DraftLoss
+from mtpctl.kernels.drafts import Draft
+from mtpctl.kernels.policy import linear_draft_loss, linear_policy_loss
 from mtpctl.plan.memory import GIB
 
 MOST_RATIO, MOST_GIB = 1.25, 0.5

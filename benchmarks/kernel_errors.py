@@ -22,8 +22,8 @@ from torch import Tensor
 from harness import finish, parser, print_environment
 from mtpctl.bench.fused_kernels import Case, Inputs, Output, Shape, clipped_loss, fits, make_inputs, own_cases, peer_cases
 from mtpctl.bench.report import markdown, number
-from mtpctl.kernels.draft import linear_draft_loss
-from mtpctl.kernels.problem import DraftLoss
+from mtpctl.kernels.backend import DraftLoss
+from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.plan.memory import GIB
 
 MOST_OF_TORCH = 1.5

@@ -30,7 +30,7 @@ from mtpctl.convert.parts import partition
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.model.lora import ROW, WHOLE, Adapter
+from mtpctl.model.lora import REPLICATED, ROW, Adapter
 from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
@@ -91,7 +91,7 @@ def _converted(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Te
             module.config = config
     if leaf in ROW:
         return task.mapping.megatron_to_hf(a, task.megatron_module), _same_on_all(task, b)
-    if leaf in WHOLE:
+    if leaf in REPLICATED:
         return _same_on_all(task, a), _same_on_all(task, b)
     return _same_on_all(task, a), task.mapping.megatron_to_hf(b, module)
 

@@ -1,6 +1,6 @@
-"""Log-probs of given labels straight from hidden states and the LM head, without the logits in memory.
+"""Kernels: each module has one kernel's portable and Triton versions and the function that dispatches between them.
 
-`linear_logprob` gives per-token log-probs, entropy, greedy hits and the top k; `linear_policy_loss` gives a policy loss and its
-gradients in one pass, and the losses of drafts that learn from the same logits; `linear_draft_loss` gives such a loss by itself. All take
-vocab-sharded heads (tensor parallel) and run on CPU and CUDA; `implementation` chooses how.
+Log-probs and losses straight from hidden states and the LM head, without materializing the logits, share one `Backend`: `linear_logprob`
+returns per-token log-probs, entropy, greedy hits and top k; `linear_policy_loss` a policy loss with its gradients in one pass, and the
+losses of drafts that learn from the same logits; `linear_draft_loss` such a draft loss alone. All accept a vocab-sharded head.
 """

@@ -1,4 +1,4 @@
-"""A loss, per token, of the probabilities of a few named vocabulary entries and of the total of all other entries.
+"""Per-token losses of the probabilities of a few named vocabulary entries and of the total of all others (the rest).
 
 The variables of a token's loss are the log-probs of the k named entries and of the rest r. With c_j and c_r the derivatives by them, and
 S = Σ c_j + c_r, the gradient of a scaled logit is
@@ -6,9 +6,9 @@ S = Σ c_j + c_r, the gradient of a scaled logit is
 named    c_j − S p_j
 others   (c_r − S p_r) p_v / p_r
 
-For a policy close to its teacher these are small differences of large terms. Therefore they are computed for each logit in at least fp32,
-before they are rounded for the matrix products. The named entries' part of the gradient of the states is accumulated in fp32 as well,
-because its terms may cancel. p_r is summed over the other entries rather than computed as 1 minus the named ones, to keep its precision.
+For a policy close to its teacher these are small differences of large terms. They are therefore computed per logit in at least fp32, before
+rounding for the matrix products, and the named entries' part of the gradient of the states is accumulated in fp32 as well. p_r is summed
+over the other entries rather than computed as 1 minus the named ones, to keep its precision.
 
 Shape legend: N tokens, n of them with a weight, k named entries, H hidden size, V this rank's vocabulary entries.
 """
@@ -17,19 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels import products, reduce
-from mtpctl.kernels.autograd import AutogradContext
-from mtpctl.kernels.call import DEFAULT_WORKSPACE_BYTES, weight_sink
-from mtpctl.kernels.inputs import Shard, vocab_shard
-from mtpctl.kernels.made_grads import MadeGrads
-from mtpctl.kernels.problem import slices
+from mtpctl.kernels import products
+from mtpctl.kernels.backend import slices
+from mtpctl.kernels.inputs import DEFAULT_WORKSPACE_BYTES, PrecomputedGrads, weight_grad_buffer
+from mtpctl.kernels.shards import Shard, gather, sum_ranks, vocab_shard
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable by the log-probs `named` and `rest`. `rows`: indices among all N."""
@@ -40,7 +38,7 @@ LEAST_LOGPROB = -1e4  # of the rest, if all entries are named
 
 @dataclass(frozen=True)
 class CandidateTerm:
-    """The summed term: `weight` [N] times the divergence over the entries `ids` [N, k]. Tokens of weight 0 are left out."""
+    """The sum of `weight` [N] times the divergence over the entries `ids` [N, k]. Tokens of weight 0 are skipped."""
 
     ids: Tensor
     weight: Tensor
@@ -48,7 +46,7 @@ class CandidateTerm:
 
 
 class CandidateLossOut(NamedTuple):
-    """loss_sum: can be differentiated once. divergence [N]: without gradient; 0 for tokens that are left out."""
+    """loss_sum: differentiable once. divergence [N]: without gradient; 0 for skipped tokens."""
 
     loss_sum: Tensor
     divergence: Tensor
@@ -68,16 +66,16 @@ def candidate_loss(
 ) -> CandidateLossOut:
     """The loss of the term under states `hidden` [N, H] and this rank's rows of the head, `weight` [V, H].
 
-    group: the ranks that share the vocabulary; every one of them has the same hidden and term, and its gradient of hidden is the whole one.
-    grad_scale: the gradient that `loss_sum` will receive, for which gradients are made in the forward pass. The other arguments are as in
-    `linear_policy_loss`. Raises ValueError for ids of another shape.
+    group: ranks that share the vocabulary; all pass the same hidden and term, and get the complete gradient of hidden. grad_scale: the
+    gradient that `loss_sum` will receive, for which gradients are computed in the forward pass. Other arguments: as in
+    `linear_policy_loss`. Raises ValueError if the shape of ids does not fit.
     """
     if term.ids.dim() != 2 or len(term.ids) != len(hidden):
         raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")
     shard = vocab_shard(weight, group, valid_vocab)
     workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    arguments = _Arguments(term, shard, 1 / temperature, workspace, grad_scale, main_grad, *wanted)
+    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    arguments = _Arguments(term, shard, 1 / temperature, workspace, grad_scale, main_grad, *needed)
     return CandidateLossOut(*_CandidateLoss.apply(arguments, hidden, weight))
 
 
@@ -92,87 +90,85 @@ class _Arguments(NamedTuple):
     by_weight: bool
 
 
-class _Context(AutogradContext, Protocol):
-    made: MadeGrads | None
-
-
 class _CandidateLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, arguments: _Arguments, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, arguments: _Arguments, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         term, shard = arguments.term, arguments.shard
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        sink = weight_sink(weight, arguments.by_weight, arguments.main_grad)
-        written = sink.add
-        share = hidden.dtype if shard.world == 1 else wide
-        hidden_grad = torch.zeros(hidden.shape, dtype=share, device=hidden.device) if arguments.by_hidden else None
+        buffer = weight_grad_buffer(weight, arguments.by_weight, arguments.main_grad)
+        written = buffer.add
+        grad_dtype = hidden.dtype if shard.world == 1 else wide
+        hidden_grad = torch.zeros(hidden.shape, dtype=grad_dtype, device=hidden.device) if arguments.by_hidden else None
         total = torch.zeros((), dtype=wide, device=hidden.device)
         divergence = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         trained = term.weight.nonzero().squeeze(1)
-        # Ranks join statistics once a slice, so all need the same slices: those that fit the first rank, which has the most columns.
+        # Ranks join statistics per slice, so all use the slices that fit the first rank, which has the most columns.
         columns = min(shard.columns, shard.total)
-        row = TEMPORARIES * wide.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
-        for part in slices(len(trained), max(1, arguments.workspace // max(1, row))):
+        row_bytes = TEMPORARIES * wide.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
+        for part in slices(len(trained), max(1, arguments.workspace // max(1, row_bytes))):
             rows = trained[part]
             if not len(rows):
                 continue
-            # One column where this rank's shard is all padding, which has no share of any sum.
+            # A shard that is all padding keeps one column, which contributes to no sum.
             states, head = hidden.detach()[rows], weight.detach()[: max(1, shard.valid)]
             logits = products.logits(states, head).mul_(arguments.inverse_temperature)
             if not shard.valid:
                 logits.fill_(float("-inf"))
-            some = _slice_of(logits, rows, arguments)
-            total += some.loss
-            divergence[rows] = some.divergence
+            grads = _slice_grads(logits, rows, arguments)
+            total += grads.loss
+            divergence[rows] = grads.divergence
             if hidden_grad is not None:
-                by_rest = products.hidden_grad(None, some.of_rest, head, wide)
-                hidden_grad[rows] = by_rest.add_(torch.einsum("nk,nkh->nh", some.of_named, head[some.local].to(wide))).to(share)
-            if sink.out is not None:
-                products.weight_grad(some.of_rest.scatter_add_(1, some.local, some.of_named), states, sink.out[: len(head)], written)
+                rest_part = products.hidden_grad(None, grads.rest, head, wide)
+                hidden_grad[rows] = rest_part.add_(torch.einsum("nk,nkh->nh", grads.named, head[grads.local].to(wide))).to(grad_dtype)
+            if buffer.out is not None:
+                products.weight_grad(grads.rest.scatter_add_(1, grads.local, grads.named), states, buffer.out[: len(head)], written)
                 if not written:
-                    sink.out[shard.valid :] = 0
+                    buffer.out[shard.valid :] = 0
                 written = True
-        if sink.out is not None and not written:
-            sink.out.zero_()
+        if buffer.out is not None and not written:
+            buffer.out.zero_()
         if hidden_grad is not None:
-            hidden_grad = reduce.sum_ranks(hidden_grad, shard).to(hidden.dtype)
-        ctx.made = MadeGrads([hidden_grad], sink, arguments.grad_scale, lambda: None)
+            hidden_grad = sum_ranks(hidden_grad, shard).to(hidden.dtype)
+        ctx.grads = PrecomputedGrads([hidden_grad], buffer, arguments.grad_scale, lambda: None)
         ctx.mark_non_differentiable(divergence)
         return total, divergence
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor, _: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
-        if ctx.made is None:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
+        if ctx.grads is None:
             raise RuntimeError("candidate_loss: its gradients support one backward pass only")
-        made, ctx.made = ctx.made, None
-        (hidden,), weight = made.given(grad.item())
+        grads, ctx.grads = ctx.grads, None
+        (hidden,), weight = grads.scaled_to(grad.item())
         return None, hidden, weight
 
 
-class _Slice(NamedTuple):
-    """Of some rows: the weighed sum, each row's divergence, and the gradients of unscaled logits on this rank: `of_rest` [n, V], 0 at the
-    named entries, and `of_named` [n, k] of the columns `local`, 0 where these are another rank's."""
+class _SliceGrads(NamedTuple):
+    """A slice's weighted loss, each row's divergence, and the gradients of unscaled logits on this rank.
+
+    rest [n, V]: 0 at named entries. named [n, k]: of the columns `local`, 0 for entries of other ranks.
+    """
 
     loss: Tensor
     divergence: Tensor
-    of_rest: Tensor
-    of_named: Tensor
+    rest: Tensor
+    named: Tensor
     local: Tensor
 
 
-def _slice_of(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _Slice:
-    """The loss of these rows, from their scaled logits [n, V], which are overwritten."""
+def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceGrads:
+    """Loss and gradients of these rows from their scaled logits [n, V], which are overwritten."""
     term, shard, wide = arguments.term, arguments.shard, logits.dtype
     local = term.ids[rows].long() - shard.start
     here = (local >= 0) & (local < logits.shape[1])
     local = local.masked_fill(~here, 0)
-    named = reduce.sum_ranks(logits.gather(1, local).masked_fill_(~here, 0), shard)
-    # Without the named entries: minus infinity in their places, and at columns that stand for another rank's what was there.
+    named = sum_ranks(logits.gather(1, local).masked_fill_(~here, 0), shard)
+    # Mask the named entries with minus infinity. Columns that stand for other ranks' entries keep their logits.
     floor = torch.where(here, float("-inf"), float("inf")).to(wide)
     logits.scatter_reduce_(1, local, floor, "amin")
     rest_lse = torch.logsumexp(logits, 1)
     if shard.world > 1:
-        rest_lse = torch.logsumexp(reduce.gather(rest_lse, shard), 0)
+        rest_lse = torch.logsumexp(gather(rest_lse, shard), 0)
     lse = torch.logaddexp(rest_lse, torch.logsumexp(named, 1))
     with torch.enable_grad():
         named_logprob = (named - lse.unsqueeze(1)).double().requires_grad_()
@@ -180,11 +176,11 @@ def _slice_of(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _Slice:
         divergence = term.divergence(named_logprob, rest_logprob, rows)
         loss = (term.weight[rows] * divergence).sum()
         by_named, by_rest = torch.autograd.grad(loss, (named_logprob, rest_logprob))
-    whole = by_named.sum(1) + by_rest
-    of_named = by_named - whole.unsqueeze(1) * named_logprob.detach().exp()
-    of_rest = by_rest - whole * rest_logprob.detach().exp()
+    total = by_named.sum(1) + by_rest
+    named_grad = by_named - total.unsqueeze(1) * named_logprob.detach().exp()
+    rest_grad = by_rest - total * rest_logprob.detach().exp()
     scale = arguments.inverse_temperature * arguments.grad_scale
-    # A share of the rest, and 0 at the named entries; also if there is no rest.
-    spread = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((of_rest * scale).to(wide).unsqueeze(1))
-    own = (of_named * scale).to(wide).masked_fill_(~here, 0)
-    return _Slice(loss.detach().to(wide), divergence.detach().to(wide), spread, own, local)
+    # Each entry's part of the rest, and 0 at named entries; also if there is no rest.
+    rest_parts = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((rest_grad * scale).to(wide).unsqueeze(1))
+    own = (named_grad * scale).to(wide).masked_fill_(~here, 0)
+    return _SliceGrads(loss.detach().to(wide), divergence.detach().to(wide), rest_parts, own, local)

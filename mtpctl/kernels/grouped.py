@@ -1,200 +1,269 @@
-"""Linear layers of many experts at once: rows are sorted by expert, and each group of rows is multiplied with its expert's weight.
+"""Grouped linear layers of many experts: rows are sorted by expert, and each group is multiplied by its expert's weight.
 
     y[rows of e] = x[rows of e] @ W[e].T          x [R, in], W[e] [out, in], y [R, out]
 
-Weights stay parameters of their own, one an expert, since checkpoints, syncs and adapters name them so. Gradient buffers lay parameters
-out backwards, at equal distances; where all weights of a call lie like this, the products read them where they are, and weight gradients
-are added to the fp32 buffers (`main_grad`) in one step, past autograd, whose bookkeeping for hundreds of weights would hold up the
-card. Weights that lie otherwise are copied into one tensor first.
+Each expert's weight is a separate parameter, because checkpoints, weight syncs and adapters name them so. Megatron's gradient buffers lay
+parameters out in reverse order at equal strides. If the weights of a call lie like that, the products read them in place; otherwise they
+are copied into one tensor. Weight gradients are added to the fp32 buffers (`main_grad`) in one operation that bypasses autograd, whose
+bookkeeping for hundreds of weights would stall the GPU.
 
-The products are `torch.nn.functional.grouped_mm`, which needs rows at multiples of 16 bytes; other widths are multiplied expert by expert.
-On a card a kernel of ours adds weight gradients to the buffers, which spares writing and reading them once more; an update's first
-micro-batch replaces what they hold, which spares zeroing and reading them. Group borders stay on the device: nothing here waits for it.
+Products are `torch.nn.functional.grouped_mm`, which needs rows aligned to 16 bytes; other widths are multiplied expert by expert. On CUDA a
+Triton kernel accumulates weight gradients in the buffers without a temporary; the first micro-batch of an update overwrites the buffers,
+which saves zeroing and reading them. Group boundaries stay on the device, so nothing here synchronizes with the host.
+
+Shape legend: R rows, E groups, M x N weight.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import ModuleType
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels import products
 from mtpctl.kernels.main_grad import mark_stale, take_stale
+from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
 
 ROW_BYTES = 16
-"""Rows of `grouped_mm`'s operands start at multiples of this."""
+"""Alignment of rows that `grouped_mm` needs."""
 
 
-class Stack:
-    """The weights of a grouped linear layer: E parameters of one shape [out, in], in the order of the groups.
+class WeightStack:
+    """The weights of a grouped linear layer: E parameters [out, in] in the order of the groups.
 
-    The addresses of the parameters are read again only where these have moved. For a layer of hundreds of weights, reading them takes the
-    host longer than the products take a card.
+    Addresses are read again only if the first or last tensor has moved: for hundreds of weights, that takes the host longer than the
+    products take the GPU.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = tuple(weights)
-        self._values, self._gradients = _StackedView(), _StackedView()
+        self._weight_view, self._grad_view = _StackedView(), _StackedView()
 
     @property
-    def whole(self) -> Tensor:
-        """The weights as one [E, out, in]: a view where they lie in one storage at equal distances, else a copy."""
-        return self._values.of(self.weights[0], self.weights[-1], lambda: self.weights)
+    def stacked(self) -> Tensor:
+        """All weights as one [E, out, in]: a view if they lie in one storage at equal strides, else a copy."""
+        return self._weight_view.of(self.weights[0], self.weights[-1], lambda: self.weights)
 
     @property
     def buffered(self) -> bool:
-        """Whether gradients go into the weights' buffers, `main_grad`, past autograd."""
+        """Whether gradients go to the weights' `main_grad` buffers and bypass autograd."""
         return getattr(self.weights[0], "main_grad", None) is not None
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What autograd has to know of: all weights, or one that stands for them where gradients go past it."""
+        """Weights to pass to autograd: all, or one representative if gradients bypass it."""
         return self.weights[:1] if self.buffered else self.weights
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The weights' gradient buffers, fp32 and of the weights' shape."""
+        """The fp32 gradient buffers, shaped like the weights."""
         return [_buffer(weight) for weight in self.weights]
 
     def add_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-        """Add the sum of outer products over each group's rows, grad [R, out] and x [R, in], to the weights' buffers.
-
-        Where the buffers are stale, the sum replaces what they hold.
-        """
+        """Add each group's sum of outer products of grad [R, out] and x [R, in] to the buffers, or overwrite stale buffers with it."""
         first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
-        replaces = take_stale(first)
-        whole = self._gradients.of(first, last, lambda: self.buffers)
-        if whole.data_ptr() != first.data_ptr():  # a copy: they lie apart
-            apart, found = self.buffers, list(_outer_products(grad, x, ends).unbind())
-            torch._foreach_copy_(apart, found) if replaces else torch._foreach_add_(apart, found)
-        elif x.is_cuda and _triton().refusal(grad, x, whole) is None:
-            _triton().add_weight_grads(whole, grad, x, ends, replaces=replaces)
-        elif replaces:
-            whole.copy_(_outer_products(grad, x, ends))
+        stale = take_stale(first)
+        stacked_buffers = self._grad_view.of(first, last, lambda: self.buffers)
+        if stacked_buffers.data_ptr() != first.data_ptr():  # a copy, because the buffers lie apart
+            buffers, weight_grads = self.buffers, list(_outer_products(grad, x, ends).unbind())
+            torch._foreach_copy_(buffers, weight_grads) if stale else torch._foreach_add_(buffers, weight_grads)
+        elif x.is_cuda and weight_grads_refusal(grad, x, stacked_buffers) is None:
+            add_weight_grads_triton(stacked_buffers, grad, x, ends, overwrite=stale)
+        elif stale:
+            stacked_buffers.copy_(_outer_products(grad, x, ends))
         else:
-            whole.add_(_outer_products(grad, x, ends))
+            stacked_buffers.add_(_outer_products(grad, x, ends))
 
     def mark_stale(self) -> None:
-        """An update begins: the next gradients replace what the buffers hold. The first buffer is marked for all."""
+        """Mark the start of an update: the next gradients overwrite the buffers. The first buffer carries the mark for all."""
         mark_stale(_buffer(self.weights[0]))
 
     def stale_buffers(self) -> list[Tensor]:
-        """The buffers that hold what an earlier update left, since no gradients came; they are no longer marked then."""
+        """Buffers that received no gradient in this update and still hold the last one's. Clears the mark."""
         return self.buffers if take_stale(_buffer(self.weights[0])) else []
 
 
 class _StackedView:
-    """Remembers the one tensor [E, …] that views E tensors at equal distances in memory, until they move."""
+    """Caches the view [E, …] of E tensors at equal strides until they move."""
 
     def __init__(self) -> None:
-        self._ends: tuple[int, int] | None = None
+        self._addresses: tuple[int, int] | None = None
         self._view: Tensor | None = None
 
-    def of(self, first: Tensor, last: Tensor, every: Callable[[], Sequence[Tensor]]) -> Tensor:
-        """`stacked(every())`, which is made again only where the first or the last of these tensors has moved."""
-        ends = first.data_ptr(), last.data_ptr()
-        if self._view is not None and ends == self._ends:
+    def of(self, first: Tensor, last: Tensor, tensors: Callable[[], Sequence[Tensor]]) -> Tensor:
+        """`stacked(tensors())`, recomputed only if `first` or `last` has moved."""
+        addresses = first.data_ptr(), last.data_ptr()
+        if self._view is not None and addresses == self._addresses:
             return self._view
-        found = stacked(every())
-        if found.data_ptr() == ends[0]:
-            self._ends, self._view = ends, found
-        return found
+        result = stacked(tensors())
+        if result.data_ptr() == addresses[0]:
+            self._addresses, self._view = addresses, result
+        return result
 
 
 def _buffer(weight: Tensor) -> Tensor:
-    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    return buffer
-
-
-def grouped_linear(x: Tensor, ends: Tensor, weights: Stack) -> Tensor:
-    """x [R, in], sorted by group → [R, out]. `ends` [E] int32: where each group's rows end, on x's device. `weights`: E of [out, in].
-
-    Where the weights have a `main_grad`, their gradients are added to it, and autograd gets none.
-    """
-    if not len(x):
-        # No kernel takes zero rows in all. The product keeps the result in the graph, so that gradients flow on to earlier layers.
-        return x @ weights.weights[0].t()
-    out: Tensor = _GroupedLinear.apply(x, ends, weights, *weights.leaves)
-    return out
+    return weight.main_grad  # type: ignore[attr-defined, no-any-return]
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors, all of one shape, as one [E, …]: a view where they lie in one storage at equal distances, else a copy."""
+    """Stack tensors of one shape to [E, …]: a view if they lie in one storage at equal strides, else a copy."""
     first = tensors[0]
-    places = [each.data_ptr() for each in tensors]
-    step = places[1] - places[0] if len(places) > 1 else first.nbytes
+    addresses = [each.data_ptr() for each in tensors]
+    step = addresses[1] - addresses[0] if len(addresses) > 1 else first.nbytes
     size = first.element_size()
-    regular = all(b - a == step for a, b in itertools.pairwise(places)) and step >= first.nbytes and step % size == 0
+    regular = all(b - a == step for a, b in itertools.pairwise(addresses)) and step >= first.nbytes and step % size == 0
     storage = first.untyped_storage()
-    inside = places[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()
+    inside = addresses[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()
     if not (regular and inside and all(each.is_contiguous() for each in tensors)):
         return torch.stack(list(tensors))
     return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
-class _Context(AutogradContext, Protocol):
-    weights: Stack
+def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack) -> Tensor:
+    """x [R, in], sorted by group → [R, out]. `ends` [E] int32: end of each group's rows, on x's device.
+
+    If the weights have `main_grad` buffers, gradients are added to them, and autograd gets none.
+    """
+    if not len(x):
+        # No kernel accepts zero rows. The product keeps the result in the graph, so that earlier layers get gradients.
+        return x @ weights.weights[0].t()
+    return _GroupedLinear.apply(x, ends, weights, *weights.leaves)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, ends: Tensor, weights: Stack, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ends: Tensor, weights: WeightStack, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends)
-        ctx.weights = weights  # parameters, which live longer than the graph
-        return _products(x, weights.whole.mT, ends)
+        ctx.weights = weights  # parameters, which outlive the graph
+        return _products(x, weights.stacked.mT, ends)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, weights = grads[0].contiguous(), ctx.weights
         x, ends = ctx.saved_tensors
-        x_grad = _products(grad, weights.whole, ends) if ctx.needs_input_grad[0] else None
-        found: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
+        x_grad = _products(grad, weights.stacked, ends) if ctx.needs_input_grad[0] else None
+        weight_grads: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
         if ctx.needs_input_grad[3]:
             if weights.buffered:
                 weights.add_gradients(grad, x, ends)
             else:
-                found = _outer_products(grad, x, ends).unbind()
-        return x_grad, None, None, *found
-
-
-def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:
-    """rows [R, H], row_of [T, k] int32 → [T, H]: the sum of each token's rows, added up in fp32. Not differentiable."""
-    if row_of.shape[1] == 1:
-        return rows.index_select(0, row_of.flatten())
-    return _triton().summed(rows, row_of) if rows.is_cuda else F.embedding_bag(row_of, rows, mode="sum")
-
-
-@cache
-def _triton() -> ModuleType:
-    """The module of Triton kernels, imported late: Triton runs on cards alone."""
-    from mtpctl.kernels import grouped_triton
-
-    return grouped_triton
+                weight_grads = _outer_products(grad, x, ends).unbind()
+        return x_grad, None, None, *weight_grads
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [R, in] times weight [E, in, out] by groups."""
+    """x [R, in] times weight [E, in, out], group by group."""
     if _aligned(x, *weight.shape[1:]):
         return F.grouped_mm(x, weight, offs=ends)
     return torch.cat([rows @ each for rows, each in zip(_groups(x, ends), weight, strict=True)])
 
 
 def _outer_products(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """grad [R, out], x [R, in] → the sum of outer products over each group's rows, [E, out, in]. A group without rows has zeros."""
+    """grad [R, out], x [R, in] → each group's sum of outer products [E, out, in], zeros for a group without rows."""
     if _aligned(x, grad.shape[1], x.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=ends)
     return torch.stack([a.t() @ b for a, b in zip(_groups(grad, ends), _groups(x, ends), strict=True)])
 
 
-def _aligned(like: Tensor, *widths: int) -> bool:
-    return all(width * like.element_size() % ROW_BYTES == 0 for width in widths)
+def _aligned(x: Tensor, *widths: int) -> bool:
+    return all(width * x.element_size() % ROW_BYTES == 0 for width in widths)
 
 
 def _groups(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     return x.tensor_split(ends[:-1].cpu().long())
+
+
+@dataclass(frozen=True)
+class OuterProductTiles:
+    """Launch configuration of `add_outer_products_kernel`, the fastest on an H200 (docs/benchmarks/experts.md)."""
+
+    bm: int = 128
+    bn: int = 128
+    bk: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+@triton.jit
+@no_type_check
+def add_outer_products_kernel(
+    grad,  # descriptor [R, M], block [BK, BM]
+    x,  # descriptor [R, N], block [BK, BN]
+    out_ptr,  # fp32, M x N of each group, `stride` apart
+    ends_ptr,  # int32 [E]
+    stride,
+    m,
+    n,
+    OVERWRITE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    column_tiles = tl.cdiv(n, BN)
+    e = tl.program_id(1)
+    row0 = (tl.program_id(0) // column_tiles) * BM
+    column0 = (tl.program_id(0) % column_tiles) * BN
+    end = tl.load(ends_ptr + e)
+    start = 0
+    if e > 0:
+        start = tl.load(ends_ptr + e - 1)
+    if OVERWRITE or end > start:
+        z = tl.zeros((BM, BN), dtype=tl.float32)
+        whole = (end - start) // BK
+        for step in range(whole):
+            a = grad.load([start + step * BK, row0])
+            b = x.load([start + step * BK, column0])
+            z = tl.dot(a.T, b, z)
+        if start + whole * BK < end:
+            # Rows past the group's last belong to the next group and count as zeros.
+            a = grad.load([start + whole * BK, row0])
+            b = x.load([start + whole * BK, column0])
+            inside = start + whole * BK + tl.arange(0, BK) < end
+            a = tl.where(inside[:, None], a, 0.0).to(a.dtype)
+            b = tl.where(inside[:, None], b, 0.0).to(b.dtype)
+            z = tl.dot(a.T, b, z)
+        row = row0 + tl.arange(0, BM)
+        column = column0 + tl.arange(0, BN)
+        inside = (row < m)[:, None] & (column < n)[None, :]
+        pointers = out_ptr + e.to(tl.int64) * stride + row[:, None] * n + column[None, :]
+        if not OVERWRITE:
+            z += tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, z, mask=inside)
+
+
+def weight_grads_refusal(grad: Tensor, x: Tensor, out: Tensor) -> str | None:
+    """Why `add_weight_grads_triton` does not support these tensors, or None."""
+    if not (x.is_cuda or INTERPRETED):
+        return f"needs CUDA (or TRITON_INTERPRET=1), x is on {x.device}"
+    if x.dtype not in products.HALF or out.dtype != torch.float32:
+        return f"adds products of bf16 or fp16 to fp32, got {x.dtype} and {out.dtype}"
+    if not (out[0].is_contiguous() and grad.is_contiguous() and x.is_contiguous()) or grad.shape[1] % 8 or x.shape[1] % 8:
+        return "needs contiguous rows at multiples of 16 bytes"
+    return None
+
+
+def add_weight_grads_triton(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, *, overwrite: bool) -> None:
+    """Add each group's sum of outer products of grad [R, M] and x [R, N] to `out` [E, M, N] fp32, or overwrite it."""
+    groups, m, n = out.shape
+    t = OuterProductTiles()
+    with on_device_of(x):
+        add_outer_products_kernel[(triton.cdiv(m, t.bm) * triton.cdiv(n, t.bn), groups)](
+            TensorDescriptor.from_tensor(grad, [t.bk, t.bm]),
+            TensorDescriptor.from_tensor(x, [t.bk, t.bn]),
+            out,
+            ends,
+            out.stride(0),
+            m,
+            n,
+            OVERWRITE=overwrite,
+            BM=t.bm,
+            BN=t.bn,
+            BK=t.bk,
+            num_warps=t.warps,
+            num_stages=t.stages,
+        )

@@ -1,52 +1,65 @@
-"""What the kernels accept: every argument checked once, here, before any of it reaches a device kernel.
+"""Arguments of the LM-head kernels: checks before any device kernel runs, row selection, and the destinations of gradients.
 
 Shape legend: N rows (tokens), n selected rows, H hidden size, V this rank's vocabulary entries.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtpctl.kernels.backend import Problem
+from mtpctl.kernels.main_grad import take_stale
+from mtpctl.kernels.shards import Shard, sum_ranks, vocab_shard
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 IGNORE_INDEX = -100
-"""A row with this label is not projected on the vocabulary: it costs no time, its results are 0 and it takes no gradient."""
+"""A row with this label is not projected on the vocabulary: it costs no time, its results are 0 and it gets no gradient."""
+DEFAULT_WORKSPACE_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of the vocabulary: entries `start .. start + columns`, of `total` that exist on all ranks together."""
+class HeadOptions(TypedDict, total=False):
+    """Keyword arguments that all `linear_*` functions accept.
 
+    temperature: a number, or [N] fp32, one per token (default 1).
+    group: ranks that share the vocabulary. `weight` has this rank's V of the V x world entries, in rank order. Labels index the whole
+        vocabulary and are equal on all ranks, as are results. Every rank must compute the same loss; the gradient of hidden is summed over
+        ranks inside and needs no further reduction.
+    rows: bool mask [N]. A row outside it, or with the label `IGNORE_INDEX`, is not projected on the vocabulary: it costs no time, its
+        results are 0 and it gets no gradient.
+    valid_vocab: size of the whole vocabulary if the weight is padded; later entries have probability 0.
+    workspace_bytes: memory in addition to inputs, results and gradients (default 1 GiB). If logits fit, they are saved for the backward.
+    main_grad: add the weight's gradient to its Megatron buffer `main_grad`, if it has one, and set `grad_added_to_main_grad`.
+    """
+
+    temperature: float | Tensor
     group: dist.ProcessGroup | None
-    rank: int
-    world: int
-    start: int
-    columns: int
-    total: int
-
-    @property
-    def valid(self) -> int:
-        """How many of this rank's columns are vocabulary, not padding."""
-        return max(0, min(self.columns, self.total - self.start))
+    rows: Tensor | None
+    valid_vocab: int | None
+    workspace_bytes: int | None
+    main_grad: bool
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that are projected. `index` is None when all N are; then nothing is gathered or scattered."""
+    """The selected rows. `index` is None if all N are selected; then nothing is gathered or scattered."""
 
     total: int
     count: int
     index: Tensor | None
 
-    def take(self, x: Tensor) -> Tensor:
-        """Selected rows of `x` [N, ...] -> [n, ...]."""
+    def select(self, x: Tensor) -> Tensor:
+        """[N, ...] -> selected rows [n, ...]."""
         return x if self.index is None else x.index_select(0, self.index)
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Selected rows back in their places, zero elsewhere: [n, ...] -> [N, ...]."""
+    def scatter(self, x: Tensor) -> Tensor:
+        """Selected rows [n, ...] -> [N, ...], zero in other rows."""
         if self.index is None:
             return x
         out = x.new_zeros(self.total, *x.shape[1:])
@@ -54,8 +67,60 @@ class Rows:
         return out
 
 
-def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    """Raise ValueError, naming the argument and both values, where shapes, dtypes or devices do not fit together."""
+@dataclass(frozen=True)
+class Call:
+    """The checked arguments of a call, except its tensors."""
+
+    shard: Shard
+    rows: Rows
+    temperature: float | Tensor
+    workspace_bytes: int
+    main_grad: bool
+
+    def problem(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
+        """The problem of the selected rows and this rank's vocabulary entries."""
+        inverse: float | Tensor
+        if isinstance(self.temperature, Tensor):
+            wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+            inverse = self.rows.select(self.temperature.detach().to(wide).expand(self.rows.total).reciprocal())
+        else:
+            inverse = 1.0 / self.temperature
+        targets = self.rows.select(labels).long() - self.shard.start
+        return Problem(self.rows.select(hidden).contiguous(), weight, targets, inverse, self.shard.valid, self.workspace_bytes)
+
+    def partial_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Dtype of this rank's part of the hidden gradient: fp32 if parts are summed over ranks, else that of the result."""
+        return hidden.dtype if self.shard.world == 1 or hidden.dtype == torch.float64 else torch.float32
+
+    def reduce_hidden_grad(self, local: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum each rank's part `local` [n, H] over vocabulary shards -> gradient of hidden [N, H]."""
+        return self.rows.scatter(sum_ranks(local, self.shard).to(dtype))
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
+    rows: Tensor | None = None,
+    valid_vocab: int | None = None,
+    workspace_bytes: int | None = None,
+    main_grad: bool = False,
+) -> Call:
+    """Check the arguments (see `HeadOptions`) and select the rows. Raises ValueError naming the argument."""
+    _check_tensors(hidden, weight, labels)
+    _check_temperature(temperature, labels)
+    shard = vocab_shard(weight, group, valid_vocab)
+    workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    if workspace <= 0:
+        raise ValueError(f"workspace_bytes: {workspace}, expected above 0")
+    selected = _select_rows(hidden, labels, rows, temperature, shard)
+    return Call(shard, selected, temperature, workspace, main_grad)
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if hidden.dim() != 2:
         raise ValueError(f"hidden: shape {tuple(hidden.shape)} has {hidden.dim()} dimensions, expected 2: [rows, hidden size]")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
@@ -63,7 +128,7 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
             f"weight: shape {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}: expected [vocab, {hidden.shape[1]}]"
         )
     if weight.shape[0] == 0:
-        raise ValueError(f"weight: shape {tuple(weight.shape)} holds no vocabulary entry, expected at least 1")
+        raise ValueError(f"weight: shape {tuple(weight.shape)} has no vocabulary entry, expected at least 1")
     if hidden.dtype not in FLOATS:
         raise ValueError(f"hidden: dtype {hidden.dtype}, expected one of {', '.join(map(str, FLOATS))}")
     if weight.dtype != hidden.dtype:
@@ -78,17 +143,7 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise ValueError(f"labels: shape {tuple(labels.shape)}, expected ({hidden.shape[0]},), one for each row of hidden")
 
 
-def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: int | None) -> Shard:
-    """Where this rank's columns lie in the whole vocabulary. All ranks of `group` hold equally many."""
-    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    columns = weight.shape[0]
-    total = columns * world if valid_vocab is None else valid_vocab
-    if not 0 < total <= columns * world:
-        raise ValueError(f"valid_vocab: {valid_vocab}, expected 1 to {columns * world} (weight's {columns} rows on {world} ranks)")
-    return Shard(group, rank, world, rank * columns, columns, total)
-
-
-def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
+def _check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
     if isinstance(temperature, Tensor):
         if temperature.dim() and temperature.shape != labels.shape:
             raise ValueError(f"temperature: shape {tuple(temperature.shape)}, expected {tuple(labels.shape)}, one for each label")
@@ -96,37 +151,6 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
             raise ValueError(f"temperature: on {temperature.device}, labels on {labels.device}")
     elif not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: {temperature}, expected a finite number above 0")
-
-
-def select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperature: float | Tensor, shard: Shard) -> Rows:
-    """The rows that are both in the mask `rows` [N] and not ignored.
-
-    Checks labels, temperatures and hidden states of these rows on the way, waiting for the device only once. Raises ValueError.
-    """
-    if rows is not None:
-        _check_mask(rows, labels)
-    total = labels.shape[0]
-    if total == 0:
-        return Rows(0, 0, None)
-    keep = labels != IGNORE_INDEX if rows is None else (labels != IGNORE_INDEX) & rows
-    # A sum is finite unless an addend is not (or it overflows: then `nonfinite` finds nothing).
-    wide = torch.float64 if labels.device.type == "cpu" else torch.float32
-    finite_sum = torch.isfinite(hidden.detach().sum(dtype=wide))
-    kept = torch.where(keep, labels, 0)  # 0 is in every vocabulary, so that minimum and maximum are those of the kept labels
-    count, low, high, finite = torch.stack([keep.sum(), *(x.long() for x in (*kept.aminmax(), finite_sum))]).tolist()
-    if low < 0 or high >= shard.total:
-        raise ValueError(
-            f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {IGNORE_INDEX})"
-        )
-    if not finite and (found := nonfinite("hidden", hidden)):
-        raise found
-    if isinstance(temperature, Tensor):
-        coldest, hottest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
-        if not coldest > 0:
-            raise ValueError(f"temperature: smallest value {coldest}, expected above 0")
-        if hottest == float("inf"):
-            raise ValueError(f"temperature: largest value {hottest}, expected finite values")
-    return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
 
 
 def _check_mask(rows: Tensor, labels: Tensor) -> None:
@@ -138,33 +162,69 @@ def _check_mask(rows: Tensor, labels: Tensor) -> None:
         raise ValueError(f"rows: mask of shape {tuple(rows.shape)}, expected {tuple(labels.shape)}, one for each label")
 
 
-class FiniteCheck:
-    """Checks that every row's statistics (log-sum-exp, plus entropy where that is asked for) are finite, without waiting for the device.
+def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperature: float | Tensor, shard: Shard) -> Rows:
+    """Rows that are in the mask `rows` [N] and not ignored.
 
-    The answer is copied to the host in the background, and read by `enforce`. A forward pass that a backward pass follows calls `enforce`
-    there: waiting at once would leave the device idle while the backward pass is being launched.
+    Checks their labels, temperatures and hidden states with a single host synchronization. Raises ValueError.
+    """
+    if rows is not None:
+        _check_mask(rows, labels)
+    total = labels.shape[0]
+    if total == 0:
+        return Rows(0, 0, None)
+    keep = labels != IGNORE_INDEX if rows is None else (labels != IGNORE_INDEX) & rows
+    # A sum is finite unless an addend is not (or it overflows: then `_nonfinite` returns None).
+    wide = torch.float64 if labels.device.type == "cpu" else torch.float32
+    finite_sum = torch.isfinite(hidden.detach().sum(dtype=wide))
+    selected = torch.where(keep, labels, 0)  # 0 is a valid label, so minimum and maximum are those of the selected labels
+    count, low, high, finite = torch.stack([keep.sum(), *(x.long() for x in (*selected.aminmax(), finite_sum))]).tolist()
+    if low < 0 or high >= shard.total:
+        raise ValueError(
+            f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {IGNORE_INDEX})"
+        )
+    if not finite and (error := _nonfinite("hidden", hidden)):
+        raise error
+    if isinstance(temperature, Tensor):
+        coldest, hottest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
+        if not coldest > 0:
+            raise ValueError(f"temperature: smallest value {coldest}, expected above 0")
+        if hottest == float("inf"):
+            raise ValueError(f"temperature: largest value {hottest}, expected finite values")
+    return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
+
+
+class FiniteCheck:
+    """Checks without a host synchronization that every row's statistics (log-sum-exp, plus entropy if requested) are finite.
+
+    The result is copied to the host asynchronously and read by `enforce`. If a backward pass follows, `enforce` is called there: waiting
+    earlier would leave the device idle while the backward pass is being launched.
     """
 
     def __init__(self, statistics: Tensor) -> None:
         finite = torch.isfinite(statistics).all()
         if statistics.is_cuda:
-            self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._answer.copy_(finite, non_blocking=True)
+            self._finite = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._finite.copy_(finite, non_blocking=True)
             self._ready: torch.cuda.Event | None = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(statistics.device))
         else:
-            self._answer, self._ready = finite, None
+            self._finite, self._ready = finite, None
 
     def enforce(self, hidden: Tensor, weight: Tensor, name: str = "hidden") -> None:
-        """Raises ValueError, naming what is not finite in `hidden` (as given by the caller, who calls it `name`) or `weight`."""
+        """Raise ValueError naming the non-finite value in `hidden` (the caller's argument `name`) or `weight`."""
         if self._ready is not None:
             self._ready.synchronize()
-        if not self._answer:
-            raise explain_nonfinite(hidden, weight, name)
+        if self._finite:
+            return
+        for argument, x in ((name, hidden), ("weight", weight)):
+            if error := _nonfinite(argument, x):
+                raise error
+        most = [x.abs().max().item() for x in (hidden, weight)]
+        raise ValueError(f"{name}: logits overflow {torch.float32}: largest |{name}| {most[0]}, largest |weight| {most[1]}")
 
 
-def nonfinite(name: str, x: Tensor) -> ValueError | None:
-    """The error that names the first value of `x` [·, ·] that is not finite, if there is one."""
+def _nonfinite(name: str, x: Tensor) -> ValueError | None:
+    """An error naming the first non-finite value of `x` [·, ·], if there is one."""
     bad = (~torch.isfinite(x)).nonzero()
     if not len(bad):
         return None
@@ -172,10 +232,59 @@ def nonfinite(name: str, x: Tensor) -> ValueError | None:
     return ValueError(f"{name}: {x[row, col].item()} at [{row}, {col}], expected finite values in all of {tuple(x.shape)}")
 
 
-def explain_nonfinite(hidden: Tensor, weight: Tensor, name: str = "hidden") -> ValueError:
-    """Which argument made a row's statistics not finite."""
-    for argument, x in ((name, hidden), ("weight", weight)):
-        if found := nonfinite(argument, x):
-            return found
-    most = [x.abs().max().item() for x in (hidden, weight)]
-    return ValueError(f"{name}: logits overflow {torch.float32}: largest |{name}| {most[0]}, largest |weight| {most[1]}")
+@dataclass(frozen=True)
+class WeightGradBuffer:
+    """The buffer for the weight's gradient (None: not needed), which is added if `add`. `finish` returns the gradient for autograd.
+
+    shared: `out` is Megatron's buffer, which receives other gradients as well.
+    """
+
+    out: Tensor | None
+    add: bool
+    finish: Callable[[], Tensor | None]
+    shared: bool = False
+
+
+def weight_grad_buffer(weight: Tensor, needed: bool, main_grad: bool) -> WeightGradBuffer:
+    """A new tensor, or with `main_grad` Megatron's buffer if the weight has one."""
+    if not needed:
+        return WeightGradBuffer(None, False, lambda: None)
+    if not (main_grad and hasattr(weight, "main_grad")):
+        grad = torch.empty_like(weight)
+        return WeightGradBuffer(grad, False, lambda: grad)
+
+    def finish() -> Tensor | None:
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        # Megatron's hooks fire only for parameters that get a gradient. They add it if the weight is tied to the embedding
+        # (`zero_out_wgrad`), and ignore its values otherwise.
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+    return WeightGradBuffer(weight.main_grad, not take_stale(weight.main_grad), finish, shared=True)
+
+
+@dataclass
+class PrecomputedGrads:
+    """Gradients that a forward pass computed for the upstream gradient `expected`, and a check to run before they are used."""
+
+    hidden: list[Tensor | None]
+    weight: WeightGradBuffer
+    expected: float
+    check: Callable[[], None]
+
+    def scaled_to(self, upstream: float) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradients of the states and the weight for `upstream`.
+
+        Rescales them if it differs from `expected`. Raises ValueError if that is impossible: they were added to `main_grad`, or computed
+        for 0.
+        """
+        self.check()
+        if not math.isclose(upstream, self.expected, rel_tol=1e-6):
+            reason = "main_grad has already been added to" if self.weight.shared else "" if self.expected else "0 cannot be rescaled"
+            if reason:
+                raise ValueError(f"grad_scale: {self.expected}, but the loss received a gradient of {upstream}; {reason}")
+            for x in (*self.hidden, self.weight.out):
+                if x is not None:
+                    x.mul_(upstream / self.expected)
+        return self.hidden, self.weight.finish()

@@ -1,28 +1,29 @@
-"""Gradient buffers that are stale at the start of an update: the first gradient replaces what they hold.
+"""Linear layers that write their weight's gradient into Megatron's fp32 buffer, `main_grad`, rather than returning it to autograd.
 
-Megatron gives each weight that trains an fp32 buffer, `main_grad`, to which the gradients of all micro-batches are added. Zeroing it first,
-and reading the zeros back, would take as much memory traffic as a further micro-batch's gradient. So the buffer is marked in their place,
-and whoever writes a gradient into it asks whether it is stale.
+Megatron adds the gradients of all micro-batches to the buffer. Zeroing it before an update and reading the zeros back would take as much
+memory traffic as the gradient of one more micro-batch. So the buffer is marked stale instead, and the first gradient overwrites it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def is_buffered(weight: Tensor) -> bool:
-    """Whether the weight trains and has a buffer for its gradient."""
+    """Whether the weight is trained and has a gradient buffer."""
     return weight.requires_grad and getattr(weight, "main_grad", None) is not None
 
 
 def mark_stale(buffer: Tensor) -> None:
-    """An update begins: the next gradient replaces what `buffer` holds."""
+    """Mark the start of an update: the next gradient overwrites `buffer`."""
     buffer.stale = True  # type: ignore[attr-defined]
 
 
 def take_stale(buffer: Tensor) -> bool:
-    """Whether the gradient that comes now has to replace what `buffer` holds, rather than be added to it. Later ones are added."""
+    """Whether the next gradient overwrites `buffer`. Clears the mark, so that later gradients are added."""
     stale: bool = getattr(buffer, "stale", False)
     if stale:
         buffer.stale = False  # type: ignore[attr-defined]
@@ -30,17 +31,38 @@ def take_stale(buffer: Tensor) -> bool:
 
 
 def accumulate_weight_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Put the gradient of a linear layer's weight, grad [R, out] and x [R, in], into its fp32 `buffer` [out, in]: the first or one more.
+    """Write or add gradᵀ · x, of grad [R, out] and x [R, in], to the fp32 `buffer` [out, in].
 
-    On a card products of half-precision operands accumulate in fp32. A CPU has none, and rounds a micro-batch's gradient to half precision.
+    On CUDA, products of half-precision operands accumulate in fp32. On a CPU the product is rounded to half precision first.
     """
     stale = take_stale(buffer)
     if x.dtype == buffer.dtype:
         torch.mm(grad.t(), x, out=buffer) if stale else buffer.addmm_(grad.t(), x)
     elif not x.is_cuda:
-        found = grad.t() @ x
-        buffer.copy_(found) if stale else buffer.add_(found)
+        product = grad.t() @ x
+        buffer.copy_(product) if stale else buffer.add_(product)
     elif stale:
         torch.mm(grad.t(), x, out_dtype=buffer.dtype, out=buffer)
     else:
         torch.addmm(buffer, grad.t(), x, out_dtype=buffer.dtype, out=buffer)
+
+
+def buffered_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in] · weightᵀ → [..., out]. `weight` [out, in] must satisfy `is_buffered`."""
+    return _BufferedLinear.apply(x, weight)
+
+
+class _BufferedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # a parameter, which outlives the graph
+        return torch.mm(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        grad = grads[0].flatten(0, -2)
+        x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        accumulate_weight_grad(weight.main_grad, grad, x.flatten(0, -2))
+        return x_grad, None

@@ -1,69 +1,141 @@
-"""Root-mean-square norms (arXiv 1910.07467) over the last dimension:
+"""Root-mean-square norms (arXiv 1910.07467) over the last dimension.
 
     rms_norm(x, w)          x / rms(x) · (offset + w)     rms(x) = sqrt(mean x² + eps)
     gated_rms_norm(x, z, w) x / rms(x) · w · silu(z)
 
-The offset is 1 in families whose weights are stored around 0; the sum is in fp32. PyTorch's norms have no offset, so on a card kernels of
-ours compute the norms of those families. Where flash-linear-attention is installed, its kernels compute the gated norms of rows as wide as
-an attention head.
+The offset is 1 in families whose stored weights are centered at 0. PyTorch's norm has no offset, so on CUDA these families use the Triton
+kernels below. If flash-linear-attention is installed, it computes gated norms of rows as wide as an attention head.
+
+Shape legend: R rows, n columns.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.triton_support import on_device_of, tl, triton
 
 try:
     from fla.modules.norm.fused_norm_gate import rms_norm_gated as _fla_gated_norm
 except ImportError:
     _fla_gated_norm = None
 
-
-NARROW = 256
-"""Columns of the widest rows whose gated norms flash-linear-attention's kernel computes."""
+FLA_COLUMNS = 256
+"""Widest rows whose gated norms flash-linear-attention computes."""
+BACKWARD_PROGRAMS = 528
+"""Programs of the backward kernel, which stride over the rows: four per multiprocessor of an H100 or H200."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / rms(x) · (offset + weight), in the shape and dtype of x [..., n]; weight [n]."""
     if x.is_cuda and offset:
-        found: Tensor = _Norm.apply(x, weight, eps, offset)
-        return found
-    if offset and x.dtype in (torch.bfloat16, torch.float16):  # their sum with 1 would lose most digits of a small weight
+        return _RmsNorm.apply(x, weight, eps, offset)
+    if offset and x.dtype in (torch.bfloat16, torch.float16):  # 1 + weight would lose most digits of a small weight
         return F.rms_norm(x.float(), (len(weight),), weight.float() + offset, eps).to(x.dtype)
     return F.rms_norm(x, (len(weight),), weight + offset if offset else weight, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight · silu(gate), in the shape and dtype of x [..., n]; gate [..., n], weight [n]."""
-    # The kernel cannot be started for no rows at all.
-    if x.is_cuda and _fla_gated_norm is not None and x.shape[-1] <= NARROW and x.numel() > 0:
-        found: Tensor = _fla_gated_norm(x, gate, weight, None, eps=eps)
-        return found
+    # flash-linear-attention's kernel cannot be launched without rows.
+    if x.is_cuda and _fla_gated_norm is not None and x.shape[-1] <= FLA_COLUMNS and x.numel() > 0:
+        return _fla_gated_norm(x, gate, weight, None, eps=eps)
     return (F.rms_norm(x, (len(weight),), weight, eps) * F.silu(gate.float())).to(x.dtype)
 
 
-class _Context(AutogradContext, Protocol):
-    constants: tuple[float, float]
-
-
-class _Norm(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        from mtpctl.kernels import norm_triton
-
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.constants = eps, offset
-        return norm_triton.normed(x, weight, eps, offset)
+        return rms_norm_triton(x, weight, eps, offset)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        from mtpctl.kernels import norm_triton
-
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        return *norm_triton.gradients(grads[0], x, weight, *ctx.constants), None, None
+        return *rms_norm_backward_triton(grads[0], x, weight, *ctx.constants), None, None
+
+
+@triton.jit
+@no_type_check
+def rms_norm_kernel(
+    x_ptr,  # [R, n]
+    weight_ptr,  # [n]
+    out_ptr,  # [R, n]
+    width,
+    eps,
+    offset,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+    out = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def rms_norm_backward_kernel(
+    grad_ptr,  # [R, n]
+    x_ptr,  # [R, n]
+    weight_ptr,  # [n]
+    x_grad_ptr,  # [R, n]
+    weight_grads_ptr,  # fp32 [programs, n]
+    rows,
+    width,
+    eps,
+    offset,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+    weight_grad = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = tl.program_id(0)
+    for step in range(0, tl.cdiv(rows - first, tl.num_programs(0))):
+        index = (first.to(tl.int64) + step * tl.num_programs(0)) * width + column
+        x = tl.load(x_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+        x = x * scale
+        weight_grad += grad * x
+        grad = grad * weight
+        grad = (grad - x * (tl.sum(grad * x, 0) / width)) * scale
+        tl.store(x_grad_ptr + index, grad.to(x_grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(weight_grads_ptr + tl.program_id(0) * width + column, weight_grad, mask=inside)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`rms_norm` of contiguous x."""
+    out, width = torch.empty_like(x), len(weight)
+    if x.numel():
+        with on_device_of(x):
+            rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, offset, **_launch_options(width))
+    return out
+
+
+def rms_norm_backward_triton(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    x_grad, width = torch.empty_like(x), len(weight)
+    rows = x.numel() // width
+    programs = min(rows, BACKWARD_PROGRAMS)
+    weight_grads = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    if rows:
+        with on_device_of(x):
+            rms_norm_backward_kernel[(programs,)](
+                grad.contiguous(), x, weight, x_grad, weight_grads, rows, width, eps, offset, **_launch_options(width)
+            )
+    return x_grad, weight_grads.sum(0).to(weight.dtype)
+
+
+def _launch_options(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

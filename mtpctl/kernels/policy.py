@@ -1,33 +1,48 @@
-"""`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products, and the losses of drafts
-that learn from the same logits.
+"""`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products; and `linear_draft_loss`.
 
-A loss that couples tokens is made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient, and
-is then a constant of each token.
+The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the loss by that token's log-prob and entropy.
+If the loss is separable (each token's term depends on that token alone), both numbers are known as soon as the token's row of logits is. So
+rows are processed in slices: logits, statistics, the loss and its two derivatives, the gradient of the logits (overwriting them), and the
+two products that need it. Nothing is computed twice, and only gradients and a few numbers per row outlive a slice.
 
-Unlike in plain autograd the gradients are made in the forward pass (`mtpctl.kernels.sweep`), for an upstream gradient that the caller
-states beforehand.
+For each slice a draft adds its own logits, the sums over both distributions, the gradient of its logits, and their products. So learning
+from the trunk's whole distribution takes as many products as learning from the sampled tokens.
+
+Losses that couple tokens are made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient and is then
+a constant of each token. Gradients are computed in the forward pass, for an upstream gradient that the caller states in advance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Unpack
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels.call import prepare
-from mtpctl.kernels.choice import choose
-from mtpctl.kernels.draft_terms import Draft, DraftLossOut
-from mtpctl.kernels.sweep import TokenLoss, sweep
+from mtpctl.kernels.backend import Backend, DraftLoss, GradTargets, Problem, RowGrads, slices
+from mtpctl.kernels.dispatch import ONE_PASS, choose
+from mtpctl.kernels.drafts import Draft, DraftLossOut, DraftTerm, TrunkSlice
+from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, PrecomputedGrads, WeightGradBuffer, prepare, weight_grad_buffer
+from mtpctl.kernels.reference import reference_draft
+from mtpctl.kernels.shards import RowStats, join_shards
 
-__all__ = ["PolicyLossOut", "TokenLoss", "linear_policy_loss"]
+# token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
+TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]
+UNLIMITED = 1 << 62
+"""`workspace_bytes` of a slice whose logits are known to fit the call's workspace."""
 
 
 class PolicyLossOut(NamedTuple):
-    """loss_sum: differentiable, once. sums: those that `token_loss` named, added up. logprob, entropy and hit [N]: as in `LogProbOut`,
-    without gradient. drafts: of each draft its loss (before its weight) and rows, without gradient."""
+    """loss_sum: differentiable once. Other fields have no gradient.
+
+    sums: those that `token_loss` returned, added up. logprob, entropy, hit [N]: as in `LogProbOut`. drafts: each draft's loss (before its
+    weight) and rows.
+    """
 
     loss_sum: Tensor
     sums: dict[str, Tensor]
@@ -45,48 +60,32 @@ def linear_policy_loss(
     *,
     drafts: Sequence[Draft] = (),
     grad_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,
-    group: dist.ProcessGroup | None = None,
     entropy: bool = False,
     hit: bool = False,
-    rows: Tensor | None = None,
     detach_weight: bool = False,
-    valid_vocab: int | None = None,
-    workspace_bytes: int | None = None,
     implementation: str = "auto",
-    main_grad: bool = False,
+    **options: Unpack[HeadOptions],
 ) -> PolicyLossOut:
-    """The sum of `token_loss` over the selected rows, with its gradients of hidden and weight; and the drafts' losses times their weights.
+    """The sum of `token_loss` over the selected rows plus the drafts' weighted losses, with gradients of hidden, weight and drafts.
 
-    token_loss: called once a slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; gives the
-        slice's summed loss and any sums to report. It must be separable: no term may look at another token's log-prob. It is
-        differentiated inside.
-    drafts: what learns from the distributions of these rows, which take no gradient from it. Its states do, and unless it says otherwise
-        the weight, through the draft's own logits.
-    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are made for it.
-        If another comes they are rescaled. Where they cannot be (they are in `main_grad` already, or were made for 0) the backward pass
+    token_loss: called once per slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; returns the slice's
+        summed loss and sums to report. It must be separable: no term may depend on another token's log-prob. It is differentiated inside.
+    drafts: they learn from the distributions of these rows, which get no gradient from them; the weight gets one through the draft's own
+        logits unless detached.
+    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale), for which gradients are computed. If
+        it receives another, they are rescaled; if that is impossible (they were added to `main_grad`, or computed for 0), the backward pass
         raises ValueError.
+    implementation: "auto", "chunked" or "triton".
 
-    All else is as in `linear_logprob`. The default workspace of 1 GiB makes slices of about 3,000 rows at 150,000 vocabulary entries, 1,600
-    with drafts; of a half-precision weight gradient every further slice costs one more rounding, unless it is added to an fp32 `main_grad`.
+    All else is as in `linear_logprob`. The default workspace of 1 GiB allows slices of about 3,000 rows at 150,000 vocabulary entries,
+    1,600 with drafts. Each further slice rounds a half-precision weight gradient once more, unless it is added to an fp32 `main_grad`.
     """
-    if not 0 <= grad_scale < math.inf:
-        raise ValueError(f"grad_scale: {grad_scale}, expected a finite number, 0 or above")
-    call = prepare(
-        hidden,
-        weight,
-        labels,
-        temperature=temperature,
-        group=group,
-        rows=rows,
-        valid_vocab=valid_vocab,
-        workspace_bytes=workspace_bytes,
-        main_grad=main_grad,
-    )
+    _check_grad_scale(grad_scale)
+    call = prepare(hidden, weight, labels, **options)
     for draft in drafts:
         draft.check(hidden)
     backend = choose(implementation, hidden, weight, rows=call.rows.count)
-    swept = sweep(
+    out = _sweep(
         "linear_policy_loss",
         call,
         backend,
@@ -99,5 +98,261 @@ def linear_policy_loss(
         grad_scale=grad_scale,
         detach_weight=detach_weight,
     )
-    row_entropy, greedy = swept.entropy if entropy else None, swept.hit if hit else None
-    return PolicyLossOut(swept.loss_sum, swept.sums, swept.logprob, row_entropy, greedy, swept.drafts)
+    return out._replace(entropy=out.entropy if entropy else None, hit=out.hit if hit else None)
+
+
+def linear_draft_loss(
+    hidden: Tensor,
+    teacher: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    loss: DraftLoss = "tv",
+    mix: float = 1.0,
+    grad_scale: float = 1.0,
+    detach_weight: bool = False,
+    implementation: str = "auto",
+    **options: Unpack[HeadOptions],
+) -> DraftLossOut:
+    """`mix` times the sum of `loss` over the selected rows plus 1 − `mix` times their cross-entropy. `loss_sum` is differentiable once.
+
+    The trunk's logits are computed for this loss only. If the trunk has a separable loss in the same step, pass the draft to
+    `linear_policy_loss` and save that product.
+
+    hidden [N, H]: the draft's states. teacher [N, H]: the trunk's states from which the labels were sampled; no gradient flows through
+        them. labels [N]: the sampled tokens. loss: see `mtpctl.kernels.drafts`.
+    grad_scale: as in `linear_policy_loss`.
+    implementation: as in `linear_policy_loss`, or "reference" (float64, all logits in memory).
+
+    All else is as in `linear_logprob`. Raises ValueError naming the argument.
+    """
+    _check_grad_scale(grad_scale)
+    names = (*ONE_PASS, "reference")
+    if implementation not in names:
+        raise ValueError(f"implementation: {implementation!r}, expected one of {', '.join(names)}")
+    if teacher.shape != hidden.shape or teacher.dtype != hidden.dtype:
+        raise ValueError(f"teacher: {tuple(teacher.shape)} of {teacher.dtype}, expected hidden's {tuple(hidden.shape)} of {hidden.dtype}")
+    draft = Draft(hidden, loss=loss, mix=mix, detach_weight=detach_weight)
+    draft.check(hidden)
+    call = prepare(hidden, weight, labels, **options)
+    if implementation == "reference":
+        head = weight.detach() if detach_weight else weight
+        return DraftLossOut(*reference_draft(hidden, teacher, head, labels, call, loss, mix))
+    backend = choose(implementation, hidden, weight, rows=call.rows.count)
+    out = _sweep(
+        "linear_draft_loss",
+        call,
+        backend,
+        teacher,
+        weight,
+        labels,
+        None,
+        [draft],
+        entropy=False,
+        grad_scale=grad_scale,
+        detach_weight=True,
+    )
+    return out.drafts[0]._replace(loss_sum=out.loss_sum)
+
+
+def _check_grad_scale(grad_scale: float) -> None:
+    if not 0 <= grad_scale < math.inf:
+        raise ValueError(f"grad_scale: {grad_scale}, expected a finite number, 0 or above")
+
+
+def _sweep(
+    name: str,
+    call: Call,
+    backend: Backend,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_loss: TokenLoss | None,
+    drafts: list[Draft],
+    *,
+    entropy: bool,
+    grad_scale: float,
+    detach_weight: bool,
+) -> PolicyLossOut:
+    """The losses of trunk (`token_loss` None: 0) and drafts in one pass over slices of rows. `name`: for errors in the backward pass."""
+    grad = torch.is_grad_enabled()
+    by_weight = grad and weight.requires_grad
+    trunk = token_loss is not None
+    sums: dict[str, Tensor] = {}
+    arguments = _Arguments(
+        name,
+        call,
+        backend,
+        token_loss,
+        entropy,
+        grad_scale,
+        trunk and grad and hidden.requires_grad,
+        trunk and by_weight and not detach_weight,
+        sums,
+        drafts,
+        [(grad and draft.hidden.requires_grad, by_weight and not draft.detach_weight) for draft in drafts],
+    )
+    if not arguments.any_weight:
+        weight = weight.detach()
+    if not arguments.hidden:
+        hidden = hidden.detach()
+    loss, logprob, row_entropy, hit, *rest = _Sweep.apply(arguments, labels, weight, hidden, *(draft.hidden for draft in drafts))
+    fields = len(DraftLossOut._fields)
+    draft_outs = [DraftLossOut(*rest[start : start + fields]) for start in range(0, len(rest), fields)]
+    return PolicyLossOut(loss, sums, logprob, row_entropy, hit, draft_outs)
+
+
+class _Arguments(NamedTuple):
+    name: str
+    call: Call
+    backend: Backend
+    token_loss: TokenLoss | None
+    entropy: bool
+    grad_scale: float
+    hidden: bool
+    """Whether the trunk's states get a gradient from the trunk's loss."""
+    weight: bool
+    """Whether the weight gets a gradient from the trunk's loss."""
+    sums: dict[str, Tensor]
+    drafts: list[Draft]
+    draft_grads: list[tuple[bool, bool]]
+    """For each draft: whether its states and whether the weight get a gradient from its loss."""
+
+    @property
+    def trunk_learns(self) -> bool:
+        return self.hidden or self.weight
+
+    @property
+    def any_weight(self) -> bool:
+        return self.weight or any(by_weight for _, by_weight in self.draft_grads)
+
+
+class _TrunkTerm:
+    """The results of the trunk's loss and the gradient of its states, accumulated over slices."""
+
+    def __init__(self, arguments: _Arguments, problem: Problem) -> None:
+        self.arguments, states = arguments, problem.hidden
+        rows, n = arguments.call.rows, len(states)
+        self.index = torch.arange(rows.total, device=states.device) if rows.index is None else rows.index
+        self.grad_dtype = arguments.call.partial_dtype(states) if arguments.hidden else None
+        self.hidden_grad = None if self.grad_dtype is None else torch.empty(states.shape, dtype=self.grad_dtype, device=states.device)
+        self.logprob, self.entropy, self.statistics = torch.zeros(3, n, dtype=problem.wide, device=states.device).unbind(0)
+        self.hit = torch.zeros(n, dtype=torch.bool, device=states.device)
+        self.loss_sum = torch.zeros((), dtype=problem.wide, device=states.device)
+
+    def process(self, part: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
+        """Compute results, loss and gradients of the selected rows `part`. Returns whether the weight's gradient was written.
+
+        May overwrite the slice's saved logits.
+        """
+        arguments, stats = self.arguments, trunk.stats
+        self.statistics[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
+        self.logprob[part], self.hit[part] = stats.logprob, stats.hit
+        if arguments.entropy:
+            self.entropy[part] = stats.entropy
+        if arguments.token_loss is None:
+            return False
+        value, row_grads = _loss_and_grads(arguments.token_loss, stats, self.index[part], arguments)
+        self.loss_sum += value
+        if row_grads is None:
+            return False
+        out = buffer.out if arguments.weight else None
+        local = arguments.backend.grads(trunk.problem, row_grads, trunk.saved, GradTargets(self.grad_dtype, out, add))
+        if self.hidden_grad is not None and local is not None:
+            self.hidden_grad[part] = local
+        return out is not None
+
+    def reduced_grad(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of the trunk's states [N, H], summed over vocabulary shards."""
+        return None if self.hidden_grad is None else self.arguments.call.reduce_hidden_grad(self.hidden_grad, dtype)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and hits [N]."""
+        scatter = self.arguments.call.rows.scatter
+        return scatter(self.logprob), scatter(self.entropy), scatter(self.hit)
+
+
+class _Sweep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arguments: _Arguments, labels: Tensor, weight: Tensor, hidden: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        call, backend = arguments.call, arguments.backend
+        problem = call.problem(hidden, weight, labels)
+        buffer = weight_grad_buffer(weight, arguments.any_weight, call.main_grad)
+        trunk = _TrunkTerm(arguments, problem)
+        terms = [
+            DraftTerm(draft, state, call, arguments.grad_scale, by_hidden=by_hidden, by_weight=by_weight)
+            for draft, state, (by_hidden, by_weight) in zip(arguments.drafts, states, arguments.draft_grads, strict=True)
+        ]
+        parts = slices(len(problem.hidden), _rows_at_once(arguments, problem))
+        draft_parts = [term.slices(parts) for term in terms]
+        written = buffer.add
+        for number, part in enumerate(parts):
+            local = problem.part(part)
+            if terms:
+                local = replace(local, workspace_bytes=UNLIMITED)
+            for_backward = arguments.trunk_learns or bool(terms)
+            scores = backend.scores(local, entropy=arguments.entropy, topk=0, for_backward=for_backward)
+            trunk_slice = TrunkSlice(part.start, local, join_shards(scores.stats, call.shard), scores.saved)
+            for term, spans in zip(terms, draft_parts, strict=True):
+                written |= term.process(backend, spans[number], trunk_slice, buffer, add=written)
+            written |= trunk.process(part, trunk_slice, buffer, add=written)
+            del scores, trunk_slice  # frees this slice's logits before the next slice's are computed
+        if buffer.out is not None and not written:
+            buffer.out.zero_()
+        loss = trunk.loss_sum + sum(term.draft.weight * term.loss_sum for term in terms)
+        checks = [("hidden" if arguments.token_loss else "teacher", problem.hidden.detach(), FiniteCheck(trunk.statistics))]
+        checks += [("hidden", term.hidden.detach(), FiniteCheck(term.lse)) for term in terms]
+        check = partial(_enforce, checks, weight.detach())
+        if arguments.trunk_learns or any(by_hidden or by_weight for by_hidden, by_weight in arguments.draft_grads):
+            grads = [trunk.reduced_grad(hidden.dtype), *(term.reduced_grad(hidden.dtype) for term in terms)]
+            ctx.grads, ctx.name = PrecomputedGrads(grads, buffer, arguments.grad_scale, check), arguments.name
+        else:
+            check()
+        outputs = loss, *trunk.outputs(), *(x for term in terms for x in term.outputs())
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError(f"{ctx.name}: its gradients support one backward pass only")
+        grads, ctx.grads = ctx.grads, None
+        states, weight = grads.scaled_to(grad.item())
+        return None, None, weight, *states
+
+
+def _rows_at_once(arguments: _Arguments, problem: Problem) -> int:
+    """Rows per slice. Ranks join statistics per slice, so all use the slices that fit the first rank, which has the most columns."""
+    shard = arguments.call.shard
+    widest = replace(problem, valid=min(shard.columns, shard.total))
+    if arguments.drafts:
+        return arguments.backend.rows_per_slice(widest, states=2)
+    return arguments.backend.rows_per_slice(widest) if arguments.trunk_learns else len(problem.hidden)
+
+
+def _enforce(checks: list[tuple[str, Tensor, FiniteCheck]], weight: Tensor) -> None:
+    for name, state, check in checks:
+        check.enforce(state, weight, name)
+
+
+def _loss_and_grads(token_loss: TokenLoss, stats: RowStats, rows: Tensor, arguments: _Arguments) -> tuple[Tensor, RowGrads | None]:
+    """A slice's loss and its derivatives by each row's log-prob and entropy; None if the trunk does not learn."""
+    learns = arguments.trunk_learns
+    logprob = stats.logprob.detach().requires_grad_(learns)
+    entropy = stats.entropy.detach().requires_grad_(learns) if arguments.entropy else None
+    with torch.set_grad_enabled(learns):
+        value, sums = token_loss(logprob, entropy, rows)
+    for name, x in sums.items():
+        arguments.sums[name] = arguments.sums[name] + x.detach() if name in arguments.sums else x.detach()
+    if not learns:
+        return value, None
+    if not value.requires_grad:  # a constant, for example if no token of the slice is trained on
+        return value, RowGrads(torch.zeros_like(logprob), stats.lse)
+    leaves = [logprob] if entropy is None else [logprob, entropy]
+    grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, arguments.grad_scale), allow_unused=True)
+    by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
+    by_entropy = grads[1] if entropy is not None else None
+    if by_entropy is None:
+        return value.detach(), RowGrads(by_logprob, stats.lse)
+    return value.detach(), RowGrads(by_logprob, stats.lse, by_entropy.contiguous(), stats.entropy)

@@ -1,30 +1,37 @@
-"""The choice of experts from a router's logits, and their shares in a token's sum.
+"""The router of a mixture of experts: fp32 logits, top-k selection of experts, and the weight (prob) of each selected expert.
 
-    softmax of the chosen     share = exp(l) / Σ_chosen exp(l)
-    softmax of all            share = exp(l) / Σ_all exp(l)
-    sigmoid                   share = σ(l) / Σ_chosen σ(l), the chosen being those of the largest σ(l) + bias (arXiv 2408.15664);
-                              where a token visits one expert, share = σ(l)
+    softmax of the chosen     prob = exp(l) / Σ_chosen exp(l)
+    softmax of all            prob = exp(l) / Σ_all exp(l)
+    sigmoid                   prob = σ(l) / Σ_chosen σ(l), the chosen having the largest σ(l) + bias (arXiv 2408.15664); with k = 1,
+                              prob = σ(l)
 
-Each share is multiplied by a constant. On a card one kernel chooses and one computes the gradient, in place of some thirty small ones.
-Shape legend: T tokens, E experts, k experts a token.
+Each prob is multiplied by a constant. On CUDA one Triton kernel selects and one computes the gradient, instead of some thirty small
+kernels. On a CPU the router uses Megatron's functions (`mtpctl.model.router`).
+
+Shape legend: T tokens, E experts, k experts per token, H hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, no_type_check
 
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels import products
+from mtpctl.kernels.triton_support import on_device_of, tl, triton
 
 Scores = Literal["softmax of the chosen", "softmax of all", "sigmoid"]
+TILE_ELEMENTS = 4096
+"""Tokens times experts per program."""
+LOWEST_SCORE = -3.0e38
+"""Replaces smaller scores and NaN, so that a token is always sent to k different experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How many experts a token visits, what their shares are, and what the shares are multiplied by."""
+    """k: experts per token. scores: how probs are computed. scaling: their factor."""
 
     k: int
     scores: Scores
@@ -33,10 +40,9 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRoutes:
-    """Experts that tokens go to in place of those that their logits choose: `experts` [T, k], different ones for each token, where
-    `replayed` [T] is set.
+    """Experts [T, k], distinct per token, that override the router's selection for tokens with `replayed` [T] set.
 
-    counts [2] int64: how many of these the logits would have chosen too, and how many there are, is added to it. None counts nothing.
+    counts [2] int64, or None: accumulates how many of them the router would have selected as well, and their number.
     """
 
     experts: Tensor
@@ -47,34 +53,220 @@ class ReplayedRoutes:
 def route(
     logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None = None, replay: ReplayedRoutes | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Shares and routes [T, E], bool, of logits [T, E] in fp32 on a card, with k experts a token; `bias` [E] only moves the choice.
+    """Probs and routes (bool), both [T, E], of fp32 `logits` [T, E] on CUDA. `bias` [E] affects the selection only.
 
-    `load` [E] int64: each expert's number of tokens is added to it. Of equal scores the first counts as the larger.
+    `load` [E] int64 accumulates the number of tokens of each expert. Ties go to the lower expert index.
     """
-    found: tuple[Tensor, Tensor] = _Routed.apply(logits, bias, rule, load, replay)
-    return found
+    return _Route.apply(logits, bias, rule, load, replay)
 
 
-class _Context(AutogradContext, Protocol):
-    rule: RoutingRule
-
-
-class _Routed(torch.autograd.Function):
+class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, replay: ReplayedRoutes | None
+        ctx: Any, logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, replay: ReplayedRoutes | None
     ) -> tuple[Tensor, Tensor]:
-        from mtpctl.kernels import routing_triton
-
-        shares, routes = routing_triton.route(logits, bias, rule, load, replay)
+        probs, routes = route_triton(logits, bias, rule, load, replay)
         ctx.save_for_backward(logits, routes)
         ctx.mark_non_differentiable(routes)
         ctx.rule = rule
-        return shares, routes
+        return probs, routes
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        from mtpctl.kernels import routing_triton
-
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, routes = ctx.saved_tensors
-        return routing_triton.gradient(grads[0], logits, routes, ctx.rule), None, None, None, None
+        return route_backward_triton(grads[0], logits, routes, ctx.rule), None, None, None, None
+
+
+@triton.jit
+@no_type_check
+def _tile(tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """This program's tokens, the experts, the mask of existing pairs, and their indices in [T, E]."""
+    token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+    inside = (token < tokens)[:, None] & (column < experts)[None, :]
+    return token, column, inside, token.to(tl.int64)[:, None] * experts + column[None, :]
+
+
+@triton.jit
+@no_type_check
+def _probs(logits, chosen, column, experts, SIGMOID: tl.constexpr, OF_ALL: tl.constexpr, ONE: tl.constexpr):
+    """Probs before scaling, normalized over the chosen experts, or over all."""
+    counts = (column < experts)[None, :] if OF_ALL else chosen
+    if SIGMOID:
+        scores = tl.where(counts, tl.sigmoid(logits), 0.0)
+        total = tl.full((logits.shape[0],), 1.0, tl.float32) if ONE else tl.sum(scores, 1) + 1e-20
+    else:
+        top = tl.max(tl.where(counts, logits, float("-inf")), 1)
+        scores = tl.where(counts, tl.exp(logits - top[:, None]), 0.0)
+        total = tl.sum(scores, 1)
+    return scores / total[:, None]
+
+
+@triton.jit
+@no_type_check
+def route_kernel(
+    logits_ptr,  # fp32 [T, E]
+    bias_ptr,  # fp32 [E], read if BIASED
+    replayed_ptr,  # [T, k] integers, read if REPLAYS
+    where_ptr,  # bytes [T], read if REPLAYS
+    probs_ptr,  # fp32 [T, E]
+    routes_ptr,  # bytes [T, E]
+    load_ptr,  # int64 [E], added to if COUNTED
+    agreed_ptr,  # int64 [2], added to if COMPARED
+    tokens,
+    experts,
+    scaling,
+    lowest,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    OF_ALL: tl.constexpr,
+    BIASED: tl.constexpr,
+    REPLAYS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    COMPARED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    token, column, inside, index = _tile(tokens, experts, TOKENS, EXPERTS)
+    logits = tl.load(logits_ptr + index, mask=inside, other=0.0)
+    scores = tl.sigmoid(logits) if SIGMOID else logits
+    if BIASED:
+        scores += tl.load(bias_ptr + column, mask=column < experts, other=0.0)[None, :]
+    scores = tl.where(scores > lowest, scores, lowest)
+    scores = tl.where((column < experts)[None, :], scores, float("-inf"))
+    chosen = (token < 0)[:, None] & (column < 0)[None, :]
+    for _ in tl.static_range(K):
+        best = tl.argmax(scores, 1)
+        selected = column[None, :] == best[:, None]
+        chosen = chosen | selected
+        scores = tl.where(selected, float("-inf"), scores)
+    if REPLAYS:
+        here = tl.load(where_ptr + token, mask=token < tokens, other=0) != 0
+        replayed = (token < 0)[:, None] & (column < 0)[None, :]
+        for i in tl.static_range(K):
+            expert = tl.load(replayed_ptr + token.to(tl.int64) * K + i, mask=here, other=-1).to(tl.int32)
+            replayed = replayed | (column[None, :] == expert[:, None])
+        if COMPARED:
+            tl.atomic_add(agreed_ptr, tl.sum((replayed & chosen).to(tl.int64)))
+            tl.atomic_add(agreed_ptr + 1, tl.sum(here.to(tl.int64)) * K)
+        chosen = (replayed & here[:, None]) | (chosen & (here == 0)[:, None])
+    probs = _probs(logits, chosen, column, experts, SIGMOID, OF_ALL, K == 1)
+    tl.store(probs_ptr + index, tl.where(chosen, probs, 0.0) * scaling, mask=inside)
+    tl.store(routes_ptr + index, chosen.to(tl.uint8), mask=inside)
+    if COUNTED:
+        counts = tl.sum((chosen & inside).to(tl.int32), 0)
+        tl.atomic_add(load_ptr + column, counts.to(tl.int64), mask=(column < experts) & (counts > 0))
+
+
+@triton.jit
+@no_type_check
+def route_backward_kernel(
+    grad_ptr,  # fp32 [T, E]
+    logits_ptr,  # fp32 [T, E]
+    routes_ptr,  # bytes [T, E]
+    logits_grad_ptr,  # fp32 [T, E]
+    tokens,
+    experts,
+    scaling,
+    SIGMOID: tl.constexpr,
+    OF_ALL: tl.constexpr,
+    ONE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    _token, column, inside, index = _tile(tokens, experts, TOKENS, EXPERTS)
+    logits = tl.load(logits_ptr + index, mask=inside, other=0.0)
+    chosen = tl.load(routes_ptr + index, mask=inside, other=0) != 0
+    grad = tl.where(chosen, tl.load(grad_ptr + index, mask=inside, other=0.0), 0.0) * scaling
+    probs = _probs(logits, chosen, column, experts, SIGMOID, OF_ALL, ONE)
+    # For prob_i = x_i / Σ x: dL/dl_i = prob_i (g_i − Σ_j prob_j g_j) x_i′ / x_i, where x is exp or the sigmoid of l.
+    mean = tl.sum(grad * probs, 1)[:, None]
+    if SIGMOID:
+        sigmoid = tl.sigmoid(logits)
+        logits_grad = probs * (grad if ONE else grad - mean) * (1.0 - sigmoid)
+    else:
+        logits_grad = probs * (grad - mean)
+    tl.store(logits_grad_ptr + index, logits_grad, mask=inside)
+
+
+def route_triton(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, load: Tensor | None, replay: ReplayedRoutes | None
+) -> tuple[Tensor, Tensor]:
+    """`route` without autograd."""
+    logits = logits.contiguous()
+    probs, routes = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool)
+    if len(logits):
+        grid, options = _launch_options(logits, rule)
+        experts = where = agreed = None
+        if replay is not None:
+            experts, where, agreed = replay.experts.contiguous(), replay.replayed.contiguous().view(torch.uint8), replay.counts
+        # Pointers that are not read may point anywhere.
+        bias_ptr, load_ptr, experts_ptr, where_ptr, agreed_ptr = (logits if x is None else x for x in (bias, load, experts, where, agreed))
+        with on_device_of(logits):
+            route_kernel[grid](
+                logits, bias_ptr, experts_ptr, where_ptr, probs, routes.view(torch.uint8), load_ptr, agreed_ptr, *logits.shape,
+                rule.scaling, LOWEST_SCORE, K=rule.k, BIASED=bias is not None, REPLAYS=replay is not None, COUNTED=load is not None,
+                COMPARED=agreed is not None, **options,
+            )  # fmt: skip
+    return probs, routes
+
+
+def route_backward_triton(grad: Tensor, logits: Tensor, routes: Tensor, rule: RoutingRule) -> Tensor:
+    """Gradient of the logits [T, E] from that of the probs."""
+    logits = logits.contiguous()
+    logits_grad = torch.empty_like(logits)
+    if len(logits):
+        grid, options = _launch_options(logits, rule)
+        with on_device_of(logits):
+            route_backward_kernel[grid](
+                grad.contiguous(), logits, routes.view(torch.uint8), logits_grad, *logits.shape, rule.scaling, ONE=rule.k == 1, **options
+            )
+    return logits_grad
+
+
+def _launch_options(logits: Tensor, rule: RoutingRule) -> tuple[tuple[int], dict[str, int | bool]]:
+    tokens, experts = logits.shape
+    width = triton.next_power_of_2(experts)
+    block = max(1, TILE_ELEMENTS // width)
+    options = {"SIGMOID": rule.scores == "sigmoid", "OF_ALL": rule.scores == "softmax of all", "TOKENS": block, "EXPERTS": width}
+    return (triton.cdiv(tokens, block),), options
+
+
+def router_logits(states: Tensor, weight: Tensor) -> Tensor:
+    """fp32 logits [..., E] from states [..., H] and the router's weight [E, H] of one dtype, without converting the states to fp32.
+
+    Products of two bf16 numbers are exact in fp32, so only the order of summation differs from fp32 operands. Gradients have the dtypes of
+    states and weight. On CUDA the fp32 gradient of the logits enters its products as a sum of two half-precision numbers, which keeps 16
+    bits of it; results have 8.
+    """
+    return _RouterLogits.apply(states, weight)
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        return products.logits(states.flatten(0, -2), weight).view(*states.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        states, weight = ctx.saved_tensors
+        x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
+        if x.is_cuda and x.dtype in products.HALF:
+            parts = _split(grad, x.dtype)
+            twice = weight.repeat(2, 1)
+            # For unaligned rows the library's product rounds to half precision more than once.
+            aligned = parts.shape[1] % products.ALIGNED == 0
+            states_grad = parts @ twice if aligned else torch.mm(parts, twice, out_dtype=torch.float32)
+            weight_grad = torch.mm(parts.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
+        else:
+            states_grad, weight_grad = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
+        return states_grad.to(states.dtype).view_as(states), weight_grad.to(weight.dtype)
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Split fp32 [n, E] into half-precision addends [n, 2 E]: the rounded numbers, then the rounding errors."""
+    parts = torch.empty(len(x), 2, x.shape[1], dtype=dtype, device=x.device)
+    high, low = parts.unbind(1)
+    high.copy_(x)
+    torch.sub(x, high, out=low)
+    return parts.flatten(1)

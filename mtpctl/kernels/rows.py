@@ -1,36 +1,211 @@
-"""Rows of a tensor, none of them twice, so that their gradients go back to their places without being added up."""
+"""Rows of a mixture of experts: a token has one row for each of its experts, and rows are sorted by expert.
+
+The rows of the first rank's experts come first. Within a rank the rows of the last expert come first, because its weights come first in
+memory (`mtpctl.model.experts`). On CUDA three Triton kernels compute the order without a host synchronization: `count_rows_kernel` counts
+the rows of each expert in each block of tokens, `sum_counts_kernel` sums the counts over blocks, and `place_rows_kernel` writes the
+indices. Their columns are experts in the order of the rows.
+
+Shape legend: T tokens, k experts per token, E experts in total, R = T k rows, H hidden size.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, no_type_check
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.triton_support import on_device_of, tl, triton
+
+TILE_ELEMENTS = 8192
+"""Tokens times experts per program of `count_rows_kernel` and `place_rows_kernel`."""
+COUNT_COLUMNS = 32
+"""Columns per program of `sum_counts_kernel`."""
+SUM_COLUMNS = 1024
+"""Columns per program of `sum_rows_kernel`."""
 
 
-def distinct_rows(x: Tensor, places: Tensor) -> Tensor:
-    """x [n, …] → its rows at `places` [r], integers of which no two are equal: [r, …].
+@dataclass(frozen=True, slots=True)
+class ExpertOrder:
+    """The order of rows by expert. All tensors are int32 except `pair_of`.
 
-    `x[places]` cannot know that, and sorts the places in its backward pass to add up the gradients of equal ones.
+    row_of [T, k]: sorted indices of a token's rows. token_of [R]: the token of each row. pair_of [R] int64: its index in a flattened
+    [T, E]. counts [E]: rows of each expert, in the order of the rows.
     """
-    rows: Tensor = _DistinctRows.apply(x, places)
-    return rows
+
+    row_of: Tensor
+    token_of: Tensor
+    pair_of: Tensor
+    counts: Tensor
 
 
-class _Context(AutogradContext, Protocol):
-    shape: torch.Size
+def expert_order(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
+    """Sort the rows of `routes` [T, E], a bool per token and expert with exactly k set per token.
+
+    ranks: expert-parallel ranks, each with E / ranks consecutive experts.
+    """
+    return expert_order_triton(routes, k, ranks) if routes.is_cuda else expert_order_torch(routes, k, ranks)
+
+
+def expert_order_torch(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
+    tokens, experts = routes.shape
+    expert_of_column = torch.arange(experts, dtype=torch.int32, device=routes.device).view(ranks, -1).flip(1).flatten()
+    column_of, token_of = routes.index_select(1, expert_of_column).t().nonzero(as_tuple=True)
+    row_of = token_of.argsort(stable=True).to(torch.int32).view(tokens, k)
+    counts = column_of.bincount(minlength=experts).to(torch.int32)
+    return ExpertOrder(row_of, token_of.to(torch.int32), token_of * experts + expert_of_column[column_of], counts)
+
+
+def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:
+    """rows [R, H], row_of [T, k] int32 → [T, H]: the sum of each token's rows, accumulated in fp32. Not differentiable."""
+    if row_of.shape[1] == 1:
+        return rows.index_select(0, row_of.flatten())
+    return row_sums_triton(rows, row_of) if rows.is_cuda else F.embedding_bag(row_of, rows, mode="sum")
+
+
+def distinct_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """x [n, …] → x[indices] [r, …], for indices without duplicates.
+
+    The backward pass of `x[indices]` sorts the indices to accumulate gradients of duplicates; this one copies.
+    """
+    return _DistinctRows.apply(x, indices)
 
 
 class _DistinctRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
         ctx.shape = x.shape
-        return x.index_select(0, places)
+        return x.index_select(0, indices)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.shape).index_copy_(0, places, grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, indices, grads[0]), None
+
+
+@triton.jit
+@no_type_check
+def _load_visits(routes_ptr, tokens, experts, local, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Whether each token of this program's block visits the expert of each column (1 or 0), and the experts of the columns."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, EXPERTS)
+    expert = (column // local) * local + (local - 1 - column % local)
+    inside = (token < tokens)[:, None] & (column < experts)[None, :]
+    routes = tl.load(routes_ptr + token.to(tl.int64)[:, None] * experts + expert[None, :], mask=inside, other=0)
+    return (routes != 0).to(tl.int32), expert
+
+
+@triton.jit
+@no_type_check
+def count_rows_kernel(
+    routes_ptr,  # bytes [T, E]
+    counts_ptr,  # int32 [blocks, E]
+    tokens,
+    experts,
+    local,  # experts per rank
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    visits, _expert = _load_visits(routes_ptr, tokens, experts, local, BLOCK, EXPERTS)
+    column = tl.arange(0, EXPERTS)
+    tl.store(counts_ptr + tl.program_id(0) * experts + column, tl.sum(visits, 0), mask=column < experts)
+
+
+@triton.jit
+@no_type_check
+def sum_counts_kernel(
+    counts_ptr,  # int32 [blocks, E]: on entry rows in each block, on return rows in all earlier blocks
+    total_ptr,  # int32 [E]
+    blocks,
+    experts,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        inside = (block < blocks)[:, None] & (column < experts)[None, :]
+        pointers = counts_ptr + block[:, None] * experts + column[None, :]
+        counts = tl.load(pointers, mask=inside, other=0)
+        tl.store(pointers, before[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+        before += tl.sum(counts, 0)
+    tl.store(total_ptr + column, before, mask=column < experts)
+
+
+@triton.jit
+@no_type_check
+def place_rows_kernel(
+    routes_ptr,  # bytes [T, E]
+    before_ptr,  # int32 [blocks, E]: an expert's rows in earlier blocks
+    total_ptr,  # int32 [E]
+    row_of_ptr,  # int32 [T, k]
+    token_of_ptr,  # int32 [R]
+    pair_of_ptr,  # int64 [R]
+    tokens,
+    experts,
+    local,
+    k,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    visits, expert = _load_visits(routes_ptr, tokens, experts, local, BLOCK, EXPERTS)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, EXPERTS)
+    total = tl.load(total_ptr + column, mask=column < experts, other=0)
+    before = tl.load(before_ptr + tl.program_id(0) * experts + column, mask=column < experts, other=0)
+    row = (tl.cumsum(total, 0) - total + before)[None, :] + tl.cumsum(visits, 0) - 1
+    nth = tl.cumsum(visits, 1) - 1
+    chosen = visits != 0
+    tl.store(row_of_ptr + token.to(tl.int64)[:, None] * k + nth, row, mask=chosen & (nth < k))
+    tl.store(token_of_ptr + row, tl.broadcast_to(token[:, None], (BLOCK, EXPERTS)), mask=chosen)
+    tl.store(pair_of_ptr + row, token.to(tl.int64)[:, None] * experts + expert[None, :], mask=chosen)
+
+
+@triton.jit
+@no_type_check
+def sum_rows_kernel(
+    rows_ptr,  # [R, H]
+    row_of_ptr,  # int32 [T, k]
+    out_ptr,  # [T, H]
+    width,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for nth in tl.static_range(K):
+        row = tl.load(row_of_ptr + token * K + nth).to(tl.int64)
+        total += tl.load(rows_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def expert_order_triton(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
+    tokens, experts = routes.shape
+    width = triton.next_power_of_2(experts)
+    block = max(1, TILE_ELEMENTS // width)
+    blocks = triton.cdiv(tokens, block)
+    route_bytes = routes.contiguous().view(torch.uint8)
+    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(tokens * k, dtype=torch.int32)
+    pair_of = routes.new_empty(tokens * k, dtype=torch.int64)
+    counts = routes.new_empty(blocks + 1, experts, dtype=torch.int32)
+    before, total = counts[:blocks], counts[blocks]
+    sizes = (tokens, experts, experts // ranks)
+    with on_device_of(routes):
+        count_rows_kernel[(blocks,)](route_bytes, before, *sizes, BLOCK=block, EXPERTS=width)
+        sum_counts_kernel[(triton.cdiv(experts, COUNT_COLUMNS),)](before, total, blocks, experts, BLOCKS=128, COLUMNS=COUNT_COLUMNS)
+        place_rows_kernel[(blocks,)](route_bytes, before, total, row_of, token_of, pair_of, *sizes, k, BLOCK=block, EXPERTS=width)
+    return ExpertOrder(row_of, token_of, pair_of, total)
+
+
+def row_sums_triton(rows: Tensor, row_of: Tensor) -> Tensor:
+    tokens, k, width = *row_of.shape, rows.shape[1]
+    out = rows.new_empty(tokens, width)
+    with on_device_of(rows):
+        sum_rows_kernel[(tokens, triton.cdiv(width, SUM_COLUMNS))](rows, row_of, out, width, K=k, BLOCK=SUM_COLUMNS)
+    return out

@@ -1,53 +1,54 @@
 """SwiGLU (arXiv 2002.05202): silu(gate) · up · scale, where gate and up are the halves of one linear layer's output.
 
-The backward pass needs the arguments alone, and nothing else is kept for it. On a card one kernel computes the product and another one
-its gradients; both compute in fp32 and round once.
+Only the arguments are saved for the backward pass. On CUDA one Triton kernel computes the product and one its gradients, in fp32 with one
+rounding.
+
+Shape legend: R rows, F columns of gate and of up each.
 """
 
 from __future__ import annotations
+
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.triton_support import on_device_of, tl, triton
+
+BLOCK_COLUMNS = 1024
+"""Most columns of a row that a program processes at a time."""
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) · up · scale [..., F], in the dtype of `gate_up` [..., 2 F], which holds the gate and then up.
+    """silu(gate) · up · scale [..., F], in the dtype of `gate_up` [..., 2 F], which holds gate and then up.
 
-    `scale` [...] is one factor a row, such as an expert's share of a token; None stands for 1. It gets a gradient too.
+    `scale` [...] is a factor per row, such as an expert's routing weight; None stands for 1. It is differentiable too.
     """
     return _Swiglu.apply(gate_up, scale)
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, gate_up: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_up, scale)
-        if gate_up.is_cuda:
-            from mtpctl.kernels import swiglu_triton
-
-            return swiglu_triton.product(gate_up, scale)
-        return _product(gate_up, scale)
+        return swiglu_triton(gate_up, scale) if gate_up.is_cuda else swiglu_torch(gate_up, scale)
 
     @staticmethod
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         gate_up, scale = ctx.saved_tensors
-        if gate_up.is_cuda:
-            from mtpctl.kernels import swiglu_triton
-
-            return swiglu_triton.gradients(grads[0], gate_up, scale)
-        return _gradients(grads[0], gate_up, scale)
+        backward = swiglu_backward_triton if gate_up.is_cuda else swiglu_backward_torch
+        return backward(grads[0], gate_up, scale)
 
 
-def _product(gate_up: Tensor, scale: Tensor | None) -> Tensor:
+def swiglu_torch(gate_up: Tensor, scale: Tensor | None) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     product = F.silu(gate) * up
     return product if scale is None else (product * scale[..., None]).to(gate_up.dtype)
 
 
-def _gradients(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def swiglu_backward_torch(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gate_up and scale."""
     gate, up = gate_up.chunk(2, dim=-1)
     sigmoid = gate.sigmoid()
     scale_grad = None
@@ -56,3 +57,96 @@ def _gradients(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Ten
         grad = grad * scale[..., None]
     gate_grad = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
     return torch.cat([gate_grad, grad * (gate * sigmoid)], dim=-1).to(gate_up.dtype), scale_grad
+
+
+@triton.jit
+@no_type_check
+def _load_gate_up(gate_up_ptr, row, start, width, BLOCK: tl.constexpr):
+    """A block of a row's columns: indices, mask, gate and up in fp32."""
+    column = start + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    return column, inside, gate, up
+
+
+@triton.jit
+@no_type_check
+def swiglu_kernel(
+    gate_up_ptr,  # [R, 2 F]
+    scale_ptr,  # [R], read if SCALED
+    out_ptr,  # [R, F]
+    width,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr + row).to(tl.float32)
+    for start in range(0, width, BLOCK):
+        column, inside, gate, up = _load_gate_up(gate_up_ptr, row, start, width, BLOCK)
+        product = gate * tl.sigmoid(gate) * up * scale
+        tl.store(out_ptr + row * width + column, product.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def swiglu_backward_kernel(
+    grad_ptr,  # [R, F]
+    gate_up_ptr,  # [R, 2 F]
+    scale_ptr,  # [R], read if SCALED
+    gate_up_grad_ptr,  # [R, 2 F]
+    scale_grad_ptr,  # [R], written if SCALED
+    width,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column, inside, gate, up = _load_gate_up(gate_up_ptr, row, start, width, BLOCK)
+        grad = tl.load(grad_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        if SCALED:
+            total += grad * gate * sigmoid * up
+        grad *= scale
+        gate_grad = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+        tl.store(gate_up_grad_ptr + row * 2 * width + column, gate_grad.to(gate_up_grad_ptr.dtype.element_ty), mask=inside)
+        up_grad = grad * gate * sigmoid
+        tl.store(gate_up_grad_ptr + row * 2 * width + width + column, up_grad.to(gate_up_grad_ptr.dtype.element_ty), mask=inside)
+    if SCALED:
+        tl.store(scale_grad_ptr + row, tl.sum(total).to(scale_grad_ptr.dtype.element_ty))
+
+
+def swiglu_triton(gate_up: Tensor, scale: Tensor | None) -> Tensor:
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    if out.numel():
+        scales = gate_up if scale is None else scale.contiguous()
+        with on_device_of(gate_up):
+            swiglu_kernel[(out.numel() // width,)](gate_up, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
+    return out
+
+
+def swiglu_backward_triton(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gate_up and scale."""
+    gate_up, grad = gate_up.contiguous(), grad.contiguous()
+    width = grad.shape[-1]
+    gate_up_grad = torch.empty_like(gate_up)
+    scale_grad = None if scale is None else torch.empty_like(scale, memory_format=torch.contiguous_format)
+    if grad.numel():
+        scales, scale_grads = (gate_up, gate_up) if scale is None else (scale.contiguous(), scale_grad)
+        with on_device_of(gate_up):
+            swiglu_backward_kernel[(grad.numel() // width,)](
+                grad, gate_up, scales, gate_up_grad, scale_grads, width, SCALED=scale is not None, BLOCK=_block(width)
+            )
+    return gate_up_grad, scale_grad
+
+
+def _block(width: int) -> int:
+    return min(triton.next_power_of_2(width), BLOCK_COLUMNS)

@@ -1,39 +1,55 @@
-"""The Triton backend: logits stay on the chip, and are made anew in the backward pass except for what the workspace can keep.
+"""The Triton backend: the LM head's product with its softmax computed in registers; logits are recomputed in the backward pass.
 
-Matrix products whose result does not depend on a softmax (the two of the backward pass) are the library's. Memory beside the results:
+Logits that fit the workspace are saved. Products that do not depend on a softmax (the two of the backward pass) use the library. Memory in
+addition to the results:
 
-- forward: four numbers a row and tile of 256 columns, for as many rows at a time as a quarter of the workspace holds, and the kept logits;
-- backward: fp32 [n, H], in which the hidden gradient adds up (whatever the workspace), and a chunk of logit gradients.
+- forward: four numbers per row and tile of 256 columns, for as many rows at a time as a quarter of the workspace holds, and saved logits;
+- backward: fp32 [n, H], in which the hidden gradient accumulates (regardless of the workspace), and a chunk of logit gradients.
 
-Shape legend: n rows, H hidden size, V vocabulary entries of this rank, c columns at hand, T column tiles.
+`head_tiles_kernel` processes tiles of [BM rows, BN vocabulary entries], one persistent program per multiprocessor, with fp32 logits in
+registers. `MODE` selects the result of a tile:
+
+- STATS: maximum, mass, moment and target logit of each row over the tile's columns, as partial results that `join_tiles_kernel` joins;
+- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. Relative to the maximum, the most
+  likely entries lose least to rounding; plain logits would lose most there;
+- GRAD: the gradient of the unscaled logits, given each row's log-sum-exp and upstream gradients, rounded to the operands' dtype.
+
+Tiles are processed in groups of rows, so that concurrent programs share slices of hidden and weight in the L2 cache.
+
+Shape legend: n rows, H hidden size, V vocabulary entries of this rank, c columns of a chunk, T column tiles.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mtpctl.kernels import products
-from mtpctl.kernels.problem import Agreement, DraftLoss, DraftPull, LocalScores, Pair, Problem, RowGrads
-from mtpctl.kernels.reduce import RowStats
-from mtpctl.kernels.triton_kernels import GRAD, KEEP, STATS, draft_grads, draft_sums, head_tiles, join_tiles, kept_grads
+from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, GradTargets, LocalScores, LogitPair, Problem, RowGrads
+from mtpctl.kernels.shards import RowStats
+from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CHUNK_COLUMNS = 16384  # wide enough for the products to run at full rate; wider ones only take memory from kept logits
-MOST_PARTIAL_BYTES = 1 << 30  # the kernels count partial results in 32 bits
-TILES_A_PROGRAM = 4  # of kept logits, when they become gradients
-SUM_TILES, SUM_STEPS = 4, 8  # of kept logits, when two sets of them are summed over
+CHUNK_COLUMNS = 16384  # enough for products at full rate; more would only take memory from saved logits
+MOST_PARTIAL_BYTES = 1 << 30  # the kernels index partial results in 32 bits
+TILES_A_PROGRAM = 4  # of saved logits, to turn them into gradients
+SUM_TILES, SUM_STEPS = 4, 8  # of saved logits, to sum over two sets of them
+
+STATS = tl.constexpr(0)
+KEEP = tl.constexpr(1)
+GRAD = tl.constexpr(2)
+LOG2E = tl.constexpr(1.4426950408889634)
+# "No logit". Finite, so that 0 x FLOOR = 0 in the moment; minus infinity would give NaN.
+FLOOR = tl.constexpr(-1e30)
+# Smallest saved logit relative to its row's maximum: far below what exp can tell from 0, and within fp16's range.
+LEAST_KEPT = tl.constexpr(-6e4)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How `head_tiles` is laid out on a card. `programs` 0: one a multiprocessor."""
+    """Launch configuration of `head_tiles_kernel`. programs: 0 launches one per multiprocessor."""
 
     bm: int = 128
     bn: int = 256
@@ -44,22 +60,17 @@ class Tiles:
     programs: int = 0
 
 
-@dataclass
-class KeptLogits:
-    """Logits of the first columns, fp16 [n, padded columns] relative to `tops` [n, T], each tile's row maxima. `grads` is the same memory
-    in the operands' dtype, for what becomes of them."""
-
-    grads: Tensor
-    tops: Tensor
-    columns: int
-
-    @property
-    def logits(self) -> Tensor:
-        return self.grads.view(torch.float16)
+def tiles_for(device: int | None) -> Tiles:
+    """Tiles for a GPU: measured on Hopper, elsewhere small enough for 100 KiB of shared memory. None: Triton's interpreter."""
+    if device is None:
+        return Tiles(bm=16, bn=64, bk=32, group=2, warps=1, stages=1, programs=3)
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        return Tiles()
+    return Tiles(bm=128, bn=128, bk=32, warps=8, stages=3)
 
 
-def refusal(hidden: Tensor, weight: Tensor) -> str | None:
-    """Why the kernels cannot take these tensors, or None."""
+def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
+    """Why the kernels do not support these tensors, or None."""
     if not (hidden.is_cuda or INTERPRETED):
         return f"needs CUDA (or TRITON_INTERPRET=1), hidden is on {hidden.device}"
     if hidden.dtype not in products.HALF:
@@ -71,19 +82,35 @@ def refusal(hidden: Tensor, weight: Tensor) -> str | None:
     return None
 
 
+@dataclass
+class SavedLogits:
+    """Logits of the first columns, fp16 [n, padded columns] relative to `tops` [n, T], each tile's row maxima.
+
+    `grads` is the same memory in the operands' dtype, for the gradients that overwrite them.
+    """
+
+    grads: Tensor
+    tops: Tensor
+    columns: int
+
+    @property
+    def logits(self) -> Tensor:
+        return self.grads.view(torch.float16)
+
+
 class Triton:
     name = "triton"
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
 
-    def rows_that_keep(self, problem: Problem, states: int = 1) -> int:
+    def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
         width, tiles = problem.hidden.shape[1], triton.cdiv(problem.valid, self.tiles.bn)
         row = states * (problem.valid * problem.hidden.element_size() + 4 * tiles) + 16 * tiles + 4 * width
         return max(1, problem.workspace_bytes // row // self.tiles.bm * self.tiles.bm)
 
-    def scores(self, problem: Problem, *, entropy: bool, topk: int, keep: bool) -> LocalScores:
-        assert not topk, "the dispatcher sends topk elsewhere"
+    def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+        assert not topk, "the dispatcher selects another backend for topk"
         h, t = problem.hidden, self.tiles
         n = len(h)
         tiles = triton.cdiv(problem.valid, t.bn)
@@ -91,38 +118,36 @@ class Triton:
         if tiles == 0:
             stats[0::3] = float("-inf")
             return LocalScores(RowStats(*stats.unbind(0)))
-        columns = self._kept_columns(problem) if keep else 0
-        scale, kept, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MOST_PARTIAL_BYTES)
+        columns = self._saved_columns(problem) if for_backward else 0
+        scale, saved, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MOST_PARTIAL_BYTES)
         if columns:
-            kept = KeptLogits(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
-            spare = min(spare, 4 * h.numel())  # set aside for the hidden gradient, which comes later
+            saved = SavedLogits(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
+            spare = min(spare, 4 * h.numel())  # reserved for the hidden gradient of the backward pass
         rows_at_once = max(t.bm, spare // (16 * tiles) // t.bm * t.bm)
         for start in range(0, n, rows_at_once):
             rows = slice(start, min(start + rows_at_once, n))
-            partial = torch.empty(4, tiles, rows.stop - rows.start, dtype=torch.float32, device=h.device)
-            out = partial if kept is None else kept.logits[rows, :columns]
-            self._head_tiles(problem, rows, out, 0, problem.valid, columns, scale, None, partial, entropy)
             count = rows.stop - rows.start
+            partial = torch.empty(4, tiles, count, dtype=torch.float32, device=h.device)
+            out = partial if saved is None else saved.logits[rows, :columns]
+            self._head_tiles(problem, rows, out, 0, problem.valid, columns, scale, None, partial, entropy)
             with on_device_of(h):
-                join_tiles[(triton.cdiv(count, 32),)](
+                join_tiles_kernel[(triton.cdiv(count, 32),)](
                     partial, stats[:, rows], count, tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
                 )
-            if kept is not None:
-                kept.tops[rows] = partial[0, : kept.tops.shape[1]].T
-        return LocalScores(RowStats(*stats.unbind(0)), kept=kept)
+            if saved is not None:
+                saved.tops[rows] = partial[0, : saved.tops.shape[1]].T
+        return LocalScores(RowStats(*stats.unbind(0)), saved=saved)
 
-    def grads(
-        self, problem: Problem, rows: RowGrads, kept: object, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
-    ) -> Tensor | None:
-        assert kept is None or isinstance(kept, KeptLogits)
+    def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+        assert saved is None or isinstance(saved, SavedLogits)
         h, n = problem.hidden, len(problem.hidden)
         scale = _scales(problem)
         hidden_grad: Tensor | None = None
         start = 0
-        if kept is not None and kept.columns:
-            start = kept.columns
-            self._kept_grads(problem, rows, kept, scale)
-            hidden_grad = self._spend(problem, kept.grads[:, :start], slice(0, start), hidden, None, weight, add)
+        if saved is not None and saved.columns:
+            start = saved.columns
+            self._saved_grads(problem, rows, saved, scale)
+            hidden_grad = _apply_logit_grads(problem, saved.grads[:, :start], slice(0, start), None, targets)
         step = self._chunk_columns(problem)
         buffer = _padded(h, n, min(step, problem.valid - start)) if start < problem.valid else None
         for first in range(start, problem.valid, step):
@@ -130,20 +155,19 @@ class Triton:
             columns = slice(first, min(first + step, problem.valid))
             chunk = buffer[:, : columns.stop - first]
             self._head_tiles(problem, slice(0, n), chunk, first, columns.stop, 0, scale, rows, None, rows.entropy is not None)
-            hidden_grad = self._spend(problem, chunk, columns, hidden, hidden_grad, weight, add)
-        if weight is not None and not add:
-            weight[problem.valid :] = 0
-        if hidden is not None and hidden_grad is None:  # this rank's shard is all padding
-            hidden_grad = torch.zeros(h.shape, dtype=hidden, device=h.device)
+            hidden_grad = _apply_logit_grads(problem, chunk, columns, hidden_grad, targets)
+        targets.clear_padding(problem.valid)
+        if targets.hidden is not None and hidden_grad is None:  # this rank's shard is all padding
+            hidden_grad = torch.zeros(h.shape, dtype=targets.hidden, device=h.device)
         return hidden_grad
 
-    def compare(self, problem: Problem, pair: Pair, loss: DraftLoss) -> Agreement:
-        draft, teacher, rows = _kept_pair(pair)
+    def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
+        draft, teacher, rows = _saved_pair(pair)
         n, tiles = draft.tops.shape
         programs = triton.cdiv(tiles, SUM_TILES * SUM_STEPS)
         partial = torch.empty(4, programs, n, dtype=torch.float32, device=draft.tops.device)
         with on_device_of(problem.hidden):
-            draft_sums[(n * programs,)](
+            draft_sums_kernel[(n * programs,)](
                 draft.logits,
                 draft.tops,
                 pair.draft_lse,
@@ -164,17 +188,17 @@ class Triton:
                 num_warps=4,
             )
         overlap, below, cost = partial[:3].sum(1).unbind(0)
-        # Equally likely entries may lie in several programs' columns: the first is taken.
+        # Equally likely entries may be in several programs' columns: take the first.
         first = (partial[3] > float("-inf")).to(torch.int8).argmax(0, keepdim=True)
         return Agreement(overlap, below, cost, partial[3].gather(0, first).squeeze(0), draft)
 
     def draft_grads(
-        self, problem: Problem, pair: Pair, kept: object, pull: DraftPull, *, hidden: torch.dtype | None, weight: Tensor | None, add: bool
+        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
     ) -> Tensor | None:
-        draft, teacher, rows = _kept_pair(pair)
+        draft, teacher, rows = _saved_pair(pair)
         n, tiles = draft.tops.shape
         with on_device_of(problem.hidden):
-            draft_grads[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
+            draft_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
                 draft.logits,
                 draft.tops,
                 pair.draft_lse,
@@ -185,40 +209,21 @@ class Triton:
                 draft.grads,
                 problem.targets,
                 _scales(problem),
-                pull.own,
-                pull.teacher,
-                pull.label,
+                coefficients.own,
+                coefficients.teacher,
+                coefficients.label,
                 draft.logits.stride(0) // 8,
                 tiles,
                 BN=self.tiles.bn,
                 TILES=TILES_A_PROGRAM,
-                TOTAL_VARIATION=pull.total_variation,
+                TOTAL_VARIATION=coefficients.total_variation,
                 num_warps=4,
             )
-        if weight is not None and not add:
-            weight[problem.valid :] = 0
-        return self._spend(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), hidden, None, weight, add)
+        targets.clear_padding(problem.valid)
+        return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, targets)
 
-    def _spend(
-        self,
-        problem: Problem,
-        chunk: Tensor,
-        columns: slice,
-        hidden: torch.dtype | None,
-        so_far: Tensor | None,
-        weight: Tensor | None,
-        add: bool,
-    ) -> Tensor | None:
-        """The two products of a finished chunk of logit gradients."""
-        if hidden is not None:
-            dtype = hidden if chunk.shape[1] == problem.valid else torch.float32
-            so_far = products.hidden_grad(so_far, chunk, problem.weight[columns], dtype)
-        if weight is not None:
-            products.weight_grad(chunk, problem.hidden, weight[columns], add)
-        return so_far
-
-    def _kept_columns(self, problem: Problem) -> int:
-        """How many columns of logits fit beside what the backward pass needs anyway; all of them, or whole chunks' worth."""
+    def _saved_columns(self, problem: Problem) -> int:
+        """Columns of logits that fit in addition to the backward pass's memory: all of them, or whole chunks."""
         n, width = problem.hidden.shape
         size = problem.hidden.element_size()
         spare = (problem.workspace_bytes - 4 * n * width) // (n * size + triton.cdiv(4 * n, self.tiles.bn))
@@ -240,16 +245,16 @@ class Triton:
         out: Tensor,
         first: int,
         end: int,
-        kept: int,
+        saved_columns: int,
         scale: Tensor,
         grads: RowGrads | None,
         partial: Tensor | None,
         entropy: bool,
     ) -> None:
         t, h, w = self.tiles, problem.hidden[rows], problem.weight
-        mode = (GRAD if grads is not None else KEEP if kept else STATS).value
+        mode = (GRAD if grads is not None else KEEP if saved_columns else STATS).value
         a, b = TensorDescriptor.from_tensor(h, [t.bm, t.bk]), TensorDescriptor.from_tensor(w, [t.bn, t.bk])
-        # STATS stores no tile; its descriptor stands for an argument that is never touched.
+        # STATS stores no tile; `a` is a placeholder for the unused descriptor.
         store = a if mode == STATS.value else TensorDescriptor.from_tensor(out, [t.bm, t.bn])
         part = scale[rows]
         per_row = [part] * 4
@@ -257,7 +262,7 @@ class Triton:
             per_row = [part if x is None else x for x in (grads.lse, grads.logprob, grads.entropy, grads.row_entropy)]
         programs = t.programs or torch.cuda.get_device_properties(h.device).multi_processor_count
         with on_device_of(h):
-            head_tiles[(programs,)](
+            head_tiles_kernel[(programs,)](
                 a,
                 b,
                 store,
@@ -268,7 +273,7 @@ class Triton:
                 len(h),
                 first,
                 end,
-                kept,
+                saved_columns,
                 h.shape[1],
                 BM=t.bm,
                 BN=t.bn,
@@ -281,21 +286,22 @@ class Triton:
                 num_stages=t.stages,
             )
 
-    def _kept_grads(self, problem: Problem, rows: RowGrads, kept: KeptLogits, scale: Tensor) -> None:
-        n, tiles = kept.tops.shape
+    def _saved_grads(self, problem: Problem, rows: RowGrads, saved: SavedLogits, scale: Tensor) -> None:
+        """Overwrite saved logits with the gradients of the unscaled logits."""
+        n, tiles = saved.tops.shape
         entropy = rows.entropy is not None
         with on_device_of(problem.hidden):
-            kept_grads[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
-                kept.logits,
-                kept.grads,
-                kept.tops,
+            saved_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
+                saved.logits,
+                saved.grads,
+                saved.tops,
                 problem.targets,
                 scale,
                 rows.lse,
                 rows.logprob,
                 rows.entropy if entropy else scale,
                 rows.row_entropy if entropy else scale,
-                kept.logits.stride(0) // 8,
+                saved.logits.stride(0) // 8,
                 tiles,
                 BN=self.tiles.bn,
                 TILES=TILES_A_PROGRAM,
@@ -304,15 +310,20 @@ class Triton:
             )
 
 
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Kernels launch on the current device; this makes it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, targets: GradTargets) -> Tensor | None:
+    """The two products of a chunk of logit gradients: returns `hidden_grad` plus the chunk's part, and writes the weight's gradient."""
+    if targets.hidden is not None:
+        dtype = targets.hidden if chunk.shape[1] == problem.valid else torch.float32
+        hidden_grad = products.hidden_grad(hidden_grad, chunk, problem.weight[columns], dtype)
+    if targets.weight is not None:
+        products.weight_grad(chunk, problem.hidden, targets.weight[columns], targets.add)
+    return hidden_grad
 
 
-def _kept_pair(pair: Pair) -> tuple[KeptLogits, KeptLogits, Tensor]:
-    """Kept logits of draft and teacher, and the teacher's row of each of the draft's."""
+def _saved_pair(pair: LogitPair) -> tuple[SavedLogits, SavedLogits, Tensor]:
+    """Saved logits of draft and teacher, and the teacher's row of each draft row."""
     draft, teacher = pair.draft, pair.teacher
-    assert isinstance(draft, KeptLogits) and isinstance(teacher, KeptLogits)
+    assert isinstance(draft, SavedLogits) and isinstance(teacher, SavedLogits)
     rows = torch.arange(len(draft.tops), device=draft.tops.device) if pair.rows is None else pair.rows
     return draft, teacher, rows
 
@@ -325,14 +336,286 @@ def _scales(problem: Problem) -> Tensor:
 
 
 def _padded(like: Tensor, rows: int, columns: int) -> Tensor:
-    """[rows, columns], uninitialised, whose rows start at multiples of 16 bytes."""
+    """Uninitialized [rows, columns] whose rows start at multiples of 16 bytes."""
     return like.new_empty(rows, triton.cdiv(columns, 8) * 8)[:, :columns]
 
 
-def tiles_for(device: int | None) -> Tiles:
-    """The layout for a card: measured on Hopper; elsewhere one that fits 100 KiB of shared memory. None: Triton's interpreter."""
-    if device is None:
-        return Tiles(bm=16, bn=64, bk=32, group=2, warps=1, stages=1, programs=3)
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        return Tiles()
-    return Tiles(bm=128, bn=128, bk=32, warps=8, stages=3)
+# Sizes change with every packed batch: specializing on them would recompile whenever one stops being a multiple of 16.
+@triton.jit(do_not_specialize=["n", "first_column", "end_column", "saved_columns"])
+@no_type_check
+def head_tiles_kernel(
+    hidden,  # descriptor [n, H], block [BM, BK]
+    weight,  # descriptor [V, H], block [BN, BK]
+    out,  # descriptor [n, saved or c], block [BM, BN]: KEEP, GRAD
+    partial_ptr,  # fp32 [4, T, n]: STATS, KEEP
+    target_ptr,  # int64 [n], relative to the weight's first row
+    scale_ptr,  # fp32 [n], inverse temperature
+    lse_ptr,
+    by_logprob_ptr,
+    by_entropy_ptr,
+    row_entropy_ptr,  # fp32 [n]: GRAD; the last two only with ENTROPY
+    n,
+    first_column,  # a multiple of BN
+    end_column,
+    saved_columns,  # KEEP: number of columns stored
+    width,  # H
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MODE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    row_tiles = tl.cdiv(n, BM)
+    column_tiles = tl.cdiv(end_column - first_column, BN)
+    group_tiles = GROUP * column_tiles
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        group = tile // group_tiles
+        members = min(row_tiles - group * GROUP, GROUP)
+        row0 = (group * GROUP + (tile % group_tiles) % members) * BM
+        column_tile = (tile % group_tiles) // members
+        column0 = first_column + column_tile * BN
+        z = tl.zeros((BM, BN), dtype=tl.float32)
+        for step in range(tl.cdiv(width, BK)):
+            a = hidden.load([row0, step * BK])
+            b = weight.load([column0, step * BK])
+            z = tl.dot(a, b.T, z)
+
+        row = row0 + tl.arange(0, BM)
+        inside = row < n
+        column = column0 + tl.arange(0, BN)
+        scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
+        target = tl.load(target_ptr + row, mask=inside, other=-1).to(tl.int32)
+        z = z * scale[:, None]
+        if MODE == GRAD:
+            logp = z - tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
+            by_logprob = tl.load(by_logprob_ptr + row, mask=inside, other=0.0) * scale
+            coefficient = by_logprob[:, None]
+            if ENTROPY:
+                by_entropy = tl.load(by_entropy_ptr + row, mask=inside, other=0.0) * scale
+                row_entropy = tl.load(row_entropy_ptr + row, mask=inside, other=0.0)
+                coefficient = coefficient + by_entropy[:, None] * (logp + row_entropy[:, None])
+            grad = tl.where(column[None, :] == target[:, None], by_logprob[:, None], 0.0) - tl.exp2(logp * LOG2E) * coefficient
+            out.store([row0, column0 - first_column], grad.to(out.dtype))
+        else:
+            z = tl.where(column[None, :] < end_column, z, FLOOR)
+            top = tl.max(z, 1)
+            stride = column_tiles * n
+            pointers = partial_ptr + column_tile * n + row
+            tl.store(pointers, top, mask=inside)
+            picked = tl.full((BM,), float("-inf"), dtype=tl.float32)
+            if tl.sum(((target >= column0) & (target < column0 + BN)).to(tl.int32)) > 0:
+                picked = tl.max(tl.where(column[None, :] == target[:, None], z, float("-inf")), 1)
+            tl.store(pointers + 3 * stride, picked, mask=inside)
+            shifted = z - top[:, None]
+            if MODE == KEEP:  # noqa: SIM102 - this one is decided at compile time
+                if column0 - first_column < saved_columns:
+                    out.store([row0, column0 - first_column], tl.maximum(shifted, LEAST_KEPT).to(out.dtype))
+            e = tl.exp2(shifted * LOG2E)
+            tl.store(pointers + stride, tl.sum(e, 1), mask=inside)
+            if ENTROPY:
+                tl.store(pointers + 2 * stride, tl.sum(e * shifted, 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "tiles", "stride"])
+@no_type_check
+def join_tiles_kernel(
+    partial_ptr,  # fp32 [4, T, n]
+    stats_ptr,  # fp32 [4, n], row stride `stride`: top, mass, moment, target
+    n,
+    tiles,
+    stride,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    top = tl.full((BLOCK,), FLOOR, dtype=tl.float32)
+    target = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    moment = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        here = (tile[:, None] < tiles) & inside[None, :]
+        pointers = partial_ptr + tile[:, None] * n + row[None, :]
+        tops = tl.load(pointers, mask=here, other=FLOOR)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        shift = top - new_top
+        decay = tl.exp2(shift * LOG2E)
+        shifts = tops - new_top[None, :]
+        decays = tl.exp2(shifts * LOG2E)
+        masses = tl.load(pointers + tiles * n, mask=here, other=0.0)
+        if ENTROPY:
+            moments = tl.load(pointers + 2 * tiles * n, mask=here, other=0.0)
+            moment = (moment + mass * shift) * decay + tl.sum((moments + masses * shifts) * decays, 0)
+        mass = mass * decay + tl.sum(masses * decays, 0)
+        target = tl.maximum(target, tl.max(tl.load(pointers + 3 * tiles * n, mask=here, other=float("-inf")), 0))
+        top = new_top
+    tl.store(stats_ptr + row, top, mask=inside)
+    tl.store(stats_ptr + stride + row, mass, mask=inside)
+    tl.store(stats_ptr + 2 * stride + row, moment, mask=inside)
+    tl.store(stats_ptr + 3 * stride + row, target, mask=inside)
+
+
+@triton.jit(do_not_specialize=["eights", "tiles"])
+@no_type_check
+def saved_grads_kernel(
+    saved_ptr,  # fp16 [n, c], padded in memory to 8 x `eights` columns: stored by KEEP
+    grad_ptr,  # the same memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
+    top_ptr,  # fp32 [n, T]: each tile's maxima, to which saved logits are relative
+    target_ptr,  # int64 [n], relative to the first column
+    scale_ptr,
+    lse_ptr,
+    by_logprob_ptr,
+    by_entropy_ptr,
+    row_entropy_ptr,  # fp32 [n]; the last two only with ENTROPY
+    eights,
+    tiles,  # T
+    BN: tl.constexpr,
+    TILES: tl.constexpr,  # per program
+    ENTROPY: tl.constexpr,
+):
+    # Concurrent programs lie along a row: across rows, each would open a different memory page.
+    programs = tl.cdiv(tiles, TILES)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    tile = (tl.program_id(0) % programs) * TILES + tl.arange(0, TILES)
+    top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+    column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
+    # Padding is processed too: lengths in multiples of 8 let the compiler read and write 16 bytes at a time.
+    inside = column < eights * 8
+    index = row * (eights * 8) + column
+    saved = tl.load(saved_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row)
+    by_logprob = tl.load(by_logprob_ptr + row) * scale
+    logp = saved + (top - tl.load(lse_ptr + row))[:, None]
+    coefficient = by_logprob
+    if ENTROPY:
+        coefficient += tl.load(by_entropy_ptr + row) * scale * (logp + tl.load(row_entropy_ptr + row))
+    grad = tl.where(column == tl.load(target_ptr + row), by_logprob, 0.0) - tl.exp2(logp * LOG2E) * coefficient
+    tl.store(grad_ptr + index, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def saved_logp(
+    saved_ptr,  # fp16, stored by KEEP
+    top_ptr,
+    row,
+    lse,
+    tile,
+    tiles,
+    index,
+    inside,
+):
+    """Log-probs of some tiles of a row, the saved logits, and the maxima that these are relative to."""
+    top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+    saved = tl.load(saved_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    return saved + (top - lse)[:, None], saved, top
+
+
+@triton.jit(do_not_specialize=["n", "eights", "columns", "tiles"])
+@no_type_check
+def draft_sums_kernel(
+    draft_ptr,  # fp16 [n, c], padded in memory to 8 x `eights` columns: stored by KEEP
+    draft_top_ptr,  # fp32 [n, T]
+    draft_lse_ptr,
+    best_ptr,  # fp32 [n]: the draft's largest logit
+    teacher_ptr,  # [·, c] like the draft's
+    teacher_top_ptr,
+    teacher_lse_ptr,  # fp32 [n]
+    teacher_row_ptr,  # int64 [n]
+    partial_ptr,  # fp32 [4, P, n]: overlap, below, cost, the teacher's log-prob of the draft's most likely entry
+    n,
+    eights,
+    columns,
+    tiles,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,  # per step of a program
+    STEPS: tl.constexpr,  # per program
+    LOSS: tl.constexpr,
+):
+    programs = tl.cdiv(tiles, TILES * STEPS)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    part = tl.program_id(0) % programs
+    teacher_row = tl.load(teacher_row_ptr + row)
+    draft_lse = tl.load(draft_lse_ptr + row)
+    teacher_lse = tl.load(teacher_lse_ptr + row)
+    best = tl.load(best_ptr + row)
+    overlap = tl.zeros((TILES, BN), dtype=tl.float32)
+    below = tl.zeros((TILES, BN), dtype=tl.float32)
+    cost = tl.zeros((TILES, BN), dtype=tl.float32)
+    first_choice = float("-inf")
+    mine = part * (TILES * STEPS) + tl.arange(0, TILES * STEPS)
+    holds_best = tl.max(tl.load(draft_top_ptr + row * tiles + mine, mask=mine < tiles, other=FLOOR), 0) >= best
+    for step in range(STEPS):
+        tile = (part * STEPS + step) * TILES + tl.arange(0, TILES)
+        column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
+        inside = column < eights * 8
+        logq, saved, top = saved_logp(draft_ptr, draft_top_ptr, row, draft_lse, tile, tiles, row * (eights * 8) + column, inside)
+        logp, _, _ = saved_logp(
+            teacher_ptr, teacher_top_ptr, teacher_row, teacher_lse, tile, tiles, teacher_row * (eights * 8) + column, inside
+        )
+        logq = tl.where(column < columns, logq, FLOOR)
+        logp = tl.where(column < columns, logp, FLOOR)
+        q = tl.exp2(logq * LOG2E)
+        p = tl.exp2(logp * LOG2E)
+        overlap += tl.minimum(p, q)
+        if LOSS == "tv":
+            below += tl.where(logq < logp, q, 0.0)
+        elif LOSS == "kl":
+            cost += p * (logp - logq)
+        elif LOSS == "soft_ce":
+            cost -= p * logq
+        if holds_best:
+            first = (saved == 0) & (top[:, None] == best) & (column < columns)
+            index = tl.min(tl.min(tl.where(first, column, 2147483647), 1), 0)
+            choice = tl.max(tl.max(tl.where(column == index, logp, float("-inf")), 1), 0)
+            first_choice = tl.where(first_choice == float("-inf"), choice, first_choice)
+    partial = partial_ptr + part * n + row
+    stride = programs * n
+    tl.store(partial, tl.sum(tl.sum(overlap, 1), 0))
+    tl.store(partial + stride, tl.sum(tl.sum(below, 1), 0))
+    tl.store(partial + 2 * stride, tl.sum(tl.sum(cost, 1), 0))
+    tl.store(partial + 3 * stride, first_choice)
+
+
+@triton.jit(do_not_specialize=["eights", "tiles"])
+@no_type_check
+def draft_grads_kernel(
+    draft_ptr,  # as in `draft_sums_kernel`
+    draft_top_ptr,
+    draft_lse_ptr,
+    teacher_ptr,
+    teacher_top_ptr,
+    teacher_lse_ptr,
+    teacher_row_ptr,
+    grad_ptr,  # the draft's memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
+    target_ptr,  # int64 [n], relative to the first column
+    scale_ptr,  # fp32 [n], inverse temperature
+    own_ptr,  # fp32 [n]
+    by_teacher,
+    by_label,
+    eights,
+    tiles,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,  # per program
+    TOTAL_VARIATION: tl.constexpr,
+):
+    programs = tl.cdiv(tiles, TILES)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    tile = (tl.program_id(0) % programs) * TILES + tl.arange(0, TILES)
+    teacher_row = tl.load(teacher_row_ptr + row)
+    column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
+    inside = column < eights * 8
+    index = row * (eights * 8) + column
+    logq, _, _ = saved_logp(draft_ptr, draft_top_ptr, row, tl.load(draft_lse_ptr + row), tile, tiles, index, inside)
+    logp, _, _ = saved_logp(
+        teacher_ptr, teacher_top_ptr, teacher_row, tl.load(teacher_lse_ptr + row), tile, tiles, teacher_row * (eights * 8) + column, inside
+    )
+    own = tl.load(own_ptr + row)
+    q = tl.exp2(logq * LOG2E)
+    learned = tl.where(logq < logp, q, 0.0) if TOTAL_VARIATION else tl.exp2(logp * LOG2E)
+    grad = (q * own - learned * by_teacher - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)) * tl.load(scale_ptr + row)
+    tl.store(grad_ptr + index, grad.to(grad_ptr.dtype.element_ty), mask=inside)

@@ -1,5 +1,6 @@
 """Megatron modules: process groups, transformer config, layer specs, packed attention, the MTP head.
-Runs wherever a model is held: trainer ranks, log-prob ranks, offline conversion.
+
+Used by trainer ranks, log-prob ranks and offline conversion.
 """
 
 from mtpctl.compat import megatron_core

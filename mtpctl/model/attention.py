@@ -1,18 +1,20 @@
-"""Grouped-query attention on packed sequences: heads, their norms and rotation, core attention, and the gate of its output."""
+"""Self-attention layers on packed sequences: grouped-query attention, and multi-head latent attention (arXiv 2405.04434, section 2.1)."""
 
 from __future__ import annotations
 
+from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.attention import SelfAttention as UpstreamSelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-from mtpctl.kernels.heads import HeadLayout, HeadNorm, Heads, split_heads
-from mtpctl.kernels.rotary import rotated
-from mtpctl.model.layers import RMSNorm, norm_offset
+from mtpctl.kernels.qkv import HeadLayout, HeadNorm, Heads, apply_rotary, split_heads
+from mtpctl.model.layers import ReplicatedLinear, RMSNorm, norm_offset
 from mtpctl.model.packing import Packing
+from mtpctl.model.rope import Rope
 
 
 class SelfAttention(UpstreamSelfAttention):
-    """[t, 1, H] → [t, 1, H]. Parameters and checkpoints are upstream's; the forward pass is ours, so that one kernel makes the heads."""
+    """[t, 1, H] → [t, 1, H], with upstream's parameters and checkpoints; `split_heads` computes the heads in one kernel."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
@@ -22,8 +24,7 @@ class SelfAttention(UpstreamSelfAttention):
         out = run(queries, keys, values, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         if self.config.attention_output_gate:
             out = out * gates.reshape(out.shape).sigmoid()
-        result: tuple[Tensor, Tensor | None] = self.linear_proj(out)
-        return result
+        return self.linear_proj(out)
 
     def _heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
         config = self.config
@@ -37,19 +38,55 @@ class SelfAttention(UpstreamSelfAttention):
             self.hidden_size_per_attention_head,
             gated=config.attention_output_gate,
         )
-        return split_heads(mixed.squeeze(1), layout, self._norm(), packing.rotary)
-
-    def _norm(self) -> HeadNorm | None:
-        queries, keys = self.q_layernorm, self.k_layernorm
-        if not isinstance(queries, RMSNorm):
-            return None
-        return HeadNorm(queries.weight, keys.weight, queries.eps, norm_offset(self.config))
+        norm, k_norm = self.q_layernorm, self.k_layernorm
+        qk_norm = HeadNorm(norm.weight, k_norm.weight, norm.eps, norm_offset(config)) if isinstance(norm, RMSNorm) else None
+        return split_heads(mixed.squeeze(1), layout, qk_norm, packing.rotary)
 
     def _shared_heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
-        """The heads where tensor-parallel ranks share a key-value head. Upstream finds the queries of this rank, and norms them."""
+        """The heads if tensor-parallel ranks share a key-value head: upstream selects this rank's queries and norms them."""
         gated = self.config.attention_output_gate
         parts = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
         queries, keys, values, *gates = (part.squeeze(1) for part in parts)
         if packing.rotary is not None:
-            queries, keys = (rotated(x, *packing.rotary) for x in (queries, keys))
+            queries, keys = (apply_rotary(x, *packing.rotary) for x in (queries, keys))
         return Heads(queries, keys, values, gates[0] if gated else queries[:, :0])
+
+
+class PackedRotary:
+    """Replaces the rotary table of upstream's latent attention: returns the angles of packed tokens by their position ids."""
+
+    def __init__(self, rope: Rope, *, scaled: bool) -> None:
+        self.rope, self.scaled = rope, scaled
+
+    def get_rotary_seq_len(self, *args: object) -> Packing:
+        """The packing, upstream's last argument, in place of the sequence length that upstream passes on to the table."""
+        packing = args[-1]
+        assert isinstance(packing, Packing)
+        return packing
+
+    def __call__(self, packing: Packing, **_: object) -> Tensor | tuple[Tensor, float]:
+        angles = self.rope.angles(packing.position_ids)
+        return (angles, self.rope.scaling) if self.scaled else angles
+
+
+class LatentAttention(MLASelfAttention):
+    """Upstream's, with positions that restart at each sample and down-projections replicated over tensor-parallel ranks.
+
+    Upstream can also split those, but then gathers the part that all heads share without reducing its gradient.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
+        # Upstream asks for a query norm even if the query is not compressed and has none.
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+    def use_rope(self, rope: Rope) -> None:
+        """Rotate the shared part of queries and keys by this embedding."""
+        del self.rotary_pos_emb
+        self.__dict__["rotary_pos_emb"] = PackedRotary(rope, scaled=self.config.rope_type == "yarn")

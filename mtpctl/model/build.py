@@ -1,17 +1,46 @@
-"""From a family's shape and a parallel layout to Megatron modules."""
+"""From a family's shape and a parallel layout to Megatron modules: transformer config, layer specs, model, random weights."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer import TransformerConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear as UpstreamColumnParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from mtpctl.errors import UserError
-from mtpctl.families.shape import ModelShape
-from mtpctl.model.gpt import MtpModel
-from mtpctl.model.replay import number_layers
+from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
+from mtpctl.model.attention import LatentAttention, SelfAttention
+from mtpctl.model.core_attention import PackedAttention
+from mtpctl.model.delta_net import GatedDeltaNet
+from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
+from mtpctl.model.gpt import MtpLayer, MtpModel
+from mtpctl.model.layers import (
+    ColumnParallelLinear,
+    GatedMlp,
+    GatedRMSNorm,
+    LayerNormColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+)
 from mtpctl.model.rope import rope_of
-from mtpctl.model.spec import decoder_spec, mtp_spec
+from mtpctl.model.router import DecoderLayer, Router, number_moe_layers
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -19,7 +48,7 @@ from mtpctl.recipe.train import MoeConfig
 from mtpctl.routes import RouteShape
 
 TORCH_DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in DTYPES.items()}
-"""By the precision that a recipe names."""
+"""By the recipe's precision."""
 
 
 def complete_config(
@@ -32,7 +61,7 @@ def complete_config(
     recompute: str = "none",
     moe: MoeConfig | None = None,
 ) -> TransformerConfig:
-    """Write this run's layout and precision into a config that the bridge made. Returns the same object, finalized."""
+    """Set this run's layout and precision in the bridge's config. Returns the same object, finalized."""
     _check_fit(shape, parallel)
     moe = moe or MoeConfig()
     dtype = TORCH_DTYPES[precision]
@@ -43,7 +72,7 @@ def complete_config(
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": expert_tp(parallel),
-        # Experts are given tokens that are split over tp.
+        # MoE layers expect tokens split over tp.
         "sequence_parallel": parallel.tp > 1 and (parallel.sequence_parallel or shape.moe is not None),
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
@@ -71,7 +100,7 @@ def complete_config(
         "moe_router_fusion": False,
         "moe_shared_expert_overlap": False,
         "moe_router_dtype": "fp32",
-        # `mtpctl.model.router` reads the coefficients.
+        # The coefficients are used by `mtpctl.model.router`.
         "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss else "none",
         "moe_aux_loss_coeff": moe.aux_loss,
         "moe_z_loss_coeff": moe.z_loss or None,
@@ -88,7 +117,7 @@ def complete_config(
     elif recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if shape.delta:
-        # Layers of different kinds are not stacked in checkpoints.
+        # Checkpoints do not stack layers of different kinds.
         settings["hetereogenous_dist_checkpoint"] = True
     if shape.latent:
         scaling = shape.rope_scaling or {}
@@ -112,10 +141,10 @@ def _layout(stages: list[int], depths: int) -> list[list[str]]:
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
     counts = _split_over_tp(shape)
-    if any(not _divides(parallel.tp, what, count) for what, count in counts.items()):
-        said = " and ".join(f"{count} {what}" for what, count in counts.items())
-        fits = [n for n in range(1, shape.heads + 1) if all(_divides(n, what, count) for what, count in counts.items())]
-        raise UserError(f"train.parallel.tp: {parallel.tp} does not fit {shape.family}'s {said}; these do: {fits}")
+    if any(not _divides(parallel.tp, name, count) for name, count in counts.items()):
+        listed = " and ".join(f"{count} {name}" for name, count in counts.items())
+        fits = [n for n in range(1, shape.heads + 1) if all(_divides(n, name, count) for name, count in counts.items())]
+        raise UserError(f"train.parallel.tp: {parallel.tp} does not fit {shape.family}'s {listed}; these do: {fits}")
     if parallel.ep > 1 and (shape.moe is None or shape.moe.experts % parallel.ep):
         experts = shape.moe.experts if shape.moe else 0
         raise UserError(f"train.parallel.ep: {parallel.ep} does not divide the {experts} experts of {shape.family}")
@@ -128,17 +157,125 @@ def _split_over_tp(shape: ModelShape) -> dict[str, int]:
     return counts
 
 
-def _divides(tp: int, what: str, count: int) -> bool:
-    # Where there are fewer key-value heads than ranks, megatron-core lets neighbours share one.
-    return count % tp == 0 or (what == "key-value heads" and tp % count == 0)
+def _divides(tp: int, name: str, count: int) -> bool:
+    # With fewer key-value heads than ranks, megatron-core shares them between neighboring ranks.
+    return count % tp == 0 or (name == "key-value heads" and tp % count == 0)
+
+
+def layer_spec(
+    config: TransformerConfig,
+    shape: ModelShape,
+    *,
+    sparse: bool,
+    kind: LayerKind = "full_attention",
+    module: type[TransformerLayer] = TransformerLayer,
+) -> ModuleSpec:
+    """One transformer layer: grouped-query, latent or linear attention, and a dense MLP or, if `sparse`, a mixture of experts."""
+    experts = sparse and shape.moe is not None
+    return ModuleSpec(
+        module=module,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm if shape.latent else IdentityOp,
+            self_attention=_mixer(config, shape, kind),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
+            mlp=_experts() if experts else _mlp(),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _mlp() -> MlpBuilder:
+    linear = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return partial(GatedMlp.as_mlp_submodule, submodules=linear)
+
+
+def _experts() -> MlpBuilder:
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    parts = MoESubmodules(
+        router=Router, experts=partial(Experts, submodules=linear), shared_experts=partial(SharedExperts, submodules=linear)
+    )
+    return partial(MixtureOfExperts, submodules=parts)
+
+
+def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:
+    if kind == "linear_attention":
+        return _delta_net()
+    return _latent_attention(shape.latent) if shape.latent else _attention(config)
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=LayerNormColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention(latent: LatentShape) -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=UpstreamColumnParallelLinear,  # required by upstream; replaced in `LatentAttention`
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=UpstreamColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm if latent.q_rank else IdentityOp,
+            kv_layernorm=RMSNorm,
+        ),
+    )
+
+
+def _delta_net() -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=LayerNormColumnParallelLinear, out_norm=GatedRMSNorm, out_proj=RowParallelLinear),
+    )
+
+
+def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage."""
+    first = get_transformer_layer_offset(config)
+    dense = shape.moe.dense_layers if shape.moe else frozenset(range(shape.layers))
+    here = range(first, first + get_num_layers_to_build(config))
+    specs = [layer_spec(config, shape, sparse=layer not in dense, kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in here]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredictionBlockSubmodules | None:
+    """The MTP layers of this pipeline stage, or None."""
+    if not config.mtp_num_layers or get_mtp_num_layers_to_build(config) == 0:
+        return None
+    layer = ModuleSpec(
+        module=MtpLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=RMSNorm,
+            hnorm=RMSNorm,
+            layer_norm=RMSNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=layer_spec(config, shape, sparse=shape.moe is not None),
+        ),
+    )
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (1 if config.mtp_use_repeated_layer else config.mtp_num_layers))
 
 
 def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) -> MtpModel:
-    """The modules of this rank, on its device, without weights yet."""
+    """The modules of this rank, on its device, with uninitialized weights."""
     model = MtpModel(
         config=config,
         transformer_layer_spec=decoder_spec(config, shape),
-        # Rows beyond the vocabulary are never a label and never scored.
+        # Padded to a multiple of tp; padding rows are never labels and never scored.
         vocab_size=-(-shape.vocab // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -149,15 +286,44 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     )
     model.use_rope(rope_of(shape).on(torch.device(torch.cuda.current_device())))
     if routes := RouteShape.of(shape):
-        number_layers(model, routes.layers)
+        number_moe_layers(model, routes.layers)
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_blanks_first = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"
     for layer in model.mtp.layers if model.mtp_process else ():
         layer.recycles_prenorm = shape.mtp is not None and shape.mtp.recycles_prenorm
         if config.mtp_use_repeated_layer:
-            # Its depths share keys, which a region that is computed again would not.
+            # Its depths share keys, which recomputation would append again.
             layer.mtp_model_layer.self_attention.checkpoint_core_attention = False
     if model.mtp_process and mtp.mode == "load":
         model.mtp.requires_grad_(False)
     return model.cuda()
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Initialize randomly, on the device: norms 1, biases 0, matrices normal(0, 0.02). For benchmarks of shapes without trained weights.
+
+    Depends on seed and layout. Ranks that share a part of a parameter get the same values.
+    """
+    device = next(model.parameters()).device
+    stage = 9176 * parallel_state.get_pipeline_model_parallel_rank()
+    tp = 1009 * parallel_state.get_tensor_model_parallel_rank()
+    expert = 1009 * parallel_state.get_expert_tensor_parallel_rank() + 5003 * parallel_state.get_expert_model_parallel_rank()
+
+    def generator(offset: int) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed + offset)
+
+    offsets = enumerate((stage + tp, stage, stage + expert, tp))
+    split, replicated, experts, embedding = (generator(kind + offset) for kind, offset in offsets)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        if name == "embedding.word_embeddings.weight":  # also on the last stage
+            source = embedding
+        elif not getattr(parameter, "allreduce", True):
+            source = experts
+        else:
+            source = split if getattr(parameter, "tensor_model_parallel", False) else replicated
+        parameter.normal_(0.0, 0.02, generator=source)

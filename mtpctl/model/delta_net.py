@@ -1,22 +1,30 @@
-"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, on packed sequences.
+"""Gated DeltaNet (arXiv 2412.06464), the linear attention of Qwen3-Next and Qwen3.5, on packed sequences.
 
-Parameters, their split over tp and their checkpoints are upstream's; the forward pass is ours, so that samples stay apart
-in the convolution and in the recurrence, on a CPU as well.
+Parameters, tensor parallelism and checkpoints are upstream's. The forward pass is not, because it has to separate packed samples in the
+convolution and in the recurrence, on a CPU as well.
+
+With context parallelism the recurrence needs all tokens of a sample, but its heads are independent. So ranks exchange some tokens of all
+heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), reordering the blocks of `Packing`:
+
+    [t, heads, …] ──to_heads──► [T, heads / P, …], in row order ──recurrence──► [T, heads / P, …] ──to_tokens──► [t, heads, …]
+
+Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from mtpctl.compat import megatron_core
-from mtpctl.model.delta_rule import gated_delta_rule
-from mtpctl.model.head_exchange import to_heads, to_tokens
 from mtpctl.model.packing import Packing
 
 try:
@@ -25,13 +33,14 @@ try:
 except ImportError:
     causal_conv1d = chunk_gated_delta_rule = None
 
-
 GAIN = "gain"
 """Last part of the checkpoint key of the output norm."""
+CHUNK = 64
+"""Tokens per chunk of `gated_delta_rule`."""
 
 
 class GatedDeltaNet(UpstreamGatedDeltaNet):
-    """[T, 1, H] → [T, 1, H]. Megatron-Bridge knows its parameters by the class's name."""
+    """[T, 1, H] → [T, 1, H]. Megatron-Bridge maps its parameters by the class's name."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         with megatron_core.without_flash_linear_attention():
@@ -39,7 +48,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         self.out_norm.of_own_heads = not self.config.sequence_parallel
 
     def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> ShardedStateDict:
-        """Upstream's, with the output norm under another key, because older checkpoints store it around 0 as `out_norm.weight`."""
+        """Upstream's, with the output norm under another key: older checkpoints store it centered at 0 as `out_norm.weight`."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, *args, **kwargs)
         norm = state[f"{prefix}out_norm.weight"]
         norm.key = norm.key.removesuffix("weight") + GAIN
@@ -57,14 +66,14 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         mixed, gate, beta, alpha = projected.squeeze(1).split([sum(self._widths), self.v_dim_local_tp, values, values], dim=-1)
         taps, decay, bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
         if self.cp_size > 1:
-            mixed, beta, alpha = self._exchanged(mixed, beta, alpha, packed_seq_params)
+            mixed, beta, alpha = self._exchange(mixed, beta, alpha, packed_seq_params)
             taps = torch.cat(self._own_heads(*taps.split(self._widths)))
             decay, bias = self._own_heads(decay, bias)
             keys, values = keys // self.cp_size, values // self.cp_size
         widths = [width // self.cp_size for width in self._widths]
         heads = _Heads(mixed, widths, taps, alpha, beta, decay, bias, keys, values)
-        run = _by_kernels if mixed.is_cuda and chunk_gated_delta_rule is not None else _plainly
-        out = run(heads, packed_seq_params.whole)
+        run = _run_fla if mixed.is_cuda and chunk_gated_delta_rule is not None else _run_torch
+        out = run(heads, packed_seq_params.full_row)
         if self.cp_size > 1:
             out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
         return self.out_proj(self.out_norm.gated(out, gate.reshape(out.shape)).flatten(1)[:, None])
@@ -74,7 +83,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         """Channels of queries, keys and values on this tensor-parallel rank."""
         return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
 
-    def _exchanged(self, mixed: Tensor, beta: Tensor, alpha: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    def _exchange(self, mixed: Tensor, beta: Tensor, alpha: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """From this rank's tokens of all heads [t, …] to all tokens of the row, of the heads that this rank computes [T, …]."""
         heads = (self.num_k_heads_local_tp, self.num_k_heads_local_tp, self.num_v_heads_local_tp)
         parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), heads, strict=True)]
@@ -82,17 +91,17 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         return torch.cat([part.flatten(1) for part in parts], dim=-1), beta, alpha
 
     def _own_heads(self, *weights: Tensor) -> list[Tensor]:
-        """The parts of weights that belong to the heads which this rank computes."""
+        """The parts of weights of the heads that this rank computes."""
         return [weight.chunk(self.cp_size)[self.pg_collection.cp.rank()] for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """What the heads of one rank compute from.
+    """Inputs of one rank's heads.
 
     mixed [T, channels of queries, keys and values], `widths` of these three; taps [channels, width of the convolution]; alpha and beta
-    [T, value heads], decay and bias [value heads]: a head's state decays by exp(−exp(decay) · softplus(alpha + bias)) at each token, and
-    takes in sigmoid(beta) of what is new. keys, values: how many heads.
+    [T, value heads], decay and bias [value heads]: a head's state decays by exp(−exp(decay) · softplus(alpha + bias)) at each token and is
+    updated with rate sigmoid(beta). keys, values: number of heads.
     """
 
     mixed: Tensor
@@ -111,10 +120,10 @@ class _Heads:
         return [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self.widths, dim=-1), counts, strict=True)]
 
 
-def _by_kernels(heads: _Heads, row: Packing) -> Tensor:
-    """[T, value heads, value dim] by flash-linear-attention, whose kernels also make the norms, the decays and their sums over chunks."""
-    cu_seqlens, on_host = row.borders
-    samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": on_host}
+def _run_fla(heads: _Heads, row: Packing) -> Tensor:
+    """[T, value heads, value dim] by flash-linear-attention, whose kernels include norms, decays and their sums over chunks."""
+    cu_seqlens, cu_seqlens_cpu = row.boundaries
+    samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
     mixed: Tensor = causal_conv1d(heads.mixed[None], heads.taps, activation="silu", **samples)[0]
     out: Tensor = chunk_gated_delta_rule(
         *heads.split(mixed),
@@ -130,22 +139,22 @@ def _by_kernels(heads: _Heads, row: Packing) -> Tensor:
     return out[0]
 
 
-def _plainly(heads: _Heads, row: Packing) -> Tensor:
+def _run_torch(heads: _Heads, row: Packing) -> Tensor:
     """The same in plain PyTorch."""
-    q, k, v = heads.split(F.silu(_convolved(heads.mixed, heads.taps, row.position_ids)))
-    q, k = (_normed(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
+    q, k, v = heads.split(F.silu(_convolve(heads.mixed, heads.taps, row.position_ids)))
+    q, k = (_l2_norm(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
     beta = heads.beta.sigmoid()
     out = torch.empty_like(v)
     for group in row.groups:
-        # What fills up a short sample follows its last token, and nothing flows backwards.
-        found = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
-        out = out.index_put((group.queries[group.valid],), found[group.valid])
+        # Padding follows a sample's last token, and the recurrence is causal.
+        group_out = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
+        out = out.index_put((group.queries[group.valid],), group_out[group.valid])
     return out
 
 
-def _convolved(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
-    """Each channel with its own causal kernel; x [T, channels], weight [channels, width], a sample's first tokens see zeros before them."""
+def _convolve(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
+    """Depthwise causal convolution of x [T, channels] with weight [channels, width], zero-padded at the start of each sample."""
     taps = weight.unbind(-1)
     out = x * taps[-1]
     for back, tap in enumerate(reversed(taps[:-1]), start=1):
@@ -154,6 +163,65 @@ def _convolved(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
     return out
 
 
-def _normed(x: Tensor) -> Tensor:
+def _l2_norm(x: Tensor) -> Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule in plain PyTorch, chunk by chunk, in fp32.
+
+    A head's state S [key dim, value dim] decays by exp(g_t) at each token; then the value that key k_t retrieves from it moves by beta_t
+    towards v_t; the output is q_t S. Within a chunk of C tokens this is triangular algebra, so only states at chunk boundaries are
+    sequential. The initial state is 0.
+
+    q, k [B, L, heads, key dim], normed; v [B, L, heads, value dim]; g (log decay), beta [B, L, heads] → [B, L, heads, value dim].
+    """
+    dtype, length = v.dtype, q.shape[1]
+    chunk = min(CHUNK, length)
+    padding = -length % chunk
+
+    def chunks(x: Tensor) -> Tensor:
+        x = torch.nn.functional.pad(x.float(), (0, 0) * (x.dim() - 2) + (0, padding))
+        return x.unflatten(1, (-1, chunk)).movedim(3, 1)  # [B, heads, chunks, C, …]
+
+    q, k, v, g, beta = (chunks(x) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    g = g.cumsum(-1)
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    decay = (g[..., :, None] - g[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+    weighted = k * beta[..., None]
+    within = (weighted @ k.mT * decay).tril(-1)
+    right = torch.cat([v * beta[..., None], weighted * g.exp()[..., None]], dim=-1)
+    # (1 + within) is unit lower triangular.
+    solved = torch.linalg.solve_triangular(within, right, upper=False, unitriangular=True)
+    new, carried = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inside = q @ k.mT * decay
+    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+    outputs = []
+    for i in range(q.shape[2]):
+        moved = new[:, :, i] - carried[:, :, i] @ state
+        outputs.append((q[:, :, i] * g[:, :, i, :, None].exp()) @ state + inside[:, :, i] @ moved)
+        last = g[:, :, i, -1:, None]
+        state = state * last.exp() + (k[:, :, i] * (last - g[:, :, i, :, None]).exp()).mT @ moved
+    out = torch.cat(outputs, dim=2)[:, :, :length]
+    return out.movedim(1, 2).to(dtype)
+
+
+def to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup) -> list[Tensor]:
+    """Each of `parts` [t, heads, …] → [T, heads / P, …] in row order. Parts may differ in their number of heads."""
+    ranks = group.size()
+    sent = [part.unflatten(1, (ranks, -1)) for part in parts]
+    shapes = [part.shape[2:] for part in sent]
+    # One message for all parts: [P, t, all parts' values for a rank].
+    packed = torch.cat([part.flatten(2) for part in sent], dim=-1).transpose(0, 1).contiguous()
+    received: Tensor = all_to_all(group, packed.flatten(0, 1))
+    ordered = received.index_select(0, packing.row_order)
+    pieces = ordered.split([shape.numel() for shape in shapes], dim=1)
+    return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def to_tokens(part: Tensor, packing: Packing, group: dist.ProcessGroup) -> Tensor:
+    """part [T, heads / P, …] in row order → [t, heads, …]."""
+    sent = part.index_select(0, packing.cp_order)
+    received: Tensor = all_to_all(group, sent)
+    return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)

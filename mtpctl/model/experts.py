@@ -1,6 +1,6 @@
-"""Mixtures of experts: the layer, and its routed experts as grouped products.
+"""Mixtures of experts: the MoE layer, its shared experts, and its routed experts as grouped products.
 
-Shape legend: T tokens, E experts, R rows, each a token at one of its experts, H hidden size.
+Shape legend: T tokens, E experts, R rows (each a token at one of its experts), H hidden size.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtpctl.kernels.grouped import Stack
-from mtpctl.kernels.order import expert_order
-from mtpctl.kernels.rows import distinct_rows
+from mtpctl.kernels.grouped import WeightStack
+from mtpctl.kernels.rows import distinct_rows, expert_order
 from mtpctl.kernels.swiglu import swiglu
-from mtpctl.model.dispatch import Exchange, Order, shares_of_rows
-from mtpctl.model.layers import GatedMlp
+from mtpctl.model.dispatch import Exchange, Order, probs_of_rows
+from mtpctl.model.layers import GatedMlp, recomputed
 from mtpctl.model.lora import GroupedLayer
-from mtpctl.model.recompute import recomputed
 
 HOT = 2.0
-"""Times its even share of the rows beyond which an expert-parallel rank runs its experts in parts."""
+"""An expert-parallel rank with more than this multiple of its even share of rows runs its experts in parts."""
 
 
 class SharedExperts(SharedExpertMLP, GatedMlp):
-    """Experts that every token visits, and the gate of their output where the model has one; products are recomputed as in `GatedMlp`."""
+    """Experts that every token visits, and their output gate if the model has one. Recomputes products like `GatedMlp`."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # as upstream has it
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # upstream's signature
         return self.gated_down(hidden_states, self.up(hidden_states))
 
     def up(self, hidden_states: Tensor) -> Tensor:
@@ -44,15 +42,15 @@ class SharedExperts(SharedExpertMLP, GatedMlp):
         return gate_up
 
     def gated_down(self, hidden_states: Tensor, gate_up: Tensor) -> Tensor:
-        """The second half: the product, the layer that brings it back to the hidden size, and the gate of the output."""
+        """The second half: SwiGLU, down-projection and output gate."""
         out, _bias = self.down(gate_up)
         return out * F.linear(hidden_states, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out
 
 
 class Experts(SequentialMLP):
-    """This rank's routed experts. Parameters and checkpoints are upstream's, one linear layer an expert; they run as grouped products.
+    """This rank's routed experts. Parameters and checkpoints are upstream's, one linear layer per expert; they run as grouped products.
 
-    Rows come sorted by expert, the last expert's first: so do the weights lie in the gradient buffers, which hold parameters backwards.
+    Rows are sorted from the last expert to the first: Megatron's gradient buffers hold the parameters in reverse.
     """
 
     def __init__(
@@ -65,31 +63,35 @@ class Experts(SequentialMLP):
     ) -> None:
         super().__init__(num_local_experts, config, submodules, pg_collection)
         for name in ("linear_fc1", "linear_fc2"):
-            _lay_out([getattr(expert, name).weight for expert in reversed(self.local_experts)])
-        self._layers: dict[str, GroupedLayer] = {}  # made at the first pass, when adapters are attached
+            # One tensor for all weights, so that grouped products read them in place.
+            weights = [getattr(expert, name).weight for expert in reversed(self.local_experts)]
+            stacked = torch.stack([weight.detach() for weight in weights])
+            for weight, view in zip(weights, stacked.unbind(), strict=True):
+                weight.data = view
+        self._layers: dict[str, GroupedLayer] = {}  # created in the first pass, when adapters are attached
 
-    def run(self, rows: Tensor, ends: Tensor, shares: Tensor) -> Tensor:
-        """The experts' outputs [R, H] of rows [R, H], which are sorted from the last expert of the rank to its first.
+    def run(self, rows: Tensor, ends: Tensor, probs: Tensor) -> Tensor:
+        """Outputs [R, H] of rows [R, H], which are sorted from the rank's last expert to its first.
 
-        shares [R]: the share of each row in its token's sum. ends [E] int32: where the rows of each expert end, in that order.
+        ends [E] int32: end of each expert's rows, in that order. probs [R]: each row's routing weight.
         """
         gate_up = self._linear("linear_fc1", rows, ends)
-        product = swiglu(gate_up, shares)
-        with recomputed(product, partial(swiglu, gate_up.detach(), shares.detach())):
+        product = swiglu(gate_up, probs)
+        with recomputed(product, partial(swiglu, gate_up.detach(), probs.detach())):
             return self._linear("linear_fc2", product, ends)
 
-    def run_in_parts(self, rows: Tensor, ends: Tensor, shares: Tensor, most: int) -> Tensor:
-        """`run` on at most `most` rows at a time. Of each part only rows and shares are kept; the backward pass computes the rest again."""
-        if torch.is_grad_enabled() and not (rows.requires_grad or shares.requires_grad) and any(p.requires_grad for p in self.parameters()):
-            # Adapters of the experts train on an input that takes no gradient: without one a checkpoint would give them none.
+    def run_in_parts(self, rows: Tensor, ends: Tensor, probs: Tensor, most: int) -> Tensor:
+        """`run` on at most `most` rows at a time. Saves only rows and probs; the backward pass recomputes the rest."""
+        if torch.is_grad_enabled() and not (rows.requires_grad or probs.requires_grad) and any(p.requires_grad for p in self.parameters()):
+            # Adapters may train on an input without gradient, for which a checkpoint would give them none.
             rows = rows.detach().requires_grad_()
-        # The other kind of checkpoint works by hooks on saved tensors. Those of `recomputed` lie inside and would keep theirs.
+        # Non-reentrant checkpoints use saved-tensor hooks; those of `recomputed` are nested inside and would keep their tensors.
         run = partial(checkpoint, self.run, use_reentrant=True, preserve_rng_state=False) if torch.is_grad_enabled() else self.run
-        parts = zip(range(0, len(rows), most), rows.split(most), shares.split(most), strict=True)
-        return torch.cat([run(part, (ends - start).clamp(0, len(part)), of_part) for start, part, of_part in parts])
+        parts = zip(range(0, len(rows), most), rows.split(most), probs.split(most), strict=True)
+        return torch.cat([run(part, (ends - start).clamp(0, len(part)), part_probs) for start, part, part_probs in parts])
 
-    def stacks(self) -> list[Stack]:
-        """The weights whose gradients are added to their buffers past autograd. None are known before the first forward pass."""
+    def stacks(self) -> list[WeightStack]:
+        """Weights whose gradients are added to their buffers outside autograd. Empty before the first forward pass."""
         return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
 
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
@@ -99,68 +101,61 @@ class Experts(SequentialMLP):
         return layer(rows, ends)
 
 
-def _lay_out(weights: list[torch.nn.Parameter]) -> None:
-    """Move the weights into one tensor, one behind the other."""
-    whole = torch.stack([weight.detach() for weight in weights])
-    for weight, place in zip(weights, whole.unbind(), strict=True):
-        weight.data = place
-
-
 class MixtureOfExperts(MoELayer):
-    """Upstream's router and parameters; the tokens' way to the routed experts and back is `mtpctl.model.dispatch`.
+    """Upstream's router and parameters, with token dispatch by `mtpctl.model.dispatch`.
 
-    While rows travel between ranks the shared experts run: their first half on the way there, the second on the way back. Where tp splits
-    the shared experts they run before, so that their collectives and the exchange never run at the same time. Where tp splits each routed
-    expert, ranks gather their tokens, and sum up what their parts of the experts gave.
+    The shared experts overlap with the exchange of rows: their first half runs during the dispatch, the second during the combine. If tp
+    splits the shared experts, they run before, so that their collectives do not run concurrently with the exchange. If tp splits each
+    routed expert, ranks gather their tokens and sum the outputs of their parts.
     """
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[t, 1, H] → the same, and no bias. padding_mask [t]: set where a token only fills up the row."""
-        tokens, split = hidden_states.flatten(0, -2), self.experts.tp_group
-        travels = self.ep_group.size() > 1
-        beside = hidden_states if self.use_shared_expert and travels and self.tp_group.size() == 1 else None
-        shared = self.shared_experts(hidden_states) if self.use_shared_expert and beside is None else None
-        shares, routes = self.route(hidden_states, padding_mask)
-        if split.size() > 1:
-            # Each rank's part of an expert gives a part of a token's and of a share's gradient.
-            tokens, shares = (gather_from_sequence_parallel_region(x, group=split) for x in (tokens, shares))
-            routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=split).bool()
+        """[t, 1, H] → the same shape, and no bias. padding_mask [t]: set for padding tokens."""
+        tokens, expert_tp = hidden_states.flatten(0, -2), self.experts.tp_group
+        exchanges = self.ep_group.size() > 1
+        overlapped = hidden_states if self.use_shared_expert and exchanges and self.tp_group.size() == 1 else None
+        shared = self.shared_experts(hidden_states) if self.use_shared_expert and overlapped is None else None
+        probs, routes = self.route(hidden_states, padding_mask)
+        if expert_tp.size() > 1:
+            # Each rank's part of an expert contributes a part of a token's and of a prob's gradient.
+            tokens, probs = (gather_from_sequence_parallel_region(x, group=expert_tp) for x in (tokens, probs))
+            routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=expert_tp).bool()
         sorted_rows = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
-        order, of_rows = Order(sorted_rows.row_of, sorted_rows.token_of), shares_of_rows(shares, sorted_rows)
-        if travels:
-            out, halves = self._exchanged(tokens, of_rows, order, sorted_rows.counts, beside)
-            shared = shared if halves is None else halves
+        order, row_probs = Order(sorted_rows.row_of, sorted_rows.token_of), probs_of_rows(probs, sorted_rows)
+        if exchanges:
+            out, overlapped_out = self._exchange(tokens, row_probs, order, sorted_rows.counts, overlapped)
+            shared = shared if overlapped_out is None else overlapped_out
         else:
-            out = order.sum(self._run(tokens, of_rows, order, sorted_rows.counts))
-        if split.size() > 1:
-            out = reduce_scatter_to_sequence_parallel_region(out.to(shares.dtype), group=split).to(hidden_states.dtype)
+            out = order.sum(self._run(tokens, row_probs, order, sorted_rows.counts))
+        if expert_tp.size() > 1:
+            out = reduce_scatter_to_sequence_parallel_region(out.to(probs.dtype), group=expert_tp).to(hidden_states.dtype)
         out = out.view_as(hidden_states)
         return (out if shared is None else out + shared), None
 
-    def _exchanged(
-        self, tokens: Tensor, of_rows: Tensor, order: Order, counts: Tensor, beside: Tensor | None
+    def _exchange(
+        self, tokens: Tensor, row_probs: Tensor, order: Order, counts: Tensor, overlapped: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The sum of what the experts of all ranks give each of this rank's tokens [T, H], with the shares of_rows [R] of their rows.
+        """This rank's tokens [T, H] through the experts of all ranks, and `overlapped` states through the shared experts meanwhile.
 
-        counts [E]: the rows of each expert. beside: states for which the shared experts run meanwhile; what they give comes second.
+        row_probs [R]: prob of each row. counts [E]: rows of each expert.
         """
         exchange = Exchange.plan(counts, self.ep_group)
-        coming, coming_shares = exchange.forth(order.gather(tokens)), exchange.forth(of_rows)
-        gate_up = None if beside is None else self.shared_experts.up(beside)
-        received, of_received = coming.arrived(), distinct_rows(coming_shares.arrived(), exchange.order.token_of.long())
-        if len(received) <= HOT * exchange.even_share:
-            found = self._run(received, of_received, exchange.order, exchange.counts)
+        rows_in_flight, probs_in_flight = exchange.dispatch(order.gather(tokens)), exchange.dispatch(row_probs)
+        gate_up = None if overlapped is None else self.shared_experts.up(overlapped)
+        rows, probs = rows_in_flight.wait(), distinct_rows(probs_in_flight.wait(), exchange.order.token_of.long())
+        if len(rows) <= HOT * exchange.even_share:
+            out = self._run(rows, probs, exchange.order, exchange.counts)
         else:
             ends = exchange.counts.cumsum(0, dtype=torch.int32)
-            received = exchange.order.gather(received)  # frees what came
-            found = self.experts.run_in_parts(received, ends, of_received, exchange.even_share)
-        returning = exchange.back(exchange.order.sum(found))
-        shared = None if gate_up is None else self.shared_experts.gated_down(beside, gate_up)
-        return order.sum(returning.arrived()), shared
+            rows = exchange.order.gather(rows)  # frees the received rows
+            out = self.experts.run_in_parts(rows, ends, probs, exchange.even_share)
+        returning = exchange.combine(exchange.order.sum(out))
+        shared = None if gate_up is None else self.shared_experts.gated_down(overlapped, gate_up)
+        return order.sum(returning.wait()), shared
 
-    def _run(self, tokens: Tensor, of_rows: Tensor, order: Order, counts: Tensor) -> Tensor:
+    def _run(self, tokens: Tensor, row_probs: Tensor, order: Order, counts: Tensor) -> Tensor:
         rows = order.gather(tokens)
         with recomputed(rows, partial(tokens.detach().index_select, 0, order.token_of)):
-            return self.experts.run(rows, counts.cumsum(0, dtype=torch.int32), of_rows)
+            return self.experts.run(rows, counts.cumsum(0, dtype=torch.int32), row_probs)

@@ -1,34 +1,40 @@
-"""The language model with its MTP head, stopping at hidden states.
+"""The language model with its MTP head, without the LM head's product.
 
-megatron-core's `GPTModel` multiplies by the LM head inside `forward`, feeds MTP the state after the final norm, and
-computes MTP's loss on the way. Here the model ends before the head: the engine takes log-probs straight from hidden
-states, for the trunk and for every MTP depth alike, so that logits never exist and `labels` are not the model's concern.
+megatron-core's `GPTModel` multiplies by the LM head inside `forward`, feeds MTP the state after the final norm, and computes MTP's loss
+itself. This model returns hidden states instead: the engine computes log-probs and losses of the trunk and every MTP depth from them, so
+that logits are never materialized and the model needs no labels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding as UpstreamVocabParallelEmbedding,
+)
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor
 
-from mtpctl.model.draft_attention import EarlierDepths
-from mtpctl.model.embedding import VocabParallelEmbedding
-from mtpctl.model.latent import LatentAttention
+from mtpctl.kernels.main_grad import is_buffered
+from mtpctl.model.attention import LatentAttention
 from mtpctl.model.layers import RMSNorm
-from mtpctl.model.packing import Packing
+from mtpctl.model.packing import EarlierDepths, Packing
 from mtpctl.model.rope import Rope, Rotary
 
 
 @dataclass
 class Hidden:
-    """What the last pipeline stage returns, for the t tokens of this rank: `Packing.tokens`, and with sequence parallelism split over
-    tp as well.
+    """Output of the last pipeline stage for this rank's t tokens: `Packing.tokens`, split over tp with sequence parallelism.
 
-    trunk: [t, H], the state after the final norm, which the LM head reads.
-    mtp: one [t, H] a depth; empty where MTP was not asked for.
-    head: [vocab / tp, H], this rank's rows of the LM head.
+    trunk: [t, H], the state after the final norm, which the LM head reads. head: [vocab / tp, H], this rank's rows of the LM head. mtp: one
+    [t, H] per depth; empty if MTP was not requested.
     """
 
     trunk: Tensor
@@ -36,13 +42,81 @@ class Hidden:
     mtp: list[Tensor] = field(default_factory=list)
 
 
+class VocabParallelEmbedding(UpstreamVocabParallelEmbedding):
+    """Ids [1, T] → [1, T, H], or [t, 1, H] with sequence parallelism. Megatron-Bridge maps its parameter by the class's name.
+
+    Adds its gradient to the weight's fp32 buffer row by row. Autograd would allocate and zero a gradient of the whole weight and add all of
+    it, which for a large vocabulary takes a GPU longer than a layer's attention.
+    """
+
+    def forward(self, input_: Tensor) -> Tensor:
+        weight, ids, outside = self.weight, input_, None
+        if not is_buffered(weight):
+            return super().forward(input_)
+        if self.tp_group.size() > 1:
+            outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            ids = (input_ - self.vocab_start_index).masked_fill(outside, 0)
+        rows: Tensor = _EmbeddingRows.apply(weight, ids, outside)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group) if outside is not None else rows
+
+
+class _EmbeddingRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, outside: Tensor | None) -> Tensor:
+        ctx.save_for_backward(ids, outside)
+        ctx.weight = weight  # a parameter, which outlives the graph
+        rows = torch.nn.functional.embedding(ids, weight)
+        return rows if outside is None else rows.masked_fill(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ids, outside = ctx.saved_tensors
+        buffer: Tensor = ctx.weight.main_grad
+        grad = grads[0].to(buffer.dtype)
+        if outside is not None:
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        # Unlike `index_add_`, adds rows of equal ids in a fixed order on CUDA too.
+        buffer.index_put_((ids.flatten(),), grad.flatten(0, -2), accumulate=True)
+        return None, None, None
+
+
+class MtpLayer(MultiTokenPredictionLayer):
+    """Norms, projection, transformer layer and final norm of one MTP depth.
+
+    Depth k combines the state at token i with the embedding of token i + k; its output predicts token i + k + 1 (DeepSeek-V3 report, arXiv
+    2412.19437, section 2.2). Upstream shifts token ids itself, sample by sample in Python; here `MtpModel` shifts a whole microbatch.
+
+    recycles_prenorm: whether the next depth reads the state before this one's final norm rather than after it; depends on the family.
+    """
+
+    recycles_prenorm: bool = False
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, embedding: Tensor, packing: Packing, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden and embedding [T, 1, H] (split over tp with sequence parallelism) → states for the LM head and for the next depth."""
+        # The depths of a repeated layer share keys, which recomputation would append again.
+        recompute = self.config.recompute_granularity == "full" and self.training and packing.earlier is None
+        if recompute and not hidden.requires_grad:
+            # A checkpointed region without a differentiable input would give its parameters no gradient.
+            hidden = hidden.detach().requires_grad_()
+        run = self._checkpointed_forward if recompute else self._proj_and_transformer_layer
+        out = run(hidden_states=hidden, decoder_input=embedding, packed_seq_params=packing, padding_mask=padding)
+        return out if self.recycles_prenorm else (out, out)
+
+    def _postprocess(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        normed: Tensor = super()._postprocess(hidden_states)
+        return (normed, hidden_states) if self.recycles_prenorm else normed
+
+
 class MtpModel(GPTModel):
     """`GPTModel` whose last stage returns `Hidden`.
 
-    Two attributes say what belongs to the family: `mtp_reads_prenorm` (MiMo's head reads the trunk's state before the
-    final norm, DeepSeek's after it), and `mtp_blanks_first` (whether the first depth reads 0 in place of the embedding at
-    position 0). One says what the recipe wants: `mtp_isolated` detaches the trunk's state and the embeddings where they enter
-    the first depth, and nowhere else, so that gradients flow along the chain of depths.
+    Set by the family: `mtp_reads_prenorm` (MiMo's head reads the trunk's state before the final norm, DeepSeek's after it) and
+    `mtp_blanks_first` (whether the first depth reads 0 instead of the embedding at position 0). Set by the recipe: `mtp_isolated` detaches
+    the trunk's state and the embeddings at the first depth only, so that gradients flow along the chain of depths.
     """
 
     mtp_reads_prenorm: bool = False
@@ -53,35 +127,35 @@ class MtpModel(GPTModel):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._prenorm: Tensor | None = None
-        # Upstream puts the final norm where the last decoder layer is; the state before it is wanted where the head is.
+        # Upstream puts the final norm on the stage of the last decoder layer; the state before it is needed on the stage of the head.
         if not self.post_process:
             self.decoder.final_layernorm = None
         elif self.decoder.final_layernorm is None:
             self.decoder.final_layernorm = RMSNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
         if self.pre_process or self.mtp_process:
-            # Upstream's model makes its embedding itself, whatever the spec says.
+            # Upstream's model constructs its embedding regardless of the spec.
             self.embedding.word_embeddings.__class__ = VocabParallelEmbedding
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
-            # The head is the embedding that MTP brings to the last stage; upstream allocates another one beside it.
+            # The head is MTP's embedding on the last stage; upstream allocates a second one.
             del self.output_layer.weight
             self.output_layer.__dict__["weight"] = self.embedding.word_embeddings.weight
         if self.mtp_process:
-            self.decoder.final_layernorm.register_forward_pre_hook(self._keep_prenorm)
+            self.decoder.final_layernorm.register_forward_pre_hook(self._save_prenorm)
 
     def use_rope(self, rope: Rope) -> None:
-        """Have queries and keys rotated by this embedding, in every attention layer."""
+        """Rotate queries and keys by this embedding in every attention layer."""
         self.rope = rope
         for module in self.modules():
             if isinstance(module, LatentAttention):
                 module.use_rope(rope)
 
-    def _keep_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _save_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self._prenorm = args[0]
 
     def forward(self, input_ids: Tensor, packing: Packing, *, depths: int = 0) -> Hidden | Tensor:  # type: ignore[override]
-        """input_ids [T], the whole row → `Hidden` on the last pipeline stage, the stage's state [t, 1, H] on the others.
+        """input_ids [T], the whole row → `Hidden` on the last pipeline stage, the stage's state [t, 1, H] on others.
 
-        depths: how many MTP depths to compute; 0 leaves the head's weights untouched by the pass.
+        depths: number of MTP depths to compute; 0 does not use the head's weights.
         """
         position_ids = packing.position_ids
         packing.rotary = self._rotary(position_ids)
@@ -108,8 +182,8 @@ class MtpModel(GPTModel):
     def _mtp(self, state: Tensor, input_ids: Tensor, packing: Packing, depths: int) -> list[Tensor]:
         """States of the first `depths` depths, as the LM head reads them.
 
-        Layers of their own stand at their tokens' positions and attend to their own keys. A repeated layer is what an engine drafts
-        several tokens with: every depth stands a position further on, and sees what the first depth left of earlier tokens.
+        Separate layers use their tokens' positions and attend to their own keys. An engine drafts several tokens with a repeated layer:
+        each depth is at the next position and attends to the first depth's keys of earlier tokens.
         """
         layers, position_ids = self.mtp.layers, packing.position_ids
         state = state.detach() if self.mtp_isolated else state
@@ -121,22 +195,19 @@ class MtpModel(GPTModel):
             embedded = self._embed(input_ids[packing.tokens], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
             if self.mtp_blanks_first and (depth == 0 or not repeated):
-                embedded = self._blank_first(embedded, position_ids)
-            here = packing.moved(position_ids + depth, self._rotary(position_ids + depth), earlier) if repeated else packing
-            read, state = layers[min(depth, len(layers) - 1)](state, embedded, here, self._padding(packing))
-            states.append(read)
+                first = self._sequence_part(position_ids == 0)
+                embedded = embedded.masked_fill(first[:, None, None], 0.0)
+            here = packing.at_depth(position_ids + depth, self._rotary(position_ids + depth), earlier) if repeated else packing
+            head_state, state = layers[min(depth, len(layers) - 1)](state, embedded, here, self._padding(packing))
+            states.append(head_state)
         return states
 
-    def _blank_first(self, embedded: Tensor, position_ids: Tensor) -> Tensor:
-        first = self._of_sequence(position_ids == 0)
-        return embedded.masked_fill(first[:, None, None], 0.0)
-
     def _padding(self, packing: Packing) -> Tensor | None:
-        """Which of this rank's tokens routers leave out of their losses and loads."""
-        return None if packing.padding is None or self.config.num_moe_experts is None else self._of_sequence(packing.padding)
+        """Mask of local tokens excluded from router losses and load statistics."""
+        return None if packing.padding_mask is None or self.config.num_moe_experts is None else self._sequence_part(packing.padding_mask)
 
-    def _of_sequence(self, values: Tensor) -> Tensor:
-        """The values, one a token, of those tokens that sequence parallelism gives to this rank."""
+    def _sequence_part(self, values: Tensor) -> Tensor:
+        """The per-token values of this rank's part of the tokens under sequence parallelism."""
         if not self.config.sequence_parallel:
             return values
         tp = self.pg_collection.tp

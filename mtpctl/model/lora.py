@@ -2,15 +2,15 @@
 
 A [rank, in] and B [out, rank] are split over the tensor-parallel ranks so that only [tokens, rank] is communicated:
 
-column    W and B are split by rows, A is whole. With sequence parallelism A is applied to a rank's own tokens and its
-          result gathered; A's gradient is then of those tokens, and megatron-core sums it over the ranks.
-row       W and A are split by columns, B is whole. The partial A x are summed (scattered) before B is applied.
-expert    Tokens are gathered before the experts and their outputs summed after them, so that the adapter communicates nothing. The
-          gradient of the whole matrix is of that rank's part, and megatron-core sums it over the ranks.
-whole     W, A and B are whole, on a rank's own tokens.
+column      W and B are split by rows, A is replicated. With sequence parallelism A is applied to a rank's own tokens and its result
+            gathered; A's gradient is then of those tokens, and megatron-core sums it over the ranks.
+row         W and A are split by columns, B is replicated. The partial A x are summed (scattered) before B is applied.
+expert      Tokens are gathered before the experts and outputs summed after them, so the adapter communicates nothing. The gradient of the
+            replicated matrix is of that rank's part, and megatron-core sums it over the ranks.
+replicated  W, A and B are replicated, and applied to a rank's own tokens.
 
-An adapter is a submodule of the layer that it changes, so that the layer's own parameters keep their names. MTP layers get
-none, since no inference engine puts adapters on its drafter: their own weights train.
+An adapter is a submodule of the layer that it changes, so the layer's parameters keep their names. MTP layers get none, because inference
+engines do not support adapters on drafters; their weights are trained instead.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mtpctl.errors import UserError
-from mtpctl.kernels.grouped import Stack, grouped_linear
+from mtpctl.kernels.grouped import WeightStack, grouped_linear
 from mtpctl.model.delta_net import GatedDeltaNet
-from mtpctl.model.latent import ReplicatedLinear
-from mtpctl.model.layers import LayerNormColumnParallelLinear
-from mtpctl.model.linear import ColumnParallelLinear, RowParallelLinear
+from mtpctl.model.layers import ColumnParallelLinear, LayerNormColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mtpctl.recipe.train import LoraConfig
 
 ROW = ("linear_proj", "linear_fc2", "out_proj")
-WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Targets that are split by rows over tp, and those that are whole on every rank; all others are split by columns."""
+REPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Row-parallel and replicated targets; all others are column-parallel."""
 
 
 class Adapter(torch.nn.Module):
-    """This rank's part of A and B of one layer. `segments`: rows of B for each output of a fused layer (gate and up, for one)."""
+    """This rank's part of A and B of one layer. `segments`: rows of B for each output of a fused layer, such as gate and up."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, segments: dict[str, int]) -> None:
         super().__init__()
@@ -60,7 +58,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + scale B A as a new tensor in W's dtype, added in fp32."""
+        """W + scale B A as a new tensor in W's dtype, computed in fp32."""
         return torch.addmm(weight.float(), self.lora_b.float(), self.lora_a.float(), alpha=self.scale).to(weight.dtype)
 
 
@@ -71,13 +69,13 @@ class _Adapted(torch.nn.Module):
     tp_group: dist.ProcessGroup
     explicit_expert_comm: bool
     split = ""
-    """Which of the adapter's matrices is split over tp, if any."""
+    """The adapter's matrix that is split over tp, if any."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, dist.ProcessGroup] | None = None
     ) -> ShardedStateDict:
         assert metadata is not None
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         parts = make_sharded_tensors_for_checkpoint(
             self.adapter.state_dict(keep_vars=True),
             f"{prefix}adapter.",
@@ -89,7 +87,7 @@ class _Adapted(torch.nn.Module):
         if sizes := self.adapter.segments:
             name = f"{prefix}adapter.lora_b"
             parts[name] = _split_tensor_factory(parts[name], list(sizes.values()), list(sizes), 0)
-        return {**found, **parts}
+        return {**state, **parts}
 
 
 class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
@@ -133,22 +131,22 @@ class LoraReplicatedLinear(ReplicatedLinear):
 
 
 class GroupedLayer:
-    """The linear layers of many experts as one grouped product, with their LoRA adapters where they have some."""
+    """The linear layers of many experts as one grouped product, with their LoRA adapters if attached."""
 
     def __init__(self, linears: Sequence[_Linear]) -> None:
-        self.weights = Stack([linear.weight for linear in linears])
+        self.weights = WeightStack([linear.weight for linear in linears])
         adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
-        self._low: tuple[Stack, Stack, float] | None = None
+        self._adapters: tuple[WeightStack, WeightStack, float] | None = None
         if adapters:
-            a, b = Stack([adapter.lora_a for adapter in adapters]), Stack([adapter.lora_b for adapter in adapters])
-            self._low = a, b, adapters[0].scale
+            a, b = WeightStack([adapter.lora_a for adapter in adapters]), WeightStack([adapter.lora_b for adapter in adapters])
+            self._adapters = a, b, adapters[0].scale
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """The outputs [R, out] of rows [R, in] that are sorted by expert; `ends` [E] int32: where each expert's rows end."""
+        """Outputs [R, out] of rows [R, in] sorted by expert. `ends` [E] int32: end of each expert's rows."""
         out = grouped_linear(rows, ends, self.weights)
-        if self._low is None:
+        if self._adapters is None:
             return out
-        a, b, scale = self._low
+        a, b, scale = self._adapters
         return torch.add(out, grouped_linear(grouped_linear(rows, ends, a), ends, b), alpha=scale)
 
 
@@ -163,19 +161,19 @@ _ADAPTED: dict[type, type[torch.nn.Module]] = {
 
 
 def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze all but the MTP layers, and give every target in the decoder's layers an adapter, whose B A is 0 at first.
+    """Freeze all but the MTP layers, and attach an adapter to every target in the decoder's layers. Initially B A is 0.
 
-    A is drawn like a linear layer's weight (uniform, ±1/√in), from the seed and the layer's place in the whole model, so that
-    every layout draws the same; B is 0. Raises UserError for a target that no layer has.
+    A is initialized like a linear layer's weight (uniform, ±1/√in) from the seed and the layer's path in the whole model, so that every
+    layout has the same values; B is 0. Raises UserError for a target that no layer has.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith("mtp."):
             parameter.requires_grad_(False)
-    found = list(_linears(model))
-    _check_targets(lora, {_leaf(place) for place, _, _ in found})
-    for place, linear, segments in found:
-        if _leaf(place) in lora.targets:
-            linear.adapter = _adapter(linear, place, segments, lora, seed)
+    linears = list(_linears(model))
+    _check_targets(lora, {_leaf(path) for path, _, _ in linears})
+    for path, linear, segments in linears:
+        if _leaf(path) in lora.targets:
+            linear.adapter = _adapter(linear, path, segments, lora, seed)
             cast(Any, linear).__class__ = _ADAPTED[type(linear)]
     if model.pre_process and model.config.recompute_granularity == "full":
         # A recomputed region without a differentiable input would give its adapters no gradient.
@@ -187,7 +185,7 @@ def _leaf(name: str) -> str:
 
 
 def _linears(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
-    """Linear layers of this rank's decoder layers: place in the whole model (decoder layer, expert, name), module, segments."""
+    """Linear layers of this rank's decoder layers: path in the whole model (decoder layer, expert, name), module, segments."""
     for layer in model.decoder.layers:
         for name, module in list(layer.named_modules()):
             if type(module) not in _ADAPTED:
@@ -199,37 +197,37 @@ def _linears(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
             elif isinstance(parent, MLP) and _leaf(name) == "linear_fc1":
                 half = module.output_size_per_partition // 2
                 segments = {"gate": half, "up": half}
-            yield f"{layer.layer_number}.{_of_all_experts(layer, name)}", module, segments
+            yield f"{layer.layer_number}.{_global_expert_name(layer, name)}", module, segments
 
 
-def _of_all_experts(layer: torch.nn.Module, name: str) -> str:
-    """The name, with an expert numbered among the experts of all ranks in place of this rank's own."""
-    head, found, rest = name.partition(".local_experts.")
-    if not found:
+def _global_expert_name(layer: torch.nn.Module, name: str) -> str:
+    """The name with an expert's local index replaced by its global one."""
+    head, separator, rest = name.partition(".local_experts.")
+    if not separator:
         return name
     experts = layer.get_submodule(head)
     assert isinstance(experts, SequentialMLP)
     number, _, rest = rest.partition(".")
-    return f"{head}{found}{experts.ep_group.rank() * experts.num_local_experts + int(number)}.{rest}"
+    return f"{head}{separator}{experts.ep_group.rank() * experts.num_local_experts + int(number)}.{rest}"
 
 
-def _check_targets(lora: LoraConfig, here: set[str]) -> None:
-    everywhere: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
-    known: set[str] = set().union(*everywhere)
+def _check_targets(lora: LoraConfig, local: set[str]) -> None:
+    gathered: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    known: set[str] = set().union(*gathered)
     unknown = [target for target in lora.targets if target not in known]
     if unknown:
         raise UserError(f"train.lora.targets: no layer of this model is a {', '.join(unknown)}; it has {', '.join(sorted(known))}")
 
 
-def _adapter(linear: _Linear, place: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
+def _adapter(linear: _Linear, path: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
     weight: Tensor = linear.weight
     row = isinstance(linear, RowParallelLinear)
     inputs = weight.shape[1]
     total, first = inputs, 0
     if isinstance(linear, RowParallelLinear):
         total, first = linear.input_size, linear.tp_group.rank() * inputs
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(place.encode()))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(path.encode()))
     a = (torch.rand(lora.rank, total, generator=generator) * 2 - 1) / total**0.5
     adapter = Adapter(
         a[:, first : first + inputs].to(weight.device, weight.dtype),
@@ -237,20 +235,20 @@ def _adapter(linear: _Linear, place: str, segments: dict[str, int], lora: LoraCo
         lora.alpha / lora.rank,
         segments,
     )
-    whole = [adapter.lora_a, adapter.lora_b]
+    replicated = [adapter.lora_a, adapter.lora_b]
     if not isinstance(linear, ReplicatedLinear):
-        split = whole.pop(0 if row else 1)
+        split = replicated.pop(0 if row else 1)
         set_tensor_model_parallel_attributes(split, is_parallel=True, dim=1 if row else 0, stride=1)
     for parameter in adapter.parameters():
         parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
-    for parameter in whole:
-        # megatron-core sums the gradients of parameters marked so over the tensor-parallel ranks.
+    for parameter in replicated:
+        # megatron-core sums the gradients of such parameters over the tensor-parallel ranks.
         parameter.sequence_parallel = _own_tokens(linear)  # type: ignore[attr-defined]
     return adapter
 
 
 def _own_tokens(linear: _Linear) -> bool:
-    """Whether a matrix that is whole on every tp rank gets a gradient from that rank's tokens or part of a sum alone."""
+    """Whether a replicated matrix gets its gradient only from this rank's tokens or part of a sum."""
     if isinstance(linear, ReplicatedLinear):
         return bool(cast(Any, linear.weight).sequence_parallel)
     return bool(linear.config.sequence_parallel and linear.tp_group.size() > 1)

@@ -1,14 +1,14 @@
-"""The router of a mixture of experts: its losses, the loads that it gives to the experts, and the routes that it follows.
+"""MoE routers and routing replay: their losses, expert loads, and routes to replay or record.
 
-Upstream's schedule divides its own losses of routers by tokens of a micro-batch. Here every loss is divided by tokens of the whole update,
-so routers are told their number; that is why the losses are attached here and not upstream.
+Upstream divides router losses by the tokens of a microbatch. Here every loss is divided by the tokens of the whole update, so routers get
+that number, and losses are attached here instead of upstream.
 
-Where routes are replayed, tokens go to the experts that an earlier pass sent them to. Their shares are computed from this router's own
-logits all the same, and its gradient passes through them (arXiv 2510.11370, section 3). Upstream has a replay too. It keeps routes in
-lists of the process and finds those of a backward pass by counting, over all routers that were ever made; here a layer hands its
-router the routes together with its tokens, so that recomputation and pipelines need nothing of their own, and MTP layers get none.
+With replay, tokens go to the experts that an earlier pass sent them to. Their probs are still computed from this router's own logits, and
+its gradient passes through them (arXiv 2510.11370, section 3). Upstream's replay keeps routes in process-wide lists and finds those of a
+backward pass by counting over all routers ever created. Here a layer passes routes to its router along with its tokens, so recomputation
+and pipelines need no special handling, and MTP layers get none.
 
-Shape legend: T tokens, E experts, k experts a token.
+Shape legend: T tokens, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mtpctl.kernels.router_logits import router_logits
-from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, route
+from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, route, router_logits
+from mtpctl.model.packing import Packing
 
 
-class Choice:
-    """The experts of one pass: the router's own, or those that are replayed.
+class ExpertChoice:
+    """The experts of one pass: the router's own, or replayed ones. `own` and `chosen` [T, k] are set by the pass.
 
-    Has the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. `own` and `chosen` [T, k] are known then.
-    recorded: whether somebody will read `chosen`.
+    Has the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `chosen` will be read.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
@@ -47,7 +47,7 @@ class Choice:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """scores [T, E] → those of the chosen experts, and their numbers, both [T, k]."""
+        """scores [T, E] → scores and indices of the chosen experts, both [T, k]."""
         values, self.own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.chosen = self.own
         if self.replay is None:
@@ -56,7 +56,7 @@ class Choice:
         return scores.gather(1, self.chosen), self.chosen
 
     def agreement(self) -> tuple[Tensor, Tensor]:
-        """How many of the replayed experts the router would have chosen too, and how many were replayed."""
+        """Number of replayed experts that the router would have chosen as well, and of all replayed experts."""
         assert self.replay is not None
         same = (self.chosen[:, :, None] == self.own[:, None, :]).any(-1)
         replayed = self.replay.replayed
@@ -64,46 +64,43 @@ class Choice:
 
 
 class Router(TopKRouter):
-    """Upstream's weights and choice of experts. `begin` comes before the passes of an update, and `load` is complete after them.
+    """Upstream's weights and expert selection. Call `begin` before the passes of an update; `load` is complete after them.
 
-    load [E]: how many tokens visited each expert. replayed [2]: how many of the replayed experts the router would have chosen too, and how
-    many were replayed.
+    load [E]: tokens of each expert. replayed [2]: replayed experts that the router would have chosen as well, and all replayed experts.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Upstream would move the bias before it is known whether the optimizer steps; `mtpctl.trainer.data_parallel` does so afterwards.
+        # Upstream would update the bias before it is known whether the optimizer steps; `mtpctl.trainer.data_parallel` does so afterwards.
         self.frozen_expert_bias = True
         self.passes = (config.mtp_num_layers or 1) if is_mtp_layer and config.mtp_use_repeated_layer else 1
-        """How many MTP depths share this router; its losses are means over them."""
+        """Number of MTP depths that share this router, over which its losses are averaged."""
         self.tokens = 1
         load = torch.zeros(self.num_experts, dtype=torch.long, device=torch.cuda.current_device())
         self.register_buffer("load", load, persistent=False)
         self.register_buffer("replayed", load.new_zeros(2), persistent=False)
-        self.choice: Choice | None = None
-        """What the layer that is run now follows; see `mtpctl.model.replay`."""
+        self.choice: ExpertChoice | None = None
+        """Routes to replay or record in the current pass (see `DecoderLayer`)."""
 
     @staticmethod
     def begin(routers: list[Router], tokens: int) -> None:
-        """An update on so many tokens begins, those of all ranks together."""
+        """Begin an update on `tokens` tokens of all ranks together."""
         for router in routers:
             router.tokens = tokens
         if routers:
             torch._foreach_zero_([count for router in routers for count in (router.load, router.replayed)])
 
     def gating(self, input: Tensor) -> Tensor:
-        """Tokens' states [T, 1, H] → logits [T, 1, E] in fp32."""
+        """Hidden states [T, 1, H] → logits [T, 1, E] in fp32."""
         if self.bias is not None or self.config.moe_router_dtype != "fp32":
-            logits: Tensor = super().gating(input)
-            return logits
+            return super().gating(input)
         return router_logits(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, E]; padding_mask [T], set where a token only fills up the row → each expert's share in a token's sum and whether
-        the token visits it, both [T, E]."""
+        """logits [T, 1, E] → probs and routes (bool), both [T, E]. padding_mask [T]: set for padding tokens."""
         config = self.config
         logits = logits.view(-1, self.num_experts)
-        # A pass whose activations are recomputed runs twice, the first time without gradients.
+        # With recomputed activations a pass runs twice, the first time without gradients.
         trains = self.training and torch.is_grad_enabled()
         real = None if padding_mask is None else ~padding_mask.view(-1, 1)
         if trains and config.moe_z_loss_coeff:
@@ -111,10 +108,10 @@ class Router(TopKRouter):
         rule = self._rule(logits)
         if rule is not None:
             counts = trains and real is None and not config.moe_aux_loss_coeff
-            shares, routes = route(logits, self.expert_bias, rule, self.load if counts else None, self._replay(trains))
+            probs, routes = route(logits, self.expert_bias, rule, self.load if counts else None, self._replay(trains))
         else:
             counts = False
-            shares, routes = topk_routing_with_score_function(
+            probs, routes = topk_routing_with_score_function(
                 logits,
                 self.topk,
                 use_pre_softmax=config.moe_router_pre_softmax,
@@ -131,11 +128,11 @@ class Router(TopKRouter):
             load = (routes if real is None else routes & real).sum(0)
             self.load += load
             if config.moe_aux_loss_coeff:
-                shares = self._attach(shares, config.moe_aux_loss_coeff * self._balance_loss_sum(logits, load, real))
-        return shares, routes
+                probs = self._attach(probs, config.moe_aux_loss_coeff * self._balance_loss_sum(logits, load, real))
+        return probs, routes
 
     def _rule(self, logits: Tensor) -> RoutingRule | None:
-        """What `mtpctl.kernels.routing` chooses by; None where it cannot: on a CPU, among groups of experts, where routes are recorded."""
+        """The rule for `mtpctl.kernels.routing`; None if it does not apply: on a CPU, with expert groups, or while recording routes."""
         config = self.config
         recorded = self.choice is not None and self.choice.recorded
         if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded:
@@ -152,13 +149,13 @@ class Router(TopKRouter):
         return replace(replay, counts=self.replayed) if replay is not None and trains else replay
 
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
-        """x, whose backward pass starts the one of `loss`, a sum over tokens, as well."""
+        """x, whose backward pass also backpropagates `loss`, a sum over tokens."""
         return MoEAuxLossAutoScaler.apply(x, loss / (self.tokens * self.passes))
 
     def _balance_loss_sum(self, logits: Tensor, load: Tensor, real: Tensor | None) -> Tensor:
-        """The micro-batch's E Σ f P (Switch, arXiv 2101.03961, equation 4) times its tokens: this rank's part of it.
+        """This rank's part of the microbatch's E Σ f P (Switch, arXiv 2101.03961, equation 4) times its tokens.
 
-        f is the share of all rows that an expert gets, P its mean score over all tokens. Only P has a gradient.
+        f is the fraction of all rows at an expert, P its mean score over all tokens. Only P has a gradient.
         """
         if self.score_function == "softmax":
             scores = logits.softmax(-1, dtype=torch.float32)
@@ -170,11 +167,65 @@ class Router(TopKRouter):
         if self.tp_cp_group.size() > 1:
             load = load.clone()
             dist.all_reduce(load, group=self.tp_cp_group)
-        share = load / load.sum().clamp(min=1)
-        return self.num_experts * (scores.sum(0) * share).sum()
+        fraction = load / load.sum().clamp(min=1)
+        return self.num_experts * (scores.sum(0) * fraction).sum()
 
 
 def _z_loss_sum(logits: Tensor, real: Tensor | None) -> Tensor:
-    """The sum over tokens of log² Σ exp(logits) (ST-MoE, arXiv 2202.08906, equation 5)."""
+    """Sum over tokens of log² Σ exp(logits) (ST-MoE, arXiv 2202.08906, equation 5)."""
     values = logits.float().logsumexp(-1, keepdim=True).square()
     return (values if real is None else values * real).sum()
+
+
+class DecoderLayer(TransformerLayer):
+    """A decoder layer that replays or records routes. `moe_index`: its index among the MoE layers; None for a dense layer.
+
+    The packing is one of the layer's arguments and so passes through recomputation, where routes equal those of the forward pass. MTP
+    layers are upstream's `TransformerLayer`, whose routers get no routes.
+    """
+
+    moe_index: int | None = None
+
+    def forward(self, *args: object, packed_seq_params: Packing, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        run = super().forward
+        recorded = packed_seq_params.recorded
+        if self.moe_index is None or (packed_seq_params.routes is None and recorded is None):
+            return run(*args, packed_seq_params=packed_seq_params, **kwargs)
+        router: Router = self.mlp.router
+        router.choice = choice = ExpertChoice(self._replay(packed_seq_params, self.moe_index), recorded=recorded is not None)
+        try:
+            result: tuple[Tensor, Tensor | None] = run(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            router.choice = None
+        if recorded is not None:
+            recorded[self.moe_index] = choice.chosen.to(torch.int16)
+        return result
+
+    def _replay(self, packing: Packing, moe_index: int) -> ReplayedRoutes | None:
+        """The routes of this layer's tokens."""
+        if packing.routes is None or packing.routed is None:
+            return None
+        experts, replayed = packing.routes[:, moe_index], packing.routed
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            experts, replayed = (x.chunk(tp.size())[tp.rank()] for x in (experts, replayed))
+        return ReplayedRoutes(experts, replayed)
+
+
+def number_moe_layers(model: torch.nn.Module, layers: tuple[int, ...]) -> None:
+    """Assign each decoder layer in `layers`, the MoE layers counted from 0, its index among them."""
+    for module in model.modules():
+        if isinstance(module, DecoderLayer):
+            number = module.layer_number - 1
+            module.moe_index = layers.index(number) if number in layers else None
+
+
+def gather_recorded(packing: Packing, layer: DecoderLayer) -> Tensor:
+    """The experts [T, k] of the row's tokens in `layer`, from the ranks that share the row. Collective, after the pass."""
+    assert packing.recorded is not None and layer.moe_index is not None
+    experts = packing.recorded[layer.moe_index].int()  # gloo does not support int16
+    if layer.config.sequence_parallel:
+        experts = gather_from_sequence_parallel_region(experts, group=layer.pg_collection.tp)
+    if layer.config.context_parallel_size > 1:
+        experts = gather_from_sequence_parallel_region(experts, group=layer.pg_collection.cp)[packing.row_order]
+    return experts

@@ -130,7 +130,7 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements per token that a decoder layer saves for its backward pass: a layer with full attention, and experts if there are any.
 
     After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP,
-    minus the tensors that the backward pass recomputes (`mtpctl.model.recompute`).
+    minus the tensors that the backward pass recomputes (`mtpctl.model.layers`).
 
     - Split over tp only with sequence parallelism: the inputs of both norms, and the parts of a latent that all heads share.
     - Always split over tp: q, k, v, the attention's output, gate and up.

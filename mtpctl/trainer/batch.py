@@ -160,7 +160,7 @@ def pack(
         tokens = np.flatnonzero(in_turn >= depth)
         arrays += [rows[tokens] - depth, labels[tokens], tokens]
     tensors = iter(to_device(arrays, device))
-    packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), spare=padding)
+    packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), padding_tokens=padding)
     return MicroBatch(
         input_ids=next(tensors),
         packing=_with_routes(packing, chosen),
@@ -199,7 +199,7 @@ def dummy_batch(sequences: list[Sequence], depths: int, device: torch.device | s
     shortest = min(sequences, key=lambda s: len(s.token_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     micro = pack([masked], [0], depths, device, **layout)
-    return replace(micro, packing=replace(micro.packing, spare=len(micro.input_ids)), dummy=True)
+    return replace(micro, packing=replace(micro.packing, padding_tokens=len(micro.input_ids)), dummy=True)
 
 
 def to_device(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:

@@ -15,12 +15,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mtpctl.compat.megatron_core import fill_buffers, without_router_updates
-from mtpctl.kernels.grouped import Stack
+from mtpctl.kernels.grouped import WeightStack
 from mtpctl.kernels.main_grad import accumulate_weight_grad, is_buffered, mark_stale, take_stale
 from mtpctl.model.experts import Experts
 from mtpctl.model.gpt import MtpModel
-from mtpctl.model.latent import ReplicatedLinear
-from mtpctl.model.linear import ColumnParallelLinear, RowParallelLinear
+from mtpctl.model.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mtpctl.model.router import Router
 from mtpctl.trainer.offload import allocate, release
 
@@ -85,7 +84,7 @@ class Gradients:
         with without_router_updates():
             finalize_model_grads(model, None, **options)
 
-    def _buffers_to_zero(self, stacks: list[Stack]) -> list[Tensor]:
+    def _buffers_to_zero(self, stacks: list[WeightStack]) -> list[Tensor]:
         """The parts of the buffers that are not overwritten. Computed again only if the buffers were reallocated."""
         buffers = self._buffers
         key = (len(stacks), *(buffer.data_ptr() for buffer in buffers))

@@ -18,12 +18,11 @@ from mtpctl.checkpoint import sharded
 from mtpctl.convert.adapters import export_adapter, fingerprint
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.kernels.choice import ONE_PASS
-from mtpctl.model.build import build_model, complete_config
+from mtpctl.kernels.dispatch import ONE_PASS
+from mtpctl.model.build import build_model, complete_config, draw_weights
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
 from mtpctl.model.parallel import ProcessGroups, Rank, summed
-from mtpctl.model.weights import draw_weights
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilisation

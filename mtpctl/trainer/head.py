@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.kernels.autograd import AutogradContext
+from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.candidates import CandidateTerm, candidate_loss
-from mtpctl.kernels.choice import ONE_PASS
-from mtpctl.kernels.draft import linear_draft_loss
-from mtpctl.kernels.draft_terms import Draft, DraftLossOut
+from mtpctl.kernels.dispatch import ONE_PASS
+from mtpctl.kernels.drafts import Draft, DraftLossOut
 from mtpctl.kernels.logprob import LogProbOut, TopK, linear_logprob
-from mtpctl.kernels.policy import TokenLoss, linear_policy_loss
-from mtpctl.kernels.problem import DraftLoss
+from mtpctl.kernels.policy import TokenLoss, linear_draft_loss, linear_policy_loss
 from mtpctl.kernels.rows import distinct_rows
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.parallel import ParallelConfig
@@ -259,7 +257,7 @@ class Head:
         """The rows, labels and temperatures of this context-parallel rank, and their indices among all rows; None without such ranks."""
         if self.parallel.cp == 1:
             return rows, labels, temperature, None
-        own = packing.here[rows]
+        own = packing.local_index[rows]
         index = torch.nonzero(own >= 0).squeeze(1)
         return own[index], labels[index], temperature[index] if isinstance(temperature, Tensor) else temperature, index
 
@@ -288,7 +286,7 @@ class _GatherOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: AutogradContext, values: Tensor, index: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, index: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
         whole = values.new_zeros(total, *values.shape[1:])
         whole[index] = values
@@ -296,7 +294,7 @@ class _GatherOverRanks(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         return grads[0][index], None, None, None
 
@@ -312,11 +310,11 @@ def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int,
         return state[targets]
     size = len(packing.tokens) // 2
     ahead = min(depth, size)
-    blocks = len(packing.here) // size
+    blocks = len(packing.local_index) // size
     rows = (torch.arange(1, blocks, device=state.device)[:, None] * size + torch.arange(ahead, device=state.device)).flatten()
-    local = packing.here[rows]
+    local = packing.local_index[rows]
     borders = torch.where((local >= 0)[:, None], state[local.clamp(min=0)], 0)
     dist.all_reduce(borders, group=group)
-    here = packing.here[targets]
+    here = packing.local_index[targets]
     border = ((targets // size - 1) * ahead + targets % size).clamp(0, max(0, len(borders) - 1))
     return torch.where((here >= 0)[:, None], state[here.clamp(min=0)], borders[border])

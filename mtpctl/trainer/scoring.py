@@ -17,7 +17,7 @@ from torch import Tensor
 from mtpctl.kernels.inputs import IGNORE_INDEX
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden, MtpModel
-from mtpctl.model.replay import DecoderLayer, chosen_routes
+from mtpctl.model.router import DecoderLayer, gather_recorded
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import Logprobs
 from mtpctl.trainer.batch import MicroBatch
@@ -123,7 +123,7 @@ def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
 
 def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
     """The same microbatches, for a pass that records its routes."""
-    return [replace(micro, packing=replace(micro.packing, chosen={})) for micro in micros]
+    return [replace(micro, packing=replace(micro.packing, recorded={})) for micro in micros]
 
 
 @torch.no_grad()
@@ -133,16 +133,16 @@ def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape
     Collective.
     """
     local: dict[tuple[int, int], Routes] = {}
-    layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.place is not None]
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.moe_index is not None]
     for micro in micros:
         for layer in layers:
-            assert layer.place is not None
-            row = chosen_routes(micro.packing, layer).cpu().numpy().astype(shape.dtype)
+            assert layer.moe_index is not None
+            row = gather_recorded(micro.packing, layer).cpu().numpy().astype(shape.dtype)
             start = 0
             # Dummy microbatches reuse another sequence. Padding samples come last in a row.
             for index, length in zip([] if micro.dummy else micro.order, micro.packing.sample_lengths, strict=False):
                 # Copied, so that the rest of the row is freed. The routes of the last token are not used.
-                local[index, layer.place] = row[start : start + length - 1].copy()
+                local[index, layer.moe_index] = row[start : start + length - 1].copy()
                 start += length
     # Ranks that share a row have the same routes; if all ranks are gathered, one of them sends.
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0

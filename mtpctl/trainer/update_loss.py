@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mtpctl.kernels.draft_terms import Draft, DraftLossOut
+from mtpctl.kernels.drafts import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, MicroBatch, Totals

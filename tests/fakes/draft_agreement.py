@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.draft import linear_draft_loss
-from mtpctl.kernels.draft_terms import Draft
+from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.logprob import linear_logprob
-from mtpctl.kernels.policy import PolicyLossOut, linear_policy_loss
+from mtpctl.kernels.policy import PolicyLossOut, linear_draft_loss, linear_policy_loss
 from tests.fakes.kernel_agreement import relative
 
 SCALE = 0.25

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.heads import HeadLayout, HeadNorm
+from mtpctl.kernels.qkv import HeadLayout, HeadNorm
 
 EPS = 1e-5
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mtpctl.kernels.logprob import linear_logprob
-from mtpctl.kernels.order import ExpertOrder, plain_expert_order
 from mtpctl.kernels.policy import linear_policy_loss
+from mtpctl.kernels.rows import expert_order_torch
 from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees
 from tests.fakes.head_cases import HEAD_CASES, HeadCase
 from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
@@ -37,17 +37,17 @@ def test_the_kernels_agree_with_the_oracle(case: Case) -> None:
     assert_agrees(case, "triton")
 
 
-def test_some_columns_kept_and_the_others_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_and_recomputed_columns_give_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.kernels import triton_backend
 
     monkeypatch.setattr(triton_backend, "CHUNK_COLUMNS", 64)
     spare = 4 * 37 * 40  # the hidden gradient's share
     case = Case(**RAGGED, ignored=0.0, workspace=spare + 140 * 37 * 2 + 140 * 4)
-    kept = []
-    inner = triton_backend.Triton._kept_columns
-    monkeypatch.setattr(triton_backend.Triton, "_kept_columns", lambda self, problem: kept.append(inner(self, problem)) or kept[-1])
+    saved = []
+    inner = triton_backend.Triton._saved_columns
+    monkeypatch.setattr(triton_backend.Triton, "_saved_columns", lambda self, problem: saved.append(inner(self, problem)) or saved[-1])
     assert_agrees(case, "triton")
-    assert kept == [64]
+    assert saved == [64]
 
 
 def test_logits_of_ten_thousand() -> None:
@@ -108,12 +108,12 @@ def test_drafts_that_learn_from_the_policy_s_logits(
     monkeypatch.setattr(triton_backend, "SUM_TILES", 2)  # so that sums over 3 tiles take two programs
     monkeypatch.setattr(triton_backend, "SUM_STEPS", 1)
     case = DraftCase(37, 16, 131, HALF, drafts=drafts, clear=0.02)
-    # Kept logits are relative to the largest, and so a digit coarser than fp16 ones.
+    # Saved logits are relative to the largest, and so one digit coarser than fp16 logits.
     assert_sweep_agrees(case, values=2e-4, spare=2e-3, workspace_bytes=workspace, implementation="triton")
 
 
 def test_equally_likely_first_choices_are_told_by_the_first_of_them() -> None:
-    from mtpctl.kernels.draft import linear_draft_loss
+    from mtpctl.kernels.policy import linear_draft_loss
 
     teacher, weight = torch.randn(3, 8).half(), torch.randn(300, 8).half()
     flat = torch.zeros(3, 8, dtype=HALF)
@@ -130,15 +130,15 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         linear_logprob(torch.randn(2, 12).half(), torch.randn(9, 12).half(), labels, implementation="triton")
     with pytest.raises(ValueError, match="weight rows at multiples of 16 bytes"):
         linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 12).half()[:, 2:10], labels, implementation="triton")
-    with pytest.raises(ValueError, match="does not do topk"):
+    with pytest.raises(ValueError, match="does not support topk"):
         linear_logprob(torch.randn(2, 8).half(), torch.randn(9, 8).half(), labels, topk=2, implementation="triton")
 
 
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
-def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[int], replaces: bool) -> None:
+def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[int], overwrite: bool) -> None:
     """Widths and groups that fill no tile, groups without rows, buffers that lie apart at equal distances."""
-    from mtpctl.kernels.grouped_triton import add_weight_grads, refusal
+    from mtpctl.kernels.grouped import add_weight_grads_triton, weight_grads_refusal
 
     torch.manual_seed(0)
     rows, m, n = sum(counts), 56, 40
@@ -146,10 +146,10 @@ def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[i
     before = torch.randn(len(counts), m * n + 24)
     into = before.clone()
     places = into[:, : m * n].unflatten(1, (m, n))
-    assert refusal(grad, x, places) is None
-    add_weight_grads(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), replaces=replaces)
+    assert weight_grads_refusal(grad, x, places) is None
+    add_weight_grads_triton(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), overwrite=overwrite)
     right = before.clone()
-    if replaces:
+    if overwrite:
         right[:, : m * n] = 0.0
     for e, (a, b) in enumerate(zip(grad.float().split(counts), x.float().split(counts), strict=True)):
         right[e, : m * n] += (a.t() @ b).flatten()
@@ -157,87 +157,88 @@ def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[i
 
 
 def test_rows_of_a_token_are_added_up_in_fp32() -> None:
-    from mtpctl.kernels.grouped_triton import summed
+    from mtpctl.kernels.rows import row_sums_triton
 
     torch.manual_seed(0)
     rows, row_of = torch.randn(20, 1030, dtype=HALF), torch.randint(0, 20, (7, 3), dtype=torch.int32)
-    assert relative(summed(rows, row_of).float(), rows.float()[row_of.long()].sum(1)) < 5e-4
+    assert relative(row_sums_triton(rows, row_of).float(), rows.float()[row_of.long()].sum(1)) < 5e-4
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (40, 300), (0, 8)])
 def test_norms_and_their_gradients(shape: tuple[int, ...], offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtpctl.kernels import norm_triton
+    from mtpctl.kernels import norm
     from mtpctl.kernels.norm import rms_norm
 
-    monkeypatch.setattr(norm_triton, "PROGRAMS", 7)
+    monkeypatch.setattr(norm, "BACKWARD_PROGRAMS", 7)
     torch.manual_seed(0)
     x, weight, grad = torch.randn(shape, dtype=HALF), torch.randn(shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
     leaves = x.double().requires_grad_(), weight.double().requires_grad_()
     right = rms_norm(*leaves, 1e-5, offset)
-    found = norm_triton.normed(x, weight, 1e-5, offset), *norm_triton.gradients(grad, x, weight, 1e-5, offset)
+    found = norm.rms_norm_triton(x, weight, 1e-5, offset), *norm.rms_norm_backward_triton(grad, x, weight, 1e-5, offset)
     for mine, exact in zip(found, (right, *torch.autograd.grad(right, leaves, grad.double())), strict=True):
         assert (mine.double() - exact).norm() <= 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("case", HEAD_CASES, ids=str)
 def test_heads_and_their_gradients(case: HeadCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtpctl.kernels import heads_triton
+    from mtpctl.kernels import qkv
 
-    monkeypatch.setattr(heads_triton, "ELEMENTS", 64)  # several programs
+    monkeypatch.setattr(qkv, "TILE_ELEMENTS", 64)  # several programs
     mixed, layout, norm, angles, grads = case.drawn(HALF)
     right = case.by_formula()
-    found = heads_triton.split(mixed, layout, norm, angles)
-    gradients = heads_triton.joined_gradients(grads, None if norm is None else mixed, layout, norm, angles)
+    found = qkv.split_heads_triton(mixed, layout, norm, angles)
+    gradients = qkv.split_heads_backward_triton(grads, None if norm is None else mixed, layout, norm, angles)
     case.assert_close([*found, *gradients], right, 2e-3)
 
 
 @pytest.mark.parametrize("case", ROUTING_CASES, ids=str)
 def test_chosen_experts_and_their_shares(case: RoutingCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtpctl.kernels import routing_triton
+    from mtpctl.kernels import routing
 
-    monkeypatch.setattr(routing_triton, "ELEMENTS", 256)
+    monkeypatch.setattr(routing, "TILE_ELEMENTS", 256)
     logits, bias, grad = case.drawn()
     load = torch.ones(case.experts, dtype=torch.int64)
     replay = case.replay()
-    shares, routes = routing_triton.route(logits, bias, case.rule, load, replay)
-    gradient = routing_triton.gradient(grad, logits, routes, case.rule)
+    shares, routes = routing.route_triton(logits, bias, case.rule, load, replay)
+    gradient = routing.route_backward_triton(grad, logits, routes, case.rule)
     case.assert_right(shares, routes, gradient)
     case.assert_counted(replay)
     assert torch.equal(load - 1, routes.sum(0))
 
 
 def test_a_token_is_sent_to_different_experts_whatever_its_logits_are() -> None:
-    from mtpctl.kernels import routing_triton
+    from mtpctl.kernels import routing
     from mtpctl.kernels.routing import RoutingRule
 
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [0.0] * 5, [float("nan"), 1.0, float("inf"), 2.0, float("-inf")]])
     for scores in SCORES:
-        _shares, routes = routing_triton.route(logits, None, RoutingRule(3, scores), None, None)
+        _shares, routes = routing.route_triton(logits, None, RoutingRule(3, scores), None, None)
         assert routes.sum(1).tolist() == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "ranks"), [(41, 6, 2, 3), (300, 96, 3, 2), (1, 8, 8, 1)])
 def test_rows_are_ordered_by_expert(monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, k: int, ranks: int) -> None:
     """Over several blocks of tokens, and several programs of the sums."""
-    from mtpctl.kernels import order_triton
+    from mtpctl.kernels import rows
 
-    monkeypatch.setattr(order_triton, "ELEMENTS", 1024)
+    monkeypatch.setattr(rows, "TILE_ELEMENTS", 1024)
     routes = drawn_routes(tokens, experts, k)
-    assert_same(ExpertOrder(*order_triton.expert_order(routes, k, ranks)), plain_expert_order(routes, k, ranks))
+    assert_same(rows.expert_order_triton(routes, k, ranks), expert_order_torch(routes, k, ranks))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (5, 3000), (0, 8)])
 def test_gated_products_and_their_gradients(shape: tuple[int, ...], scaled: bool) -> None:
-    from mtpctl.kernels import swiglu_triton
-    from mtpctl.kernels.swiglu import _gradients, _product
+    from mtpctl.kernels import swiglu
 
     torch.manual_seed(0)
     both, grad = torch.randn(*shape[:-1], 2 * shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
     scale = torch.rand(shape[:-1]) if scaled else None
     exact = both.double(), None if scale is None else scale.double()
-    assert relative(swiglu_triton.product(both, scale).double(), _product(*exact)) < 1e-3
-    for found, right in zip(swiglu_triton.gradients(grad, both, scale), _gradients(grad.double(), *exact), strict=True):
+    assert relative(swiglu.swiglu_triton(both, scale).double(), swiglu.swiglu_torch(*exact)) < 1e-3
+    for found, right in zip(
+        swiglu.swiglu_backward_triton(grad, both, scale), swiglu.swiglu_backward_torch(grad.double(), *exact), strict=True
+    ):
         assert (found is None) == (right is None)
         assert found is None or relative(found.double(), right) < 1e-3

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.chunked import TEMPORARIES
-from mtpctl.kernels.draft import linear_draft_loss
-from mtpctl.kernels.draft_terms import LOSSES, DraftLossOut
+from mtpctl.kernels.drafts import LOSSES, DraftLossOut
+from mtpctl.kernels.policy import linear_draft_loss
 from tests.fakes.forked import run_ranks
 from tests.fakes.kernel_agreement import relative
 

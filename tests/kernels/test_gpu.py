@@ -141,10 +141,10 @@ def test_two_sweeps_with_drafts_are_bit_equal_and_stay_within_the_workspace() ->
 
 
 def test_a_card_that_was_measured_gets_what_was_fastest(caplog: pytest.LogCaptureFixture) -> None:
-    from mtpctl.kernels import choice
+    from mtpctl.kernels import dispatch
 
-    choice._logged.cache_clear()
-    measured = torch.cuda.get_device_capability() in choice.MEASURED
+    dispatch._logged.cache_clear()
+    measured = torch.cuda.get_device_capability() in dispatch.MEASURED
     for rows, expected in ((4, "chunked"), (64, "triton" if measured else "chunked")):
         with caplog.at_level("INFO", logger="mtpctl.kernels"):
             linear_logprob(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.grouped import Stack, grouped_linear, stacked
+from mtpctl.kernels.grouped import WeightStack, grouped_linear, stacked
 
 COUNTS = [3, 0, 7, 1, 0]
 
@@ -30,7 +30,7 @@ def test_each_group_is_multiplied_with_its_own_weight_and_so_are_the_gradients(
     dtype: torch.dtype, inputs: int, outputs: int, counts: list[int]
 ) -> None:
     x, ends, weights = problem(dtype, inputs, outputs, counts)
-    found = grouped_linear(x, ends, Stack(weights))
+    found = grouped_linear(x, ends, WeightStack(weights))
     right = one_by_one(x.double(), counts, [weight.double() for weight in weights])
     upstream = torch.randn_like(right)
     got = torch.autograd.grad(found, [x, *weights], upstream.to(dtype))
@@ -48,7 +48,7 @@ def test_gradients_are_added_to_the_buffers_of_weights_that_have_some(regular: b
     for weight, buffer in zip(weights, buffers, strict=True):
         weight.main_grad = buffer  # type: ignore[attr-defined]
     right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
-    grouped_linear(x, ends, Stack(weights)).sum().backward()
+    grouped_linear(x, ends, WeightStack(weights)).sum().backward()
     for weight, buffer, wanted in zip(weights, buffers, right, strict=True):
         assert weight.grad is None
         torch.testing.assert_close(buffer, wanted + 1)
@@ -62,7 +62,7 @@ def test_the_first_gradients_replace_what_the_buffers_hold_and_later_ones_are_ad
     for weight, buffer in zip(weights, buffers, strict=True):
         weight.main_grad = buffer  # type: ignore[attr-defined]
     right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
-    stack = Stack(weights)
+    stack = WeightStack(weights)
     stack.mark_stale()
     for times in (1, 2):
         grouped_linear(x, ends, stack).sum().backward()
@@ -74,7 +74,7 @@ def test_buffers_are_stale_until_a_gradient_came_or_somebody_asked() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     for weight in weights:
         weight.main_grad = torch.full_like(weight, torch.nan).detach()  # type: ignore[attr-defined]
-    stack = Stack(weights)
+    stack = WeightStack(weights)
     assert stack.stale_buffers() == []
     stack.mark_stale()
     assert [id(buffer) for buffer in stack.stale_buffers()] == [id(buffer) for buffer in stack.buffers]
@@ -86,13 +86,13 @@ def test_buffers_are_stale_until_a_gradient_came_or_somebody_asked() -> None:
 
 def test_weights_that_are_frozen_get_no_gradient_and_the_rows_do() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
-    grouped_linear(x, ends, Stack([weight.detach() for weight in weights])).sum().backward()
+    grouped_linear(x, ends, WeightStack([weight.detach() for weight in weights])).sum().backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), x)[0])
 
 
 def test_no_rows_at_all_give_no_rows_and_leave_the_graph_whole() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, [0, 0])
-    found = grouped_linear(x, ends, Stack(weights))
+    found = grouped_linear(x, ends, WeightStack(weights))
     assert found.shape == (0, 20)
     found.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 12)
@@ -117,7 +117,7 @@ def test_tensors_that_lie_otherwise_are_copied(starts: tuple[int, ...]) -> None:
 
 def test_weights_and_buffers_that_move_are_found_again() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
-    stack = Stack(weights)
+    stack = WeightStack(weights)
     for _ in range(2):
         for weight, value, buffer in zip(weights, torch.randn(len(COUNTS), 20, 12), torch.zeros(len(COUNTS), 20, 12), strict=True):
             weight.data, weight.main_grad = value, buffer  # type: ignore[attr-defined]

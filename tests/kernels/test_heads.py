@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels.heads import HeadNorm, split_heads
+from mtpctl.kernels.qkv import HeadNorm, split_heads
 from tests.fakes.head_cases import HEAD_CASES, HeadCase
 
 

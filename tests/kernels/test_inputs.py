@@ -18,7 +18,7 @@ HIDDEN, WEIGHT, LABELS = torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1,
     [
         ({"hidden": torch.randn(2, 3, 8)}, r"hidden: shape \(2, 3, 8\) has 3 dimensions, expected 2"),
         ({"weight": torch.randn(20, 9)}, r"weight: shape \(20, 9\) does not fit hidden \(3, 8\)"),
-        ({"weight": torch.randn(0, 8)}, r"weight: shape \(0, 8\) holds no vocabulary entry"),
+        ({"weight": torch.randn(0, 8)}, r"weight: shape \(0, 8\) has no vocabulary entry"),
         ({"weight": WEIGHT.half()}, "weight: dtype torch.float16 differs from hidden's torch.float32"),
         ({"hidden": torch.ones(3, 8, dtype=torch.int64)}, "hidden: dtype torch.int64, expected one of"),
         ({"weight": WEIGHT.to("meta")}, "weight: on meta, hidden on cpu"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels.linear import buffered_linear
-from mtpctl.kernels.main_grad import is_buffered
+from mtpctl.kernels.main_grad import buffered_linear, is_buffered
 
 
 def weight(rows: int, columns: int) -> torch.Tensor:

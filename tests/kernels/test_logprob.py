@@ -235,9 +235,9 @@ def test_a_tied_heads_main_grad_leaves_the_embeddings_part_of_the_gradient_as_it
 
 
 def test_auto_says_which_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    from mtpctl.kernels import choice
+    from mtpctl.kernels import dispatch
 
-    choice._logged.cache_clear()
+    dispatch._logged.cache_clear()
     with caplog.at_level("INFO", logger="mtpctl.kernels"):
         linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2]))
     assert "auto runs chunked on cpu" in caplog.text

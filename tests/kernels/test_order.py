@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.order import ExpertOrder, expert_order, plain_expert_order
+from mtpctl.kernels.rows import ExpertOrder, expert_order, expert_order_torch
 from tests.fakes.kernel_routes import drawn_routes
 
 
@@ -42,4 +42,4 @@ def assert_same(found: ExpertOrder, right: ExpertOrder) -> None:
 )
 def test_a_card_makes_the_same_order(tokens: int, experts: int, k: int, ranks: int) -> None:
     routes = drawn_routes(tokens, experts, k)
-    assert_same(expert_order(routes.cuda(), k, ranks), plain_expert_order(routes, k, ranks))
+    assert_same(expert_order(routes.cuda(), k, ranks), expert_order_torch(routes, k, ranks))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.rotary import plainly_rotated, rotated
+from mtpctl.kernels.qkv import apply_rotary, rotate_pairs
 
 
 def drawn(half: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,7 +20,7 @@ def drawn(half: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Te
 @pytest.mark.parametrize(("half", "width"), [(4, 8), (2, 8), (3, 11)])
 def test_each_pair_is_a_complex_number_times_its_turn(half: int, width: int) -> None:
     x, cos, sin = drawn(half, width)
-    found = plainly_rotated(x, cos, sin)
+    found = rotate_pairs(x, cos, sin)
     turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None]
     assert torch.allclose(found[..., : 2 * half], torch.cat([turned.real, turned.imag], dim=-1))
     assert torch.equal(found[..., 2 * half :], x[..., 2 * half :])
@@ -28,14 +28,14 @@ def test_each_pair_is_a_complex_number_times_its_turn(half: int, width: int) -> 
 
 def test_a_cpu_multiplies_in_the_dtype_of_the_states() -> None:
     x, cos, sin = drawn(4, 8, torch.bfloat16)
-    found = rotated(x, cos.float(), sin.float())
+    found = apply_rotary(x, cos.float(), sin.float())
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, plainly_rotated(x, cos.bfloat16(), sin.bfloat16()))
+    assert torch.equal(found, rotate_pairs(x, cos.bfloat16(), sin.bfloat16()))
 
 
 def test_the_gradient_is_rotated_back() -> None:
     x, cos, sin = drawn(2, 6)
     grad = torch.randn(x.shape, dtype=torch.float64)
     leaf = x.clone().requires_grad_()
-    plainly_rotated(leaf, cos, sin).backward(grad)
-    assert torch.allclose(leaf.grad, plainly_rotated(grad, cos, -sin))
+    rotate_pairs(leaf, cos, sin).backward(grad)
+    assert torch.allclose(leaf.grad, rotate_pairs(grad, cos, -sin))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels.router_logits import router_logits
+from mtpctl.kernels.routing import router_logits
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels import chunked
-from mtpctl.kernels.draft_terms import Draft
+from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.policy import linear_policy_loss
 from tests.fakes.draft_agreement import SCALE, DraftCase, assert_sweep_agrees, in_one_sweep, token_loss
 from tests.fakes.forked import run_ranks

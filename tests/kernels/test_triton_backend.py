@@ -1,4 +1,4 @@
-"""The Triton backend without a card: its kernels run under Triton's interpreter."""
+"""The Triton backend without a GPU: kernels under Triton's interpreter, memory arithmetic, and imports without Triton."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from mtpctl.kernels.problem import Problem
+from mtpctl.kernels.backend import Problem
 from mtpctl.kernels.triton_backend import Tiles, Triton
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_kernels_under_the_interpreter() -> None:
+def test_kernels_under_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_triton.py"))],
         cwd=REPOSITORY,
@@ -36,19 +36,37 @@ def reference_problem(workspace: int, rows: int = 8192) -> Problem:
     return Problem(hidden, weight, torch.empty(rows, dtype=torch.long, device="meta"), 1.0, 151680, workspace)
 
 
-def test_what_is_kept_and_what_is_worked_on_fit_the_workspace_together() -> None:
+def test_saved_logits_and_chunk_fit_the_workspace_together() -> None:
     backend = Triton(Tiles())
     for gib in (0.25, 0.5, 1, 2, 3, 8):
         p = reference_problem(int(gib * (1 << 30)))
-        kept, chunk = backend._kept_columns(p), backend._chunk_columns(p)
-        columns = kept if kept == p.valid else kept + chunk
+        saved, chunk = backend._saved_columns(p), backend._chunk_columns(p)
+        columns = saved if saved == p.valid else saved + chunk
         assert 4 * 8192 * 4096 + columns * 8192 * 2 <= p.workspace_bytes
-        assert (kept == p.valid) == (gib >= 3)
+        assert (saved == p.valid) == (gib >= 3)
 
 
-def test_slices_of_the_policy_loss_keep_every_logit() -> None:
+def test_policy_loss_slices_save_all_logits() -> None:
     backend = Triton(Tiles())
     whole = reference_problem(3 << 29)
-    rows = backend.rows_that_keep(whole)
+    rows = backend.rows_per_slice(whole)
     assert 4096 <= rows < 8192
-    assert backend._kept_columns(reference_problem(3 << 29, rows)) == whole.valid
+    assert backend._saved_columns(reference_problem(3 << 29, rows)) == whole.valid
+
+
+def test_kernels_run_on_a_cpu_without_triton() -> None:
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch
+from mtpctl.kernels import grouped, logprob, norm, policy, qkv, routing, rows, swiglu
+assert swiglu.swiglu(torch.ones(2, 4)).shape == (2, 2)
+assert logprob.linear_logprob(torch.ones(1, 8), torch.ones(3, 8), torch.tensor([1])).logprob.isfinite().all()
+try:
+    norm.rms_norm_kernel[(1,)]()
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "Triton is not installed\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpctl.model import delta_rule
+from mtpctl.model import delta_net
 
 
 def by_definition(q, k, v, g, beta):
@@ -22,14 +22,14 @@ def by_definition(q, k, v, g, beta):
 
 @pytest.mark.parametrize("length", [1, 7, 8, 21])
 def test_chunks_are_the_recurrence(monkeypatch, length):
-    monkeypatch.setattr(delta_rule, "CHUNK", 8)
+    monkeypatch.setattr(delta_net, "CHUNK", 8)
     torch.manual_seed(0)
     q, k = (F.normalize(torch.randn(2, length, 3, 4), dim=-1) for _ in range(2))
     v = torch.randn(2, length, 3, 5)
     g, beta = -torch.rand(2, length, 3), torch.rand(2, length, 3)
     inputs = [x.requires_grad_() for x in (q.detach(), k.detach(), v, g, beta)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    found, right = delta_rule.gated_delta_rule(*inputs), by_definition(*exact)
+    found, right = delta_net.gated_delta_rule(*inputs), by_definition(*exact)
     torch.testing.assert_close(found.double(), right, atol=2e-6, rtol=0)
     weights = torch.randn_like(v)
     (found * weights).sum().backward()

@@ -1,4 +1,4 @@
-"""The way of tokens to their rows and back."""
+"""Token dispatch: from tokens to rows and back, and the overlapped all-to-all."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.kernels.order import expert_order
-from mtpctl.model.dispatch import Order, Travel, shares_of_rows
+from mtpctl.kernels.rows import expert_order
+from mtpctl.model.dispatch import AsyncAllToAll, Order, probs_of_rows
 from tests.fakes.kernel_routes import drawn_routes
 
 TOKENS, EXPERTS, K = 23, 6, 2
 
 
-def test_a_token_becomes_its_rows_and_the_sum_of_its_rows_a_token_with_their_gradients() -> None:
+def test_gather_and_sum_of_rows_match_dense_products_with_gradients() -> None:
     routes = drawn_routes(TOKENS, EXPERTS, K)
-    found = expert_order(routes, K, 1)
-    order = Order(found.row_of, found.token_of)
+    sorted_rows = expert_order(routes, K, 1)
+    order = Order(sorted_rows.row_of, sorted_rows.token_of)
     tokens = torch.randn(TOKENS, 4, dtype=torch.float64, requires_grad=True)
-    shares = torch.rand(TOKENS, EXPERTS, dtype=torch.float64, requires_grad=True)
-    rows = order.gather(tokens) * shares_of_rows(shares, found)[:, None]
-    right = tokens * (shares * routes).sum(1, keepdim=True)
-    torch.testing.assert_close(order.sum(rows), right)
-    upstream = torch.randn_like(right)
-    grads = torch.autograd.grad(order.sum(rows), [tokens, shares], upstream)
-    torch.testing.assert_close(grads, torch.autograd.grad(right, [tokens, shares], upstream))
+    probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64, requires_grad=True)
+    rows = order.gather(tokens) * probs_of_rows(probs, sorted_rows)[:, None]
+    expected = tokens * (probs * routes).sum(1, keepdim=True)
+    torch.testing.assert_close(order.sum(rows), expected)
+    upstream = torch.randn_like(expected)
+    grads = torch.autograd.grad(order.sum(rows), [tokens, probs], upstream)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, [tokens, probs], upstream))
 
 
 class Probe(torch.autograd.Function):
-    """Tells when it runs, and when its backward pass does."""
+    """Logs its forward and backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, said: list[str]) -> torch.Tensor:
-        ctx.said = said
-        said.append("computed")
+    def forward(ctx: Any, x: torch.Tensor, events: list[str]) -> torch.Tensor:
+        ctx.events = events
+        events.append("computed")
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.said.append("gradient computed")
+        ctx.events.append("gradient computed")
         return grads[0] * 2, None
 
 
-def test_what_is_computed_while_rows_travel_is_so_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_async_all_to_all_overlaps_with_computation_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
 
     class Work:
         def wait(self) -> None:
-            said.append("waited")
+            events.append("waited")
 
-    def exchange(out: torch.Tensor, rows: torch.Tensor, to: list[int], of: list[int], *, group: Any, async_op: bool) -> Work:
+    def all_to_all(out: torch.Tensor, rows: torch.Tensor, to: list[int], of: list[int], *, group: Any, async_op: bool) -> Work:
         assert async_op and out.shape[0] == sum(to) and rows.shape[0] == sum(of)
         out.zero_()[: len(rows)] = rows[: len(out)] + 1
-        said.append("left")
+        events.append("sent")
         return Work()
 
-    monkeypatch.setattr("torch.distributed.all_to_all_single", exchange)
-    rows, beside = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
-    travel = Travel(rows, [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
-    other = Probe.apply(beside, said)
-    arrived = travel.arrived()
-    assert arrived.equal(rows[:3] + 1) and said == ["left", "computed", "waited"]
-    said.clear()
+    monkeypatch.setattr("torch.distributed.all_to_all_single", all_to_all)
+    rows, other = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
+    exchange = AsyncAllToAll(rows, [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
+    other_out = Probe.apply(other, events)
+    received = exchange.wait()
+    assert received.equal(rows[:3] + 1) and events == ["sent", "computed", "waited"]
+    events.clear()
     upstream = torch.randn(3, 3)
-    found = torch.autograd.grad((arrived * upstream).sum() + other.sum(), [rows, beside])
-    assert said == ["left", "gradient computed", "waited"]
-    assert found[0].equal(torch.cat([upstream + 1, torch.zeros(2, 3)])) and found[1].equal(torch.full((5, 3), 2.0))
+    rows_grad, other_grad = torch.autograd.grad((received * upstream).sum() + other_out.sum(), [rows, other])
+    assert events == ["sent", "gradient computed", "waited"]
+    assert rows_grad.equal(torch.cat([upstream + 1, torch.zeros(2, 3)])) and other_grad.equal(torch.full((5, 3), 2.0))

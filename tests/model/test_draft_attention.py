@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.model.draft_attention import EarlierDepths, joined_attention
-from mtpctl.model.layers import PackedAttention
-from mtpctl.model.packing import Packing
+from mtpctl.model.core_attention import PackedAttention, joined_attention
+from mtpctl.model.packing import EarlierDepths, Packing
 
 HEADS, KV_HEADS, WIDTH, VALUES = 6, 3, 8, 5
 LENGTHS = [7, 12, 5]
@@ -53,7 +52,7 @@ def test_two_parts_joined_are_one_softmax(later: int) -> None:
     torch.nn.Module.__init__(module)
     module.scale, module.cp_group = WIDTH**-0.5, None
     packing = Packing.of(LENGTHS, "cpu")
-    packing = packing.moved(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
+    packing = packing.at_depth(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
     whole = module(q, keys[-1], values[-1], None, packed_seq_params=packing).view(tokens, HEADS, VALUES)
     joined = joined_attention(q, k, v, keys, values, PlainPrefix(LENGTHS, module.scale), module.scale)
     torch.testing.assert_close(joined, whole, atol=1e-6, rtol=0)  # log-sum-exps are kept in fp32

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.grouped import stacked
-from mtpctl.model import spec
+from mtpctl.model import build
 from mtpctl.model.experts import MixtureOfExperts
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
@@ -40,8 +40,8 @@ def test_loss_and_every_gradient_are_those_of_one_expert_after_another(
             return made.update(sequences(), NextToken())["sft/loss"], gradients(made)
 
     found = updated()
-    monkeypatch.setattr(spec, "MixtureOfExperts", MoELayer)
-    monkeypatch.setattr(spec, "Experts", SequentialMLP)
+    monkeypatch.setattr(build, "MixtureOfExperts", MoELayer)
+    monkeypatch.setattr(build, "Experts", SequentialMLP)
     right = updated()
     assert found[0] == pytest.approx(right[0], rel=1e-6)
     assert any(".experts." in name and value.abs().max() > 0 for name, value in right[1].items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtpctl.model.flash import FlashPrefix, flash_attention
+from mtpctl.model.core_attention import FlashPrefix, flash_attention
 from mtpctl.model.packing import Packing
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 40, 8, 2, 64

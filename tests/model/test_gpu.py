@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.model.draft_attention import EarlierDepths
-from mtpctl.model.layers import PackedAttention
-from mtpctl.model.packing import Packing
+from mtpctl.model.core_attention import PackedAttention
+from mtpctl.model.packing import EarlierDepths, Packing
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
@@ -27,7 +26,7 @@ def attended(dtype: torch.dtype, later: int) -> list[torch.Tensor]:
     module.scale, module.cp_group = WIDTH**-0.5, None
     packing = Packing.of(LENGTHS, "cuda")
     if later:
-        packing = packing.moved(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
+        packing = packing.at_depth(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
     out = module(q, [k, *keys][-1], [v, *values][-1], None, packed_seq_params=packing)
     weights = torch.randn(out.shape, generator=g).to("cuda", dtype)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]

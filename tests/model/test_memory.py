@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.kernels.heads import plainly_split_heads
-from mtpctl.model import attention, layers
+from mtpctl.kernels.qkv import split_heads_torch
+from mtpctl.model import attention, core_attention, layers
 from mtpctl.plan.memory import activation_width
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -45,7 +45,7 @@ class SplitHeads(torch.autograd.Function):
     def forward(ctx: Any, mixed: torch.Tensor, layout: Any, norm: Any, angles: Any) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*([] if norm is None else [mixed]))
         ctx.shape = mixed.shape
-        return tuple(x.clone() for x in plainly_split_heads(mixed, layout, norm, angles))
+        return tuple(x.clone() for x in split_heads_torch(mixed, layout, norm, angles))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -88,7 +88,7 @@ def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
     """Alive after a forward pass, and tokens."""
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps, offset: Norm.apply(x, weight))
     monkeypatch.setattr(attention, "split_heads", SplitHeads.apply)
-    monkeypatch.setattr(layers.PackedAttention, "_grouped", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
+    monkeypatch.setattr(core_attention.PackedAttention, "_grouped", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as made:
         (micro,) = made._micro_batches(sequences(40, low=60, high=100), 0)
         made.model.train()

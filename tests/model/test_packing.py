@@ -22,16 +22,16 @@ def test_a_rank_holds_a_block_from_the_front_and_one_from_the_back():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1, 6, 7], [2, 3, 4, 5])
     assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([0, 1, 4, 0], [0, 1, 2, 3])
-    assert first.here.tolist() == [0, 1, -1, -1, -1, -1, 2, 3]
+    assert first.local_index.tolist() == [0, 1, -1, -1, -1, -1, 2, 3]
 
 
 def test_blocks_see_back_to_the_start_of_the_sample_they_begin_in():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
     held = torch.cat([first.tokens, second.tokens])
-    assert first.seen(held).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert first.visible(held).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert (first.cu_seqlens_q.tolist(), first.cu_seqlens_kv.tolist()) == ([0, 2, 3, 4], [0, 2, 7, 8])
     # The two blocks of the second rank follow each other; the sample that both have a part of is two parts.
-    assert second.seen(held).tolist() == [2, 3, 2, 3, 4, 5]
+    assert second.visible(held).tolist() == [2, 3, 2, 3, 4, 5]
     assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 2, 4], [0, 2, 6])
 
 
@@ -39,7 +39,7 @@ def test_a_sample_may_span_many_blocks():
     ranks = [Packing.of([1, 22, 1], "cpu", cp_rank=rank, cp=4) for rank in range(4)]
     middle = ranks[1]
     assert middle.tokens.tolist() == [3, 4, 5, 18, 19, 20]
-    assert middle.seen(torch.cat([rank.tokens for rank in ranks])).tolist() == [*range(1, 6), *range(1, 21)]
+    assert middle.visible(torch.cat([rank.tokens for rank in ranks])).tolist() == [*range(1, 6), *range(1, 21)]
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
@@ -65,7 +65,7 @@ def over_ranks(lengths: list[int], cp: int, k: Tensor, v: Tensor) -> list[tuple[
     """Each rank's packing, and the keys and values that it sees once those of all ranks are gathered."""
     ranks = [Packing.of(lengths, "cpu", cp_rank=rank, cp=cp) for rank in range(cp)]
     held = torch.cat([rank.tokens for rank in ranks])
-    return [(rank, rank.seen(k[held]), rank.seen(v[held])) for rank in ranks]
+    return [(rank, rank.visible(k[held]), rank.visible(v[held])) for rank in ranks]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -73,7 +73,7 @@ def test_groups_attend_like_sample_by_sample(cp):
     """On a CPU: the grouped form against one causal attention a sample, for every rank."""
     from types import SimpleNamespace
 
-    from mtpctl.model.layers import PackedAttention
+    from mtpctl.model.core_attention import PackedAttention
 
     lengths = [5, 17, 1, 9, 2, 6]
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp
     """One width for all, in eights, and a scale that does not count what was added: held by a stand-in that knows no other."""
     from types import SimpleNamespace
 
-    from mtpctl.model.layers import PackedAttention
+    from mtpctl.model.core_attention import PackedAttention
 
     def kernel(q, k, v, packing, scale):
         assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0
@@ -112,7 +112,7 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp
             out[rows] = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scale, enable_gqa=True).transpose(0, 1)
         return out, None
 
-    monkeypatch.setattr("mtpctl.model.layers.flash_attention", kernel)
+    monkeypatch.setattr("mtpctl.model.core_attention.flash_attention", kernel)
     lengths = [5, 17, 1, 9, 2, 6]
     torch.manual_seed(0)
     q, k = (torch.randn(sum(lengths), heads, dim) for heads in (4, 2))

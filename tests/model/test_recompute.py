@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mtpctl.kernels.swiglu import swiglu
-from mtpctl.model.recompute import recomputed
+from mtpctl.model.layers import recomputed
 from tests.fakes.kept import Kept
 
 

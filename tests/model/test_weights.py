@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from mtpctl.model.weights import draw_weights
+from mtpctl.model.build import draw_weights
 
 RANKS = {
     "get_tensor_model_parallel_rank": "tp",

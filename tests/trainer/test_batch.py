@@ -49,12 +49,12 @@ class TestPack:
 
 def test_routers_are_told_of_tokens_that_only_fill_up_a_row() -> None:
     batch = [Sequence([1] * 5, 2, [1] * 3), Sequence([2] * 4, 2, [1] * 2)]
-    assert pack(batch, [0, 1], 0, "cpu").packing.padding is None
+    assert pack(batch, [0, 1], 0, "cpu").packing.padding_mask is None
     parts = [pack(batch, [0, 1], 0, "cpu", cp_rank=rank, cp=2, tp=2).packing for rank in range(2)]
-    fills = {int(token) for part in parts for token in part.tokens[part.padding]}
+    fills = {int(token) for part in parts for token in part.tokens[part.padding_mask]}
     assert fills == set(range(9, 16))
     none = dummy_batch(batch, 0, "cpu").packing
-    assert none.padding is not None and none.padding.all()
+    assert none.padding_mask is not None and none.padding_mask.all()
 
 
 def test_packing_takes_a_tenth_of_a_microsecond_a_token() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtpctl.bench.train_step import samples, shape_folder
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.model.layers import PackedAttention
+from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.packing import Packing
 from mtpctl.plan.memory import activation_width, transient_width
 from mtpctl.recipe.model import MtpConfig

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
-from mtpctl.model.replay import DecoderLayer
-from mtpctl.model.router import Router
+from mtpctl.model.router import DecoderLayer, Router
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import LoraConfig
@@ -65,7 +64,7 @@ def fixed_shares(router: Router, logits: Tensor, experts: Tensor) -> Tensor:
 def fix_routers(made: MegatronEngine, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the decoder's routers send the tokens of one row, `batch` one after another, where its routes say; the last of each as they
     choose."""
-    places = {m.mlp.router: m.place for m in made.module.modules() if isinstance(m, DecoderLayer) and m.place is not None}
+    places = {m.mlp.router: m.moe_index for m in made.module.modules() if isinstance(m, DecoderLayer) and m.moe_index is not None}
     routing = Router.routing
 
     def fixed(self: Router, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

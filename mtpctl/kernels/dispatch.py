@@ -1,4 +1,4 @@
-"""Which implementation runs. A named one runs or is refused; `auto` takes what was measured fastest, and logs its choice once."""
+"""Selects the backend of the LM-head kernels. `auto` takes the fastest measured one and logs its choice once."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mtpctl.kernels.backend import Backend
 from mtpctl.kernels.chunked import Chunked
-from mtpctl.kernels.problem import Backend
+from mtpctl.kernels.triton_backend import Triton, tiles_for, unsupported
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
 ONE_PASS = ("auto", "chunked", "triton")
-"""The implementations that `linear_policy_loss` and `linear_draft_loss` have."""
-# What was measured fastest, by compute capability: (fewest rows, implementation), last match wins. See docs/benchmarks/kernels.md;
-# on an H200 the order did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
+"""The implementations of `linear_policy_loss`."""
+# By compute capability: (fewest rows, fastest implementation), the last match wins. See docs/benchmarks/kernels.md; on an H200 the order
+# did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
 MEASURED = {(9, 0): ((0, "chunked"), (64, "triton"))}
 log = logging.getLogger("mtpctl.kernels")
 
 
 def choose(implementation: str, hidden: Tensor, weight: Tensor, *, rows: int, topk: int = 0, names: tuple[str, ...] = ONE_PASS) -> Backend:
-    """Select the backend for `rows` selected rows. Raises ValueError if it is not one of `names` or does not support the tensors."""
+    """The backend for `rows` selected rows. Raises ValueError if it is not one of `names` or does not support the call."""
     if implementation not in names:
         raise ValueError(f"implementation: {implementation!r}, expected one of {', '.join(names)}")
     if implementation == "auto":
         implementation = _auto(hidden, weight, rows, topk)
     if implementation == "chunked" or rows == 0:
         return Chunked()
-    if reason := _triton_refusal(hidden, weight, topk):
+    if reason := _triton_unsupported(hidden, weight, topk):
         raise ValueError(f"implementation: 'triton' {reason}")
     return _triton(hidden.device.index if hidden.is_cuda else None)
 
@@ -39,28 +40,24 @@ def _auto(hidden: Tensor, weight: Tensor, rows: int, topk: int) -> str:
     card = torch.cuda.get_device_name(hidden.device)
     table = MEASURED.get(torch.cuda.get_device_capability(hidden.device))
     if table is None:
-        return _logged("chunked", card, "nothing was measured on this card, and it runs on any")
+        return _logged("chunked", card, "this GPU was not measured, and it runs on any device")
     fewest, name = [(least, name) for least, name in table if rows >= least][-1]
-    reason = _triton_refusal(hidden, weight, topk) if name == "triton" else None
+    reason = _triton_unsupported(hidden, weight, topk) if name == "triton" else None
     if reason is not None:
         return _logged("chunked", card, f"triton {reason}")
     return _logged(name, card, f"measured fastest there from {fewest} rows on")
 
 
-def _triton_refusal(hidden: Tensor, weight: Tensor, topk: int) -> str | None:
-    from mtpctl.kernels import triton_backend
-
-    return "does not do topk" if topk else triton_backend.refusal(hidden, weight)
+def _triton_unsupported(hidden: Tensor, weight: Tensor, topk: int) -> str | None:
+    return "does not support topk" if topk else unsupported(hidden, weight)
 
 
 @cache
 def _triton(device: int | None) -> Backend:
-    from mtpctl.kernels.triton_backend import Triton, tiles_for
-
     return Triton(tiles_for(device))
 
 
 @cache
-def _logged(name: str, where: str, why: str) -> str:
-    log.info("linear_logprob: auto runs %s on %s: %s", name, where, why)
+def _logged(name: str, device: str, reason: str) -> str:
+    log.info("linear_logprob: auto runs %s on %s: %s", name, device, reason)
     return name

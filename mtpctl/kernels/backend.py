@@ -1,0 +1,182 @@
+"""Backend protocol of the LM-head kernels: the local problem of one rank, after row selection and before ranks are joined.
+
+Shape legend: n selected rows, H hidden size, V this rank's vocabulary entries, k candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels.shards import RowStats
+
+DraftLoss = Literal["ce", "soft_ce", "kl", "tv"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """hidden [n, H]; weight [V, H]; targets [n], relative to this rank's first column (outside 0..V-1: another rank's).
+
+    inverse_temperature: a number or [n] fp32. valid: columns that are vocabulary entries, the rest is padding. workspace_bytes: bound on
+    what a backend allocates in addition to its results.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    inverse_temperature: float | Tensor
+    valid: int
+    workspace_bytes: int
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of logits and statistics."""
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    def part(self, rows: slice) -> Problem:
+        """The problem of some of the rows."""
+        inverse = self.inverse_temperature
+        return replace(
+            self,
+            hidden=self.hidden[rows],
+            targets=self.targets[rows],
+            inverse_temperature=inverse[rows] if isinstance(inverse, Tensor) else inverse,
+        )
+
+    def split(self, count: int) -> list[Problem]:
+        """At least one and at most `count` parts of nearly equal numbers of rows."""
+        inverse = self.inverse_temperature
+        hidden, targets = self.hidden.tensor_split(max(1, count)), self.targets.tensor_split(max(1, count))
+        inverses: Sequence[float | Tensor] = [inverse] * len(hidden)
+        if isinstance(inverse, Tensor):
+            inverses = inverse.tensor_split(max(1, count))
+        return [replace(self, hidden=h, targets=t, inverse_temperature=i) for h, t, i in zip(hidden, targets, inverses, strict=True)]
+
+
+def slices(n: int, at_most: int) -> list[slice]:
+    """Ranges of nearly equal length (in multiples of 128), none longer than `at_most`; one empty range for n = 0."""
+    count = max(1, math.ceil(n / max(1, at_most)))
+    size = math.ceil(n / count)
+    if at_most >= 128:
+        size = min(at_most, math.ceil(size / 128) * 128)
+    return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), max(size, 1))]
+
+
+@dataclass
+class LocalScores:
+    """Result of a forward pass. `best`: the top k (logits, local ids) if requested. `saved`: state for the backward pass."""
+
+    stats: RowStats
+    best: tuple[Tensor, Tensor] | None = None
+    saved: object = None
+
+    @classmethod
+    def concatenate(cls, parts: list[LocalScores]) -> LocalScores:
+        """Scores of consecutive rows, without saved state."""
+        stats = RowStats(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(RowStats)))
+        best = [part.best for part in parts if part.best is not None]
+        return cls(stats, (torch.cat([values for values, _ in best]), torch.cat([ids for _, ids in best])) if best else None)
+
+
+@dataclass
+class RowGrads:
+    """Upstream gradients per row: dL/dlogprob and dL/dentropy (or None), with the whole vocabulary's `lse` and `row_entropy`.
+
+    The gradient of a scaled logit j of a row is  logprob (1[j = label] - p_j) - entropy p_j (log p_j + row_entropy).
+    """
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor | None = None
+    row_entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GradTargets:
+    """The gradients to compute. hidden: dtype of the gradient of hidden, or None. weight: [V, H], or None, to write or (`add`) add to."""
+
+    hidden: torch.dtype | None
+    weight: Tensor | None
+    add: bool
+
+    def clear_padding(self, valid: int) -> None:
+        """Zero the weight's gradient of padding columns unless gradients are added to it."""
+        if self.weight is not None and not self.add:
+            self.weight[valid:] = 0
+
+
+@dataclass
+class LogitPair:
+    """Saved logits of n drafts and of their teacher, over all columns of this rank.
+
+    rows [n]: teacher row of each draft; None if they are the same in the same order. draft_top [n]: largest draft logit in these columns.
+    draft_lse, teacher_lse [n]: over the whole vocabulary.
+    """
+
+    draft: object
+    teacher: object
+    rows: Tensor | None
+    draft_top: Tensor
+    draft_lse: Tensor
+    teacher_lse: Tensor
+
+
+@dataclass
+class Agreement:
+    """Comparison of the draft's distribution q with the teacher's p over this rank's columns; all [n].
+
+    overlap: Σ min(p, q). below: Σ q over q < p, for tv only. cost: −Σ p log q for soft_ce, Σ p (log p − log q) for kl. first_choice: log p
+    of the most likely entry of q. saved: state for `Backend.draft_grads`.
+    """
+
+    overlap: Tensor
+    below: Tensor
+    cost: Tensor
+    first_choice: Tensor
+    saved: object
+
+
+@dataclass
+class DraftGradCoefficients:
+    """The gradient of a draft's scaled logit j with label x is  q_j own − teacher t_j − label 1[j = x].
+
+    t_j is p_j, or q_j [q_j < p_j] for the total variation. own: [n].
+    """
+
+    own: Tensor
+    teacher: float
+    label: float
+    total_variation: bool
+
+
+class Backend(Protocol):
+    """Computes the local problem, without autograd."""
+
+    name: str
+
+    def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
+        """Rows (at least 1) for which the workspace holds all logits of `states` states at once."""
+        ...
+
+    def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+        """Statistics of every row; with `for_backward`, also saved state."""
+        ...
+
+    def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+        """The gradient of hidden [n, H] in the requested dtype or a wider one; the weight's goes to `targets`. May overwrite `saved`."""
+        ...
+
+    def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
+        """The terms that `loss` needs. May overwrite `pair.draft`, not `pair.teacher`."""
+        ...
+
+    def draft_grads(
+        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
+    ) -> Tensor | None:
+        """Gradients of the draft's states and of the weight, like `grads`. May overwrite `saved`, not `pair.teacher`."""
+        ...

@@ -1,0 +1,195 @@
+"""Losses by which a draft learns from the trunk's logits, computed per slice of rows (see `mtpctl.kernels.policy`).
+
+p is the trunk's distribution of a token and q the draft's, both at the rollout's temperature; x is the sampled token:
+
+- ce:       −log q(x)
+- soft_ce:  −Σ p log q
+- kl:       Σ p (log p − log q): the gradient of soft_ce, and 0 if q = p
+- tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
+  2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
+
+The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, and q_j (Σ q [q < p] − [q_j < p_j]) for tv.
+
+If ranks split the vocabulary, they exchange a few numbers per row three times for each slice and draft.
+
+Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them in a slice, H hidden size, V this rank's vocabulary entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtpctl.kernels.backend import Agreement, Backend, DraftGradCoefficients, DraftLoss, GradTargets, LogitPair, Problem
+from mtpctl.kernels.inputs import Call, Rows, WeightGradBuffer
+from mtpctl.kernels.shards import RowStats, Shard, gather, join_shards, sum_ranks
+
+LOSSES = ("ce", "soft_ce", "kl", "tv")
+
+
+class DraftLossOut(NamedTuple):
+    """loss_sum: the loss summed over the draft's rows. Other fields: [m], fp32 (hit: bool), without gradient, 0 in unselected rows.
+
+    logprob, teacher_logprob: of the label under draft and trunk. overlap: Σ min(p, q), the acceptance probability of a draft sampled from
+    q.
+    greedy: p(argmax q), the same for a greedy draft. hit: whether the label is the draft's most likely entry.
+    """
+
+    loss_sum: Tensor
+    logprob: Tensor
+    teacher_logprob: Tensor
+    overlap: Tensor
+    greedy: Tensor
+    hit: Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft that learns from the trunk's logits.
+
+    hidden [m, H]: the draft's states. rows [m], ascending: the trunk row that each of them drafts for, whose label and temperature it
+    shares; None: all N rows in order. mix: weight of `loss`; 1 − mix is that of the cross-entropy. weight: factor of the draft's loss in
+    the sum. detach_weight: the LM head gets no gradient from the draft.
+    """
+
+    hidden: Tensor
+    rows: Tensor | None = None
+    loss: DraftLoss = "tv"
+    mix: float = 1.0
+    weight: float = 1.0
+    detach_weight: bool = False
+
+    def check(self, trunk: Tensor) -> None:
+        """Raise ValueError, naming the field, if the draft does not fit the trunk's states [N, H]."""
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss: {self.loss!r}, expected one of {', '.join(LOSSES)}")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix: {self.mix}, expected 0 to 1")
+        m = len(trunk) if self.rows is None else len(self.rows)
+        if self.hidden.shape != (m, trunk.shape[1]) or self.hidden.dtype != trunk.dtype:
+            expected = f"expected {(m, trunk.shape[1])} of {trunk.dtype}"
+            raise ValueError(f"hidden of a draft: {tuple(self.hidden.shape)} of {self.hidden.dtype}, {expected}")
+        if self.rows is not None and m:
+            low, high, falls = torch.stack([self.rows[0], self.rows[-1], (self.rows.diff() <= 0).any()]).tolist()
+            if falls or low < 0 or high >= len(trunk):
+                raise ValueError(f"rows of a draft: expected ascending ones of 0 to {len(trunk) - 1}")
+
+
+@dataclass
+class TrunkSlice:
+    """A slice of the trunk's selected rows: its start, problem, statistics over the whole vocabulary, and saved logits."""
+
+    start: int
+    problem: Problem
+    stats: RowStats
+    saved: object
+
+
+class DraftTerm:
+    """One draft's results and the gradient of its states, accumulated over slices."""
+
+    def __init__(self, draft: Draft, hidden: Tensor, call: Call, grad_scale: float, *, by_hidden: bool, by_weight: bool) -> None:
+        self.draft, self.call, self.factor = draft, call, grad_scale * draft.weight
+        self.by_weight = by_weight
+        self.selected, self.trunk_row = _selected(draft, call.rows)
+        self.hidden = self.selected.select(hidden).contiguous()
+        self.grad_dtype = call.partial_dtype(hidden) if by_hidden else None
+        self.hidden_grad = None
+        if self.grad_dtype is not None:
+            self.hidden_grad = torch.empty(self.hidden.shape, dtype=self.grad_dtype, device=hidden.device)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        m = len(self.hidden)
+        self.logprob, self.teacher_logprob, self.overlap, self.greedy, self.lse = torch.zeros(5, m, dtype=wide, device=hidden.device)
+        self.hit = torch.zeros(m, dtype=torch.bool, device=hidden.device)
+        self.loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
+
+    def slices(self, parts: list[slice]) -> list[slice]:
+        """The draft's rows of each slice of the trunk's rows."""
+        if self.trunk_row is None:
+            return parts
+        starts = torch.tensor([part.start for part in parts], device=self.trunk_row.device)
+        ends = [*torch.searchsorted(self.trunk_row, starts).tolist()[1:], len(self.hidden)]
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def process(self, backend: Backend, span: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
+        """Process the draft's rows `span` of a trunk slice. Returns whether the weight's gradient was written."""
+        if span.start >= span.stop:
+            return False
+        rows = None if self.trunk_row is None else self.trunk_row[span] - trunk.start
+        inverse = trunk.problem.inverse_temperature
+        problem = replace(
+            trunk.problem,
+            hidden=self.hidden[span],
+            targets=_at(trunk.problem.targets, rows),
+            inverse_temperature=_at(inverse, rows) if isinstance(inverse, Tensor) else inverse,
+        )
+        shard, loss = self.call.shard, self.draft.loss
+        scores = backend.scores(problem, entropy=False, topk=0, for_backward=True)
+        top = scores.stats.top  # of this rank's columns
+        stats = join_shards(scores.stats, shard)
+        pair = LogitPair(scores.saved, trunk.saved, rows, top, stats.lse, _at(trunk.stats.lse, rows))
+        if problem.valid:
+            agreement = backend.compare(problem, pair, loss)
+        else:  # this rank's shard is all padding
+            zero = torch.zeros_like(top)
+            agreement = Agreement(zero, zero, zero, torch.full_like(top, float("-inf")), None)
+        overlap, below, cost = sum_ranks(torch.stack([agreement.overlap, agreement.below, agreement.cost]), shard)
+        overlap = overlap.clamp(max=1)
+        self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _at(trunk.stats.logprob, rows), stats.hit
+        self.overlap[span], self.greedy[span], self.lse[span] = overlap, _first_choice(top, agreement, shard).exp(), stats.lse
+        main, ce = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
+        self.loss_sum += (main * (1 - overlap if loss == "tv" else cost) - ce * stats.logprob).sum()
+        if self.grad_dtype is None and not self.by_weight:
+            return False
+        own = main * below + ce if loss == "tv" else torch.full_like(below, main + ce)
+        coefficients = DraftGradCoefficients(own * self.factor, main * self.factor, ce * self.factor, loss == "tv")
+        out = buffer.out if self.by_weight else None
+        if problem.valid:
+            local = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradTargets(self.grad_dtype, out, add))
+        else:
+            local = None if self.grad_dtype is None else torch.zeros_like(problem.hidden, dtype=self.grad_dtype)
+            if out is not None and not add:
+                out.zero_()
+        if self.hidden_grad is not None and local is not None:
+            self.hidden_grad[span] = local
+        return out is not None
+
+    def reduced_grad(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of the draft's states [m, H], summed over vocabulary shards."""
+        if self.hidden_grad is None:
+            return None
+        return self.selected.scatter(sum_ranks(self.hidden_grad, self.call.shard).to(dtype))
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The fields of `DraftLossOut`."""
+        per_row = (self.logprob, self.teacher_logprob, self.overlap, self.greedy, self.hit)
+        return self.loss_sum, *(self.selected.scatter(x) for x in per_row)
+
+
+def _selected(draft: Draft, trunk: Rows) -> tuple[Rows, Tensor | None]:
+    """The draft's rows whose trunk rows are selected, and their indices among the selected rows; None if identical to the trunk's."""
+    if draft.rows is None:
+        return trunk, None
+    m = len(draft.rows)
+    if trunk.index is None:
+        return Rows(m, m, None), draft.rows
+    position = torch.full((trunk.total,), -1, device=draft.rows.device)
+    position[trunk.index] = torch.arange(trunk.count, device=position.device)
+    position = position[draft.rows]
+    index = (position >= 0).nonzero().squeeze(1)
+    return Rows(m, len(index), index), position[index]
+
+
+def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def _first_choice(top: Tensor, agreement: Agreement, shard: Shard) -> Tensor:
+    """The trunk's log-prob of the draft's most likely entry over all ranks' columns; ties go to the first rank."""
+    if shard.world == 1:
+        return agreement.first_choice
+    tops, first_choices = gather(torch.stack([top, agreement.first_choice]), shard).unbind(1)
+    return first_choices.gather(0, tops.argmax(0, keepdim=True)).squeeze(0)

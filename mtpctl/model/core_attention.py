@@ -1,0 +1,234 @@
+"""Core attention of packed samples: flash kernel, portable version, and the attention of a drafter that repeats one MTP layer.
+
+An engine runs a repeated layer's first step over all tokens, which fills the KV cache. Each further step runs over one token at the next
+position. It attends to the first step's keys up to the token where drafting began, and to the keys of the steps since, including its own.
+So in training the query of depth d at token i, from which an engine would draft, attends to
+
+    the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
+
+The second part is a few keys per query. Its scores are joined with the first part's by their log-sum-exps. Given the joined output and
+log-sum-exp instead of its own, a flash kernel's backward pass returns the first part's gradients in the whole softmax (as in ring
+attention, arXiv 2310.01889).
+
+Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of queries and keys, w width of values, E depths after the first,
+including the current one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mtpctl.model.packing import Packing
+
+_CAUSAL_WINDOW = {"window_size_left": -1, "window_size_right": 0}
+
+
+def _flash_arguments(p: Packing) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """Sequence boundaries, dropout 0, and causal masking, as the flash operators take them."""
+    return p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv, 0.0, True
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+    """PyTorch's variable-length flash kernel: causal attention of q [t, h, d] to k and v [s, g, d] within the packing's samples.
+
+    Returns [t, h, d], which is differentiable, and the kernel's log-sum-exp, fp32 [h, t] or [t, h]. d is a multiple of 8. Calls the
+    operator below `torch.nn.attention.varlen.varlen_attn`, whose wrapper takes the host longer than a short pass takes the GPU.
+    """
+    no_mask_for_debugging = False
+    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+        q, k, v, *_flash_arguments(packing), no_mask_for_debugging, scale=scale, **_CAUSAL_WINDOW
+    )
+    return out, lse
+
+
+class Prefix(Protocol):
+    """Causal attention to the first depth's keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [t, h, w], and the log-sum-exp of the scores, fp32 [t, h]."""
+        ...
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, given that each score has weight exp(score − lse) and the output was `out`."""
+        ...
+
+
+@dataclass
+class FlashPrefix:
+    """`Prefix` by the flash kernel, for one pass. heads_first: whether the kernel's log-sum-exp is [h, t] rather than [t, h]."""
+
+    packing: Packing
+    scale: float
+    heads_first: bool = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flash_attention(q, k, v, self.packing, self.scale)
+        self.heads_first = lse.shape[0] == q.shape[1]
+        return out, lse.transpose(0, 1).contiguous() if self.heads_first else lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, unused
+        kernel_lse = lse.transpose(0, 1).contiguous() if self.heads_first else lse
+        return torch.ops.aten._flash_attention_backward.default(
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            kernel_lse,
+            *_flash_arguments(self.packing),
+            rng_state,
+            rng_state,
+            scale=self.scale,
+            **_CAUSAL_WINDOW,
+        )
+
+
+def joined_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
+    """Attention of a later depth → [t, h, w].
+
+    q [t, h, d]; k, v: the first depth's, as `prefix` takes them; keys [E, t, g, d] and values [E, t, g, w]: of the later depths, the
+    current one last.
+    """
+    return _JoinedAttention.apply(q, k, v, keys, values, prefix, scale)
+
+
+class _JoinedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
+        out, lse = prefix.forward(q, k, v)
+        scores = _scores(q, keys, scale)
+        joined_lse = torch.logaddexp(lse, scores.logsumexp(0))
+        weights = (scores - joined_lse).exp()
+        joined = out.float() * (lse - joined_lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * _per_query_head(values, q)).sum(0)
+        joined = joined.to(out.dtype)
+        ctx.save_for_backward(q, k, v, keys, values, joined, joined_lse)
+        ctx.prefix, ctx.scale = prefix, scale
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, keys, values, out, lse = ctx.saved_tensors
+        grad = grads[0]
+        q_grad, k_grad, v_grad = ctx.prefix.backward(grad, q, k, v, out, lse)
+        weights = (_scores(q, keys, ctx.scale) - lse).exp()
+        wide = grad.float()
+        mean = (wide * out.float()).sum(-1)
+        score_grad = weights * ((wide * _per_query_head(values, q)).sum(-1) - mean) * ctx.scale
+        q_grad = q_grad + (score_grad.unsqueeze(-1) * _per_query_head(keys, q)).sum(0).to(q_grad.dtype)
+        keys_grad = _sum_query_heads(score_grad.unsqueeze(-1) * q.float(), keys)
+        values_grad = _sum_query_heads(weights.unsqueeze(-1) * wide, values)
+        return q_grad, k_grad, v_grad, keys_grad, values_grad, None, None
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """[E, t, g, ·] → fp32 [E, t, h, ·]: the key-value head of each query head."""
+    return x.float().repeat_interleave(q.shape[1] // x.shape[2], dim=2)
+
+
+def _sum_query_heads(x: Tensor, like: Tensor) -> Tensor:
+    """[E, t, h, ·] summed over the query heads of each key-value head, in the shape and dtype of `like`."""
+    return x.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype)
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """fp32 [E, t, h]: scores of each query against the later depths' keys of its own token."""
+    return (q.float() * _per_query_head(keys, q)).sum(-1) * scale
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention of each packed sample within itself.
+
+    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the t tokens of
+    this rank; queries and keys are already rotated. With context parallelism the keys and values of all ranks are gathered and their
+    gradients reduced. In half precision on CUDA one variable-length flash kernel runs; otherwise one `scaled_dot_product_attention` per
+    group of samples of similar length. If the packing has `earlier` depths, it is a drafter's attention (see the module).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: object,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **__: object,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.cp_group: dist.ProcessGroup | None = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None
+            self.cp_group = pg_collection.cp
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
+    ) -> Tensor:
+        # Contiguous values: saving a view would keep the tensor of queries, keys and values in memory.
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
+        later: tuple[Tensor, Tensor] | None = None
+        if (earlier := packed_seq_params.earlier) is not None:
+            earlier.keys.append(k)
+            earlier.values.append(v)
+            if len(earlier.keys) > 1:
+                k, v = earlier.keys[0], earlier.values[0]
+                later = torch.stack(earlier.keys[1:]), torch.stack(earlier.values[1:])
+        if self.cp_group is not None:
+            k, v = (packed_seq_params.visible(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = self._flash(q, k, v, packed_seq_params, later)
+        else:
+            out = self._grouped(q, k, v, packed_seq_params, later)
+        return out.reshape(query.shape[0], 1, -1)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        dim, value_dim = q.shape[2], v.shape[2]
+        scale = dim**-0.5 if self.scale is None else self.scale
+        if later is None:
+            q, k, v = _pad_widths(q, k, v)
+            out, _lse = flash_attention(q, k, v, packing, scale)
+        else:
+            q, k, v, keys, values = _pad_widths(q, k, v, *later)
+            out = joined_attention(q, k, v, keys, values, FlashPrefix(packing, scale), scale)
+        return out[..., :value_dim]
+
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        indices, parts = [], []
+        for group in packing.length_groups:
+            # Short samples are padded with the row's first key after their last token, which causality hides from their tokens.
+            qs = q[group.queries].transpose(1, 2)
+            ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
+            mask = group.mask
+            if later is not None:
+                ks, vs, mask = _append_later(ks, vs, mask, [x[:, group.queries].transpose(2, 3) for x in later])
+            out = F.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+            indices.append(group.queries[group.valid])
+            parts.append(out.transpose(1, 2)[group.valid])
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(indices),), torch.cat(parts))
+
+
+def _pad_widths(*tensors: Tensor) -> list[Tensor]:
+    """Pad all to one width, a multiple of 8, as the flash kernel needs. Zeros change no score and add zero columns to the output."""
+    width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+
+
+def _append_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Append later depths' keys and values [depths, samples, heads, queries, width] to those of the first [samples, heads, keys, width].
+
+    Returns both and the mask: each query sees only its own token's later keys.
+    """
+    depths, queries = later[0].shape[0], later[0].shape[3]
+    if mask is None:
+        mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=k.device).tril()
+    own = torch.eye(queries, dtype=torch.bool, device=k.device)
+    k, v = (torch.cat([first, *more.unbind(0)], dim=2) for first, more in zip((k, v), later, strict=True))
+    return k, v, torch.cat([mask, *[own] * depths], dim=1)
