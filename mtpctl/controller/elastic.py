@@ -19,7 +19,7 @@ from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
-from mtpctl.rollout.membership import Membership
+from mtpctl.rollout.routing import Membership
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
 

@@ -233,7 +233,7 @@ class Run:
             gpus=first.gpus,
             bundles=self.bundles,
             published=self.store,
-            tell=self._tell_restart,
+            log=self._tell_restart,
         )
         with self._starting("log-prob server", [f"log-prob replica {i} rank 0" for i in range(self.recipe.logprob.replicas)]):
             server = await within(starting, self.recipe.cluster.actor_deadline_s, "log-prob server, start")
@@ -255,7 +255,7 @@ class Run:
                 tokenizer=self.prepared.tokenizer.name,
                 turns=turns_for(self.recipe.rollout, self.prepared.tokenizer),
                 routes=routes.layers if routes is not None else (),
-                tell=self._tell_restart,
+                log=self._tell_restart,
             )
         stack.push_async_callback(pool.close)
         self.pool = pool

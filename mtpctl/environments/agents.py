@@ -26,9 +26,8 @@ from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rl.rewards.function import AGENT, EPISODE, Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpecStats, SpeculationState
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpeculationState
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
-from mtpctl.sync.protocol import PauseMode
 from mtpctl.web.server import listen
 
 KEY = "MTPCTL_GATEWAY_KEY"
@@ -162,15 +161,6 @@ class AgentGenerator(Generator):
             self._told.add(name)
             self._tell(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
         return _sample_of(request, trajectory, samples, outcome)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._engines.pause(mode)
-
-    async def resume(self) -> None:
-        await self._engines.resume()
-
-    async def spec_stats(self) -> SpecStats:
-        return await self._engines.spec_stats()
 
     async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
         return await self._engines.speculate(drafts)

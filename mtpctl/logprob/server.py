@@ -35,7 +35,7 @@ class LogprobServer:
     """Replicas behind one queue. Build with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(
-        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, tell: Log = no_log
+        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, log: Log = no_log
     ) -> None:
         self.bounds: Bounds = replicas[0].bounds
         self.version = max(replica.version for replica in replicas)
@@ -49,7 +49,7 @@ class LogprobServer:
             end_s=END_S,
             # It may apply two versions, and an update that fails has as long again to restore the old weights.
             bring_up_s=3 * limits.sync_deadline_s,
-            log=tell,
+            log=log,
         )
         self.replicas = Replicas(replicas, lifecycle)
         self._published = published
@@ -59,14 +59,14 @@ class LogprobServer:
 
     @classmethod
     async def start(
-        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, tell: Log = no_log
+        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, log: Log = no_log
     ) -> LogprobServer:
         """Start `count` replicas with `start(index)`, all at once.
 
-        `published`: where a restarted one finds newer weights. `tell` is given a line for each that fails, and for each that is back.
+        `published`: where a restarted one finds newer weights. `log` receives a line for each that fails, and for each that is back.
         """
         replicas = await start_all(start, Replica.end, count, dead=(ReplicaDead,), max_restarts=limits.max_restarts)
-        return cls(replicas, start, published, limits, tell)
+        return cls(replicas, start, published, limits, log)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -259,12 +259,12 @@ async def start_server(
     checkpoint: Path | None = None,
     version: int = 0,
     role: Literal["logprob", "teacher"] = "logprob",
-    tell: Log = no_log,
+    log: Log = no_log,
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
     `cpus` and `gpus` are those of one rank. `bundles`: where the ranks sit, by the names of `role`; without them Ray chooses.
-    `published`: where restarted replicas find newer weights. `tell`: as in `LogprobServer.start`; its lines begin with the replicas' role.
+    `published`: where restarted replicas find newer weights. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -307,4 +307,4 @@ async def start_server(
         max_restarts=options.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
     )
-    return await LogprobServer.start(start, options.replicas, limits, published=published, tell=lambda line: tell(f"{NAMES[role]} {line}"))
+    return await LogprobServer.start(start, options.replicas, limits, published=published, log=lambda line: log(f"{NAMES[role]} {line}"))

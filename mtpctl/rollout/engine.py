@@ -1,7 +1,7 @@
-"""What vLLM and SGLang engines have in common: requests and their samples, weight updates, deadlines, and failure.
+"""The common part of vLLM and SGLang engines: requests and their samples, weight updates, deadlines, and failure.
 
-An engine lives in one event loop, in a Ray actor or in a test. Every wait has a deadline: a call to an engine that does not answer
-raises `EngineDead` and never hangs.
+An engine runs in one event loop, in a Ray actor or in a test. Every call has a deadline: an engine that does not answer raises
+`EngineDead` and never hangs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import TypeVar
 
 from mtpctl.errors import UserError
 from mtpctl.plan.buckets import Bucket
@@ -22,7 +21,6 @@ from mtpctl.rollout.protocol import (
     EngineDead,
     Health,
     Occupancy,
-    SpecStats,
     SpeculationState,
     add_positions,
     last_turn,
@@ -34,17 +32,15 @@ from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, TargetDirty, VersionConflict
 from mtpctl.sync.update import SyncReport, update_target
 
-T = TypeVar("T")
 CONTROL_DEADLINE_S = 120.0
 
 
 @dataclass(slots=True)
 class GenerationChunk:
-    """What an engine generated for one request between its submission and its end: tokens, log-probs (nats), versions, finish reason.
+    """What an engine generated for one request: tokens, log-probs (nats), versions, finish reason.
 
-    A response is one chunk, or several where it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes`
-    begin with the first token of the request's prompt that the sample had no routes of. `cached`: tokens of the prompt that were in the
-    prefix cache, None without one.
+    A response is one chunk, or several if it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes` begin
+    with the first prompt token for which the sample has no routes. `cached`: prompt tokens found in the prefix cache; None without one.
     """
 
     tokens: list[int]
@@ -56,23 +52,23 @@ class GenerationChunk:
     cached: int | None = None
 
     def trim_to_both(self) -> None:
-        """Drop tokens without log-probs and log-probs without tokens: after an abort one list may be longer than the other."""
-        kept = min(len(self.tokens), len(self.logprobs))
-        del self.tokens[kept:], self.logprobs[kept:]
-        self.spans = [(start, min(end, kept), version) for start, end, version in self.spans if start < kept]
+        """Drop tokens without log-probs and log-probs without tokens: after an abort either list may be longer."""
+        length = min(len(self.tokens), len(self.logprobs))
+        del self.tokens[length:], self.logprobs[length:]
+        self.spans = [(start, min(end, length), version) for start, end, version in self.spans if start < length]
 
 
 class Engine(ABC):
-    """An engine that is loaded and serves. Subclasses implement how it answers a request, pauses and aborts."""
+    """A loaded engine. Subclasses implement how it answers a request, pauses and aborts."""
 
-    def __init__(self, client: EngineClient, *, version: int, context: int, places: int, holds: tuple[Section, ...]) -> None:
+    def __init__(self, client: EngineClient, *, version: int, context: int, slots: int, holds: tuple[Section, ...]) -> None:
+        """`slots`: requests that the engine runs concurrently; `holds`: sections of a manifest that it applies."""
         self._context = context
         self._ids = count()
-        # By request id, in the order of arrival, which is the order in which engines begin. An event is set when its request has a place.
+        # In order of arrival, in which engines start requests. The event of a request is set when it gets a slot.
         self._in_flight: dict[str, asyncio.Event] = {}
-        self._places = places
-        self._occupied = Occupancy(places)
-        self._stats = SpecStats()
+        self._slots = slots
+        self._occupied = Occupancy(slots)
         self._paused = False
         self._patience_s = CONTROL_DEADLINE_S
         self._failure = ""
@@ -82,13 +78,12 @@ class Engine(ABC):
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerationRequest) -> Sample:
-        """Generate, and return the request's sample with what was generated appended to its response.
+        """Append a response to the request's sample, and return the sample. A partial response is continued.
 
-        A partial response is continued. The finish reason is `stop`, `length`, `deadline`, or `abort` after `pause("abort")`: then the
-        sample has the tokens so far, and any engine can continue it.
+        The finish reason is `stop`, `length`, `deadline`, or `abort` after `pause("abort")`: any engine can continue such a sample.
 
-        Raises UserError for a request that the engine cannot serve, EngineDead where the engine fails, and TargetDirty
-        where it holds parts of two weight versions.
+        Raises UserError for a request that the engine does not support, EngineDead if the engine fails, and TargetDirty if it has parts
+        of two weight versions.
         """
         self._check_alive()
         sample = request.sample
@@ -101,12 +96,12 @@ class Engine(ABC):
             return sample
         request_id = f"{sample.prompt_id}/{sample.index}/{next(self._ids)}"
         self._in_flight[request_id] = asyncio.Event()
-        self._give_places()
+        self._assign_slots()
         try:
             chunk, seconds, late = await self._until_deadline(request, request_id, prompt, room)
         finally:
             del self._in_flight[request_id]
-            self._give_places()
+            self._assign_slots()
         seam = len(sample.response_ids)
         self._append(sample, chunk)
         sample.spent_s += seconds
@@ -116,7 +111,7 @@ class Engine(ABC):
         return sample
 
     def _stop_across(self, seam: int, sample: Sample, stop: Sequence[str]) -> None:
-        """End a response at a stop string that begins before `seam`, where this chunk starts: the engine reads its own chunk alone."""
+        """End a response at a stop string that spans `seam`, where this chunk starts: the engine sees only its own chunk."""
         turn, reach = last_turn(sample), max(len(each.encode()) for each in stop)
         if seam <= turn:
             return
@@ -128,31 +123,31 @@ class Engine(ABC):
             sample.finish_reason = "stop"
 
     def _room(self, tokens: int) -> int:
-        """How many tokens the engine can generate after a prompt of `tokens`; 0 or less where none."""
+        """Number of tokens that the engine can generate after a prompt of `tokens`; 0 or less for none."""
         return self._context - tokens
 
-    def _give_places(self) -> None:
-        """Note which requests have a place: the first to arrive."""
-        for placed in islice(self._in_flight.values(), self._places):
-            placed.set()
+    def _assign_slots(self) -> None:
+        """Set the events of the requests that have a slot."""
+        for has_slot in islice(self._in_flight.values(), self._slots):
+            has_slot.set()
         self._occupied.count(len(self._in_flight))
 
     async def _until_deadline(
         self, request: GenerationRequest, request_id: str, prompt: list[int], room: int
     ) -> tuple[GenerationChunk, float, bool]:
-        """The chunk, the seconds since the request had a place, and whether the deadline ended it."""
-        placed, late = self._in_flight[request_id], False
+        """The chunk, the seconds since the request got a slot, and whether the deadline ended it."""
+        has_slot, late = self._in_flight[request_id], False
         began: float | None = None
 
-        async def give_up() -> None:
+        async def abort_at_deadline() -> None:
             nonlocal began, late
-            await placed.wait()
+            await has_slot.wait()
             began = time.monotonic()
             await asyncio.sleep(request.deadline_s)
             late = True
             await self._abort([request_id])
 
-        timer = asyncio.ensure_future(give_up())
+        timer = asyncio.ensure_future(abort_at_deadline())
         try:
             chunk = await self._answer(request, request_id, prompt, room)
         except Exception as error:
@@ -175,8 +170,11 @@ class Engine(ABC):
             sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version)
         if chunk.routes is not None and chunk.tokens:
             sample.add_routes(chunk.routes)
-        add_counts(sample.speculation, chunk.speculation)
-        self._stats.add(chunk.speculation, len(chunk.tokens))
+        counts = sample.speculation
+        counts.drafted += chunk.speculation.drafted
+        counts.accepted += chunk.speculation.accepted
+        counts.steps += chunk.speculation.steps
+        add_positions(counts.accepted_by_position, chunk.speculation.accepted_by_position)
 
     @abstractmethod
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
@@ -184,29 +182,28 @@ class Engine(ABC):
 
     @abstractmethod
     def _read(self, tokens: list[int]) -> str:
-        """The text of `tokens` in which the engine looks for stop strings."""
+        """The text of `tokens` in which the engine searches for stop strings."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None:
-        """End these requests at once, with the tokens that they have."""
+        """End these requests immediately, with the tokens that they have."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating, and clear the KV cache: the next weights would leave it stale.
+        """Stop generating, and clear the KV cache, which the next weights would make stale.
 
-        `keep` freezes responses, `abort` makes their `generate` return at once with the tokens so far, `wait` lets them finish first.
+        `keep` freezes responses, `abort` makes their `generate` return immediately with the tokens so far, `wait` first lets them finish.
         """
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on generating. Raises TargetDirty where the engine holds parts of two weight versions."""
+        """Continue generating. Raises TargetDirty if the engine has parts of two weight versions."""
 
     @abstractmethod
     async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
-        """Set the number of draft tokens a step: `drafts`, or with -1 the engine's own choice; None changes nothing. Returns the state.
+        """Set the number of draft tokens per step; -1: automatic, None: unchanged.
 
-        `look_again` has the engine time all numbers of drafts again as soon as it may. Raises UserError for an engine that was started
-        without `speculation.auto`.
+        `look_again` makes the engine time all numbers of drafts again. Raises UserError for an engine without `speculation.auto`.
         """
 
     @abstractmethod
@@ -223,10 +220,6 @@ class Engine(ABC):
         """Whether the engine was started with `speculation.auto`."""
         return False
 
-    async def spec_stats(self) -> SpecStats:
-        """Speculation over all responses since the start."""
-        return self._stats
-
     async def health(self) -> Health:
         """Whether the engine can serve, and if not, why."""
         reason = self._failure or ("weights that are no one version's" if self._target.dirty else "")
@@ -238,14 +231,13 @@ class Engine(ABC):
 
     @property
     def version(self) -> int:
-        """The version whose weights are live."""
+        """The version of the live weights."""
         return self._target.version
 
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
-        """Pause, apply the sections of `manifest` that the engine holds (`draft` where it drafts), with `verify` check them, resume.
+        """Pause, apply the sections of `manifest` that the engine has (`draft` if it drafts), with `verify` check them, and resume.
 
-        An engine that was paused before stays paused. Raises what `update_target` raises; after a SyncError the engine goes on with the
-        weights that it had.
+        A paused engine stays paused. Raises what `update_target` raises. After a SyncError the engine continues with its old weights.
         """
         if self._target.updating is not None:
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
@@ -264,7 +256,7 @@ class Engine(ABC):
         return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        """Check a section against the live model, as `WeightTarget` says. The engine must be paused."""
+        """See `WeightTarget`. The engine must be paused."""
         self._check_alive()
         await self._target.begin_update(plan, version, section)
 
@@ -275,7 +267,7 @@ class Engine(ABC):
         await self._target.finish_update()
 
     async def abort_update(self) -> None:
-        """Give up the update, as `WeightTarget` says. Overwritten weights are restored from the version before, if that was persisted."""
+        """See `WeightTarget`. Overwritten weights are restored from the previous version, if that was persisted."""
         await self._target.abort_update()
 
     async def checksums(self) -> dict[str, str]:
@@ -286,7 +278,7 @@ class Engine(ABC):
 
     # ------------------------------------------------------------------------------------------------- deadlines
 
-    async def _within(self, step: Awaitable[T], what: str) -> T:
+    async def _within[T](self, step: Awaitable[T], what: str) -> T:
         seconds = self._patience_s
         try:
             return await asyncio.wait_for(step, seconds)
@@ -311,15 +303,7 @@ class Engine(ABC):
         return EngineDead(self._failure)
 
 
-def add_counts(total: Speculation, more: Speculation) -> None:
-    """Add the counts of one chunk of a response to its sample's."""
-    total.drafted += more.drafted
-    total.accepted += more.accepted
-    total.steps += more.steps
-    add_positions(total.accepted_by_position, more.accepted_by_position)
-
-
 def speculation_counts(by_count: list[int], drafted: int) -> Speculation:
-    """Counts by position from a histogram of how many steps accepted exactly j drafts."""
+    """Counts by position from a histogram: `by_count[j]` steps accepted exactly j drafts."""
     by_position = [sum(by_count[position + 1 :]) for position in range(len(by_count) - 1)]
     return Speculation(drafted, sum(by_position), by_position, sum(by_count))

@@ -1,4 +1,4 @@
-"""The `Generator` protocol, which every rollout engine and the pool of them have, and the types of its answers."""
+"""The `Generator` protocol of rollout engines and their pool, with its types, and the request for a response."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import NotRequired, Protocol, TypedDict
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.samples import GenerationRequest, Sample, Speculation, response_limit
-from mtpctl.sync.protocol import PauseMode
 
 ABORTED = "abort"
-"""Finish reason of a response that a pause ended early, and that may be continued."""
+"""Finish reason of a response that was interrupted, and can be continued."""
 DEADLINE = "deadline"
-"""Finish reason of a response that took longer than its `deadline_s`."""
+"""Finish reason of a response that exceeded its `deadline_s`."""
 ENVIRONMENT_ERROR = "environment_error"
-"""Finish reason of a response whose environment failed: it has everything up to there."""
+"""Finish reason of a response whose environment failed. The response is complete up to the failure."""
 
 
 class EngineDead(RuntimeFailure):
-    """An engine died or no longer answers; another engine must generate the responses that it had in flight."""
+    """An engine died or does not answer. Another engine must generate its responses."""
 
 
 @dataclass(slots=True)
 class SpecStats:
-    """Speculation summed over finished responses.
+    """Speculation counts, summed over responses.
 
-    `drafted` and `accepted` count draft tokens, `accepted_by_position[i]` how often the draft at position i was accepted,
-    `steps` verification steps, `tokens` response tokens.
+    `drafted` and `accepted` count draft tokens, `accepted_by_position[i]` accepted drafts at position i, `steps` verification steps,
+    `tokens` response tokens.
     """
 
     drafted: int = 0
@@ -45,15 +44,15 @@ class SpecStats:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a verification step, the sampled one included; 1 without speculation."""
+        """Tokens per verification step, including the sampled one; 1 without speculation."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
-    def add(self, counts: Speculation | SpecStats, tokens: int = 0) -> None:
-        """Add one response's counts, or another engine's sums."""
+    def add(self, counts: Speculation, tokens: int) -> None:
+        """Add the counts of one response of `tokens` tokens."""
         self.drafted += counts.drafted
         self.accepted += counts.accepted
         self.steps += counts.steps
-        self.tokens += counts.tokens if isinstance(counts, SpecStats) else tokens
+        self.tokens += tokens
         add_positions(self.accepted_by_position, counts.accepted_by_position)
 
 
@@ -65,11 +64,11 @@ def add_positions(total: list[int], more: list[int]) -> None:
 
 
 class SpeculationState(TypedDict):
-    """How an engine with `rollout.speculation.auto` chooses its number of draft tokens.
+    """State of an engine with `rollout.speculation.auto`.
 
-    `drafts`: the number that the next step proposes. `looking`: it is timing other numbers now; `looks`: how often it has done so;
-    `switches`: how often its choice has changed; `told`: the last such change, as a sentence. `steps`, `step_s` and `draft_s` are by
-    number of drafts and since the last call: steps, median seconds of a step that only decodes, median seconds of drafting in it.
+    `drafts`: draft tokens of the next step. `looking`: whether it is timing other numbers now; `looks`: how often it has; `switches`: how
+    often its choice changed; `told`: the last change, as a sentence. By number of drafts and since the last call: `steps`, median seconds
+    of a decoding step (`step_s`), and of drafting in it (`draft_s`).
     """
 
     drafts: int
@@ -84,10 +83,7 @@ class SpeculationState(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of one engine: `in_flight` responses being generated, and the live weight `version`.
-
-    `occupied_s` is `Occupancy.seconds`.
-    """
+    """State of one engine: responses `in_flight`, the live weight `version`, and `Occupancy.seconds`."""
 
     alive: bool
     version: int = 0
@@ -97,22 +93,19 @@ class Health:
 
 
 class Occupancy:
-    """Seconds for which an engine's places for requests were taken, summed over the places.
+    """Seconds for which an engine's request slots were occupied, summed over slots."""
 
-    Divided by the time and by `places` that is the share of places in use.
-    """
-
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._taken = 0
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._occupied = 0
         self._seconds = 0.0
         self._since = time.monotonic()
 
     def count(self, in_flight: int) -> float:
-        """Note that `in_flight` requests are there from now on; those beyond the places wait. Returns the sum so far."""
+        """Record the number of requests from now on; those above the number of slots wait. Returns the sum so far."""
         now = time.monotonic()
-        self._seconds += self._taken * (now - self._since)
-        self._taken, self._since = min(in_flight, self._places), now
+        self._seconds += self._occupied * (now - self._since)
+        self._occupied, self._since = min(in_flight, self._slots), now
         return self._seconds
 
 
@@ -122,37 +115,25 @@ class Generator(Protocol):
     def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """Yield every request's sample once, with its response appended, in the order in which they finish.
 
-        Takes requests from the iterable as it has room for them. A finished sample has a `finish_reason` of `stop`, `length`,
-        `deadline` or `environment_error`; the sample of a request that became `unwanted` before has `abort`, and nothing appended.
+        Takes requests from the iterable when it has room for them. A finished sample has a `finish_reason` of `stop`, `length`,
+        `deadline` or `environment_error`. The sample of a request that became `unwanted` has `abort`, and nothing appended.
         """
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. `keep` freezes responses, `abort` ends them to be continued later, `wait` lets them finish first."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on generating after `pause`."""
-        ...
-
-    async def spec_stats(self) -> SpecStats:
-        """Speculation counts since the start."""
-        ...
-
     async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
-        """Set the number of draft tokens a step: `drafts`, or with -1 the engine's own choice; None changes nothing.
+        """Set the number of draft tokens per step; -1: automatic, None: unchanged. Only with `rollout.speculation.auto`.
 
-        Returns one entry for each engine. Only engines with `rollout.speculation.auto` have this.
+        Returns one entry per engine.
         """
         ...
 
     async def health(self) -> list[Health]:
-        """One entry for each engine."""
+        """One entry per engine."""
         ...
 
 
 def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:
-    """Length of the shortest prefix of `tokens` whose text, by `read`, has a stop string in it; None where no prefix has."""
+    """Length of the shortest prefix of `tokens` whose text, by `read`, contains a stop string; None if no prefix does."""
 
     def stopped(length: int) -> bool:
         text = read(tokens[:length])
@@ -168,7 +149,7 @@ def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Se
 
 
 def last_turn(sample: Sample) -> int:
-    """Where the model's last turn begins in the response."""
+    """Index in the response at which the model's last turn begins."""
     return sample.loss_mask.tobytes().rfind(0) + 1
 
 
@@ -201,16 +182,16 @@ class TurnRunner(Protocol):
         """Wait until every environment is closed."""
 
 
-# The request for one response, with the sampling settings and budgets of a recipe.
-
-
 def request_for(
     rollout: RolloutBase, sample: Sample, *, context: int, end_ids: Sequence[int], seed: int | None = None, problem: object = None
 ) -> GenerationRequest:
-    """The request that generates `sample`, whose prompt and response may have `context` tokens.
+    """The request for the response of `sample`, with the recipe's sampling settings and limits.
 
-    `end_ids`: the run's end tokens (`mtpctl.data.end_tokens`), `rollout.stop_ids` included. `seed`: of this response alone. `problem`:
-    what an environment or agent gets.
+    Args:
+        context: maximum tokens of prompt and response together.
+        end_ids: the run's end tokens (`mtpctl.data.end_tokens`), including `rollout.stop_ids`.
+        seed: of this response only.
+        problem: passed to an environment or agent.
     """
     return GenerationRequest(
         sample=sample,

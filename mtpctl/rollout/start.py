@@ -23,7 +23,7 @@ from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import Published
 
 WAITING_SHARE = 1 / 16
-"""Requests that may wait in an engine, as a share of those that it works on."""
+"""Requests that may wait in an engine, as a share of its slots."""
 
 
 async def start_pool(
@@ -38,9 +38,9 @@ async def start_pool(
     tokenizer: str | None = None,
     turns: TurnRunner | None = None,
     routes: tuple[int, ...] = (),
-    tell: Log = no_log,
+    log: Log = no_log,
 ) -> ReplicaPool:
-    """Start the minimum number of engines that the recipe names on the model in the folder `model`, each with its own random seed.
+    """Start the recipe's minimum number of engines with the model in the folder `model`, each with its own random seed.
 
     Args:
         bundles: the reserved bundles; if None, Ray chooses.
@@ -49,7 +49,7 @@ async def start_pool(
         tokenizer: folder or hub id; required for stop strings, environments and agents.
         turns: plays the recipe's environment.
         routes: MoE layers whose routing decisions samples carry.
-        tell: as in `ReplicaPool.start`; its lines begin with `rollout replica`.
+        log: see `ReplicaPool.start`; its lines begin with `rollout replica`.
 
     Raises:
         RuntimeFailure: if an engine does not start in time.
@@ -96,13 +96,13 @@ async def start_pool(
         replica = await start_replica(settings(), name=name, options=options)
         try:
             if bundles is not None:
-                bundles.check(actor, await replica.here())
+                bundles.check(actor, await replica.location())
         except BaseException:
             await replica.shutdown()
             raise
         return replica
 
-    # A few requests wait inside each engine, so that a place that becomes free is taken before the answer is back.
+    # A few requests wait inside each engine, so that a free slot is filled before its answer has arrived.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
     starting = ReplicaPool.start(
         start,
@@ -112,6 +112,6 @@ async def start_pool(
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
         turns=turns,
-        tell=lambda line: tell(f"rollout {line}"),
+        log=lambda line: log(f"rollout {line}"),
     )
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

@@ -289,7 +289,7 @@ async def test_an_engine_that_comes_back_while_a_version_is_announced_waits_for_
 
     trainer = Announcing(until_it_is_back)
     made[1].die()
-    await pool.spec_stats()  # notices it
+    await pool.speculate()  # notices it
     await pushing(root, trainer, pool)(1)
     assert trainer.members == [["rollout 0.0.0"]]
     assert [replica.version for replica in made] == [1, 0, 0]
@@ -301,7 +301,7 @@ async def test_an_engine_that_dies_while_a_version_is_announced_has_the_others_t
 ) -> None:
     async def dying() -> None:
         made[1].die()
-        await pool.spec_stats()  # notices it
+        await pool.speculate()  # notices it
 
     trainer = Announcing(dying)
     began = time.monotonic()

@@ -90,7 +90,7 @@ class Sampler(Made):
 
     def __init__(self, tokenizer: HfTokenizer, ends: list[int], notes: dict[str, Note], seed: int, live: list[int]) -> None:
         super().__init__(Core())
-        self._context, self._places = 100_000, 64
+        self._context, self._slots = 100_000, 64
         self.tokenizer, self.ends, self.notes, self.live = tokenizer, ends, notes, live
         self.random = random.Random(seed)
         self.aborted: set[str] = set()
@@ -239,10 +239,11 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
         while True:
             for _ in range(chance.randint(5, 30)):
                 await asyncio.sleep(0)
-            await pool.pause(chance.choice(["abort", "keep"]))
+            mode = chance.choice(["abort", "keep"])
+            await pool._replicas.each(lambda replica, mode=mode: replica.pause(mode))
             await asyncio.sleep(0)
             live[0] += 1
-            await pool.resume()
+            await pool._replicas.each(lambda replica: replica.resume())
 
     syncing = asyncio.create_task(syncs())
     try:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from mtpctl.recipe.sync import PUSHED
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health, SpecStats
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, VersionConflict
 from mtpctl.sync.transports.control import Address, join
@@ -109,10 +109,6 @@ class FakeReplica:
     async def resume(self) -> None:
         self._check()
         self._running.set()
-
-    async def spec_stats(self) -> SpecStats:
-        self._check()
-        return SpecStats()
 
     async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
         self._check()

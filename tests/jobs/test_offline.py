@@ -11,10 +11,9 @@ import pytest
 from mtpctl.errors import RuntimeFailure
 from mtpctl.jobs.rollout import Prompt, answer_all, summary, wanted
 from mtpctl.recipe.rollout import VllmConfig
-from mtpctl.rollout.protocol import Health, SpecStats, SpeculationState
+from mtpctl.rollout.protocol import Health, SpeculationState
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, Speculation
-from mtpctl.sync.protocol import PauseMode
 
 PROMPTS = [Prompt(0, "p:1", "1+1=", [1, 2, 3], "2"), Prompt(1, "p:2", "a fish", [4, 5], None)]
 ROLLOUT = VllmConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, stop=["#"], stop_ids=[4], deadline_s=30.0)
@@ -36,13 +35,6 @@ class Echo:
             sample.append([50, 60], [-1.0, -2.0], 7)
             sample.finish_reason, sample.speculation = "stop", Speculation(2, 1, [1], 2)
             yield sample
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def spec_stats(self) -> SpecStats:
-        return SpecStats()
 
     async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
         return []

@@ -162,17 +162,17 @@ def test_a_deadline_ends_one_response_and_no_other(kind: Kind, pool: ReplicaPool
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_a_pause_stops_tokens_and_resume_goes_on(pool: ReplicaPool, run: Loop, mode: str) -> None:
+def test_engine_generates_nothing_between_pause_and_resume(pool: ReplicaPool, run: Loop, mode: str) -> None:
     async def drive() -> tuple[int, dict[str, Sample]]:
         early = 0
         task = asyncio.ensure_future(collect(pool, requests(12, 60)))
         await asyncio.sleep(0.02)
-        await pool.pause(mode)  # type: ignore[arg-type]
+        await pool._replicas.each(lambda engine: engine.pause(mode))  # type: ignore[arg-type]
         late = asyncio.ensure_future(collect(pool, requests(16)[12:]))
         await asyncio.sleep(0.1)
         assert not late.done()
         early = task.done()
-        await pool.resume()
+        await pool._replicas.each(lambda engine: engine.resume())  # type: ignore[attr-defined]
         return early, await task | await late
 
     early, found = run(drive())

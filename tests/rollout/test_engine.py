@@ -53,7 +53,7 @@ class Made(Engine):
     """An engine around a `Core`, which generates nothing."""
 
     def __init__(self, core: Core) -> None:
-        super().__init__(core, version=0, context=256, places=1, holds=("target",))
+        super().__init__(core, version=0, context=256, slots=1, holds=("target",))
         self.core, self.paused = core, False
 
     async def pause(self, mode: PauseMode = "keep") -> None:

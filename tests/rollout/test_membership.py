@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout.membership import Membership
 from mtpctl.rollout.protocol import EngineDead
+from mtpctl.rollout.routing import Membership
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PauseMode
 from tests.fakes.engines import in_loop
@@ -64,7 +64,7 @@ async def test_a_request_on_its_way_to_one_that_leaves_is_handed_over_too() -> N
     task = asyncio.ensure_future(collect(pool, requests(8)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.membership.ABORTING_S", 0.02)
+        patch.setattr("mtpctl.rollout.routing.ABORT_AGAIN_S", 0.02)
         await pool.membership.leave(0)
     assert_all_once(await task, 8)
 
@@ -84,7 +84,7 @@ async def test_what_one_that_hangs_does_not_return_goes_on_as_after_a_death() ->
     task = asyncio.ensure_future(collect(pool, requests(16)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.membership.HAND_OVER_S", 0.05)
+        patch.setattr("mtpctl.rollout.routing.HAND_OVER_S", 0.05)
         await pool.membership.leave(0)
     assert_all_once(await task, 16)
     assert pool.membership.taken == [1]

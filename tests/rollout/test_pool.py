@@ -16,8 +16,9 @@ from mtpctl.cluster.rendezvous import host_store
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import Turns
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
+from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
+from mtpctl.rollout.routing import AFFINITY_SLACK
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.transports.control import Address
@@ -135,25 +136,12 @@ async def test_of_those_that_have_a_groups_prefix_the_least_busy_one_goes_on() -
 
 
 @in_loop
-async def test_an_update_leaves_a_paused_pool_paused() -> None:
-    fleet = Fleet()
-    pool = await fleet.pool(2)
-    task = asyncio.ensure_future(collect(pool, requests(8, max_tokens=200)))
-    await asyncio.sleep(0.02)
-    await pool.pause("keep")
-    await pool.update(MANIFESTS[1])
-    assert [(replica.version, replica._running.is_set()) for replica in fleet.live] == [(1, False)] * 2
-    await pool.resume()
-    assert_all_once(await task, 8, 200)
-
-
-@in_loop
 async def test_a_place_is_free_again_however_often_a_request_is_given_up() -> None:
     fleet = Fleet(lambda index: FakeReplica(tick_s=5))
     pool = await fleet.pool(1)
     tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(4)]
     await asyncio.sleep(0.02)
-    async with pool._room:
+    async with pool._router.changed:
         for _ in range(2):
             for task in tasks:
                 task.cancel()
@@ -282,8 +270,8 @@ async def test_a_version_that_waits_for_responses_waits_for_all_their_turns_wher
 
     fleet = Fleet()
     pool = await fleet.pool(1, turns=turns_of(Slow))
-    asked = [GenerationRequest(Sample("p", "g", [0]), 100, stop_token_ids=[10, 30])]
-    task = asyncio.ensure_future(collect(pool, asked))
+    wanted = [GenerationRequest(Sample("p", "g", [0]), 100, stop_token_ids=[10, 30])]
+    task = asyncio.ensure_future(collect(pool, wanted))
     await asyncio.sleep(0.03)
     fleet.live[0].die()
     await pool.update(MANIFESTS[1], mode="wait")
@@ -343,18 +331,15 @@ async def test_waiting_for_a_place_does_not_count_against_the_deadline() -> None
 
 
 @in_loop
-async def test_a_deadline_is_of_all_stretches_of_a_response_together() -> None:
-    """Of a pause between two of them nothing counts."""
+async def test_deadline_counts_all_attempts_of_a_response_together() -> None:
     fleet = Fleet(lambda index: FakeReplica(tick_s=0.005))
     pool = await fleet.pool(1)
-    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=1.0)]
-    task = asyncio.ensure_future(collect(pool, asked))
-    for _ in range(2):
+    wanted = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=1.0)]
+    task = asyncio.ensure_future(collect(pool, wanted))
+    for version in (1, 2):
         await asyncio.sleep(0.2)
-        await pool.pause("abort")
-        await asyncio.sleep(0.7)
+        await pool.update(MANIFESTS[version], mode="abort")
         assert not task.done()
-        await pool.resume()
     (sample,) = await task
     assert sample.finish_reason == DEADLINE and sample.spent_s >= 1.0
     assert fleet.live[0].served == ["p"] * 3
@@ -372,8 +357,8 @@ async def test_an_environment_has_what_the_model_left_of_the_deadline() -> None:
             return chr(30)
 
     pool = await Fleet().pool(1, turns=turns_of(Slow))
-    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, stop_token_ids=[10, 40], deadline_s=1.5)]
-    (sample,) = await collect(pool, asked)
+    wanted = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, stop_token_ids=[10, 40], deadline_s=1.5)]
+    (sample,) = await collect(pool, wanted)
     assert sample.finish_reason == DEADLINE
     assert sum(not mask for mask in sample.loss_mask) == 1, "the second answer was too late"
 
@@ -392,10 +377,10 @@ async def test_a_deadline_that_falls_into_a_long_update_does_not_count_against_t
 
     fleet = Fleet(lambda index: Busy())
     pool = await fleet.pool(1)
-    asked = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=0.1)]
+    wanted = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, deadline_s=0.1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtpctl.rollout.pool.GRACE_S", 0.1)
-        task = asyncio.ensure_future(collect(pool, asked))
+        task = asyncio.ensure_future(collect(pool, wanted))
         await asyncio.sleep(0.02)
         await pool.update(MANIFESTS[1])
         (sample,) = await task
@@ -414,21 +399,6 @@ async def test_a_refused_update_is_told() -> None:
     with pytest.raises(SyncError, match=r"lm_head\.weight does not fit"):
         await pool.update(MANIFESTS[1])
     assert_all_once(await collect(pool, requests(4)), 4)
-
-
-@in_loop
-async def test_a_replica_that_does_not_resume_keeps_no_other_from_it() -> None:
-    class Stubborn(FakeReplica):
-        async def resume(self) -> None:
-            raise RuntimeError("no memory for the KV cache")
-
-    fleet = Fleet(lambda index: Stubborn() if index else FakeReplica())
-    pool = await fleet.pool(2)
-    await pool.pause("abort")
-    task = asyncio.ensure_future(collect(pool, requests(1)))
-    with pytest.raises(RuntimeError, match="no memory for the KV cache"):
-        await pool.resume()
-    assert_all_once(await task, 1)
 
 
 @in_loop

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[st
 
     async def start(index: int) -> RayReplica:
         replica = RayReplica(ray.remote(NullActor).options(max_concurrency=1000, num_cpus=1).remote(), "null")
-        await replica._call(replica._handle.start.remote())
+        await replica._call(NullActor.start)
         return replica
 
     async def drive() -> list[float]:
@@ -202,15 +203,20 @@ def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[st
     assert taken[2] < 0.256, "a millisecond a request, in the median of five rounds"
 
 
-def test_a_dead_actor_is_told_in_one_line_with_where_its_last_words_are() -> None:
+def handle_of(start: Callable[[], Any]) -> Any:
+    """A handle of an actor whose `start` is this function."""
+    return SimpleNamespace(start=SimpleNamespace(remote=start))
+
+
+def test_error_of_a_dead_actor_is_one_line_with_the_name_of_its_log() -> None:
     from ray.exceptions import ActorDiedError, RayActorError
 
     async def call() -> None:
         raise RayActorError("a4", f"{ActorDiedError.BASE_ERROR_MSG}\n\tclass_name: A\n\tpid: 22353\n\tip: 10.0.0.2\nCauses include: (1) …")
 
     with pytest.raises(EngineDead) as died:
-        asyncio.run(RayReplica(None, "rollout replica 0")._call(call()))
-    news, said = str(died.value).split(" Its last words are in ")
+        asyncio.run(RayReplica(handle_of(call), "rollout replica 0")._call(RolloutActor.start))
+    news, said = str(died.value).split(" Its last output is in ")
     assert news == f"rollout replica 0: {ActorDiedError.BASE_ERROR_MSG}"
     assert said == "Ray's logs on its host, worker-*-22353.err"
 
@@ -223,5 +229,5 @@ def test_what_an_actor_refuses_comes_in_its_own_words() -> None:
         raise RayTaskError("update", "Traceback (most recent call last): …", PlanMismatch("lm_head.weight resolves to nothing"))
 
     with pytest.raises(PlanMismatch) as refused:
-        asyncio.run(RayReplica(None, "rollout replica 0")._call(call()))
+        asyncio.run(RayReplica(handle_of(call), "rollout replica 0")._call(RolloutActor.start))
     assert str(refused.value) == "lm_head.weight resolves to nothing"

@@ -79,7 +79,7 @@ class SglangEngine(Engine):
             SglangClient(engine.tokenizer_manager),
             version=version,
             context=usable_context(engine.tokenizer_manager),
-            places=int(settings.args["max_running_requests"]),
+            slots=int(settings.args["max_running_requests"]),
             holds=("target", "draft") if args.speculative_algorithm else ("target",),
         )
         self._engine, self._manager = engine, engine.tokenizer_manager

@@ -41,7 +41,7 @@ class VllmEngine(Engine):
             VllmClient(llm),
             version=version,
             context=int(llm.model_config.max_model_len),
-            places=int(settings.args["max_num_seqs"]),
+            slots=int(settings.args["max_num_seqs"]),
             holds=("target", "draft", "adapter") if "speculative_config" in settings.args else ("target", "adapter"),
         )
         self._llm = llm

@@ -245,10 +245,11 @@ async def play(family: Family, count: int, seed: int) -> tuple[dict[str, Work], 
         while True:
             for _ in range(chance.randint(50, 400)):
                 await asyncio.sleep(0)
-            await pool.pause(chance.choice(["abort", "keep"]))
+            mode = chance.choice(["abort", "keep"])
+            await pool._replicas.each(lambda replica, mode=mode: replica.pause(mode))
             await asyncio.sleep(0)
             live[0] += 1
-            await pool.resume()
+            await pool._replicas.each(lambda replica: replica.resume())
 
     async with Gateway(model, tokenizer, "toy", 6, listen("127.0.0.1", 0)) as gateway:
         transport = httpx.ASGITransport(app=gateway.app)  # type: ignore[arg-type]

@@ -383,15 +383,6 @@ def test_a_step_takes_as_many_prompt_tokens_as_in_offline_generation(engine: Vll
     assert found == tokens[UsageContext.LLM_CLASS] > tokens[UsageContext.OPENAI_API_SERVER]
 
 
-def test_spec_stats_count_what_was_drafted(engine: VllmEngine, run: Loop) -> None:
-    before = run(engine.spec_stats())
-    drafted, tokens = before.drafted, before.tokens
-    sample = run(engine.generate(request(0)))
-    after = run(engine.spec_stats())
-    assert after.drafted - drafted == sample.speculation.drafted
-    assert after.tokens - tokens == 40
-
-
 def test_a_target_is_what_the_protocol_says(engine: VllmEngine, run: Loop, weights: Weights) -> None:
     async def drive() -> int:
         await engine.pause("wait")

@@ -1,0 +1,123 @@
+"""Which replica gets a response, and how replicas join and leave a pool that generates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+
+from mtpctl.cluster.replicas import Replicas, Slot
+from mtpctl.errors import RuntimeFailure
+from mtpctl.rollout.actor import Replica
+
+AFFINITY_SLACK = 8
+"""Responses that a replica with a cached prompt may have more than the least busy replica before another one is preferred."""
+HAND_OVER_S = 60.0
+"""Seconds in which a leaving replica must return its responses."""
+ABORT_AGAIN_S = 1.0
+"""Seconds after which a leaving replica gets another abort, since a request may have been in flight to it during the first one."""
+
+
+class Router:
+    """Chooses a replica for each response, and limits the responses of each replica to `max_in_flight`.
+
+    The samples of a group share their prompt, so they go to a replica that has the prompt cached, unless it has `AFFINITY_SLACK` more
+    responses than the least busy one. `changed` is notified whenever a slot may have become free.
+    """
+
+    def __init__(self, replicas: Replicas[Replica], max_in_flight: int) -> None:
+        self._replicas, self._max_in_flight = replicas, max_in_flight
+        self._groups: Counter[tuple[int, str]] = Counter()
+        self.changed = asyncio.Condition()
+
+    async def acquire(self, group: str) -> Slot[Replica]:
+        """Wait until a replica has room, and count a response of `group` on it.
+
+        Raises RuntimeFailure if all replicas are in quarantine.
+        """
+        async with self.changed:
+            await self.changed.wait_for(lambda: self._free() or self._replicas.all_quarantined())
+            if reasons := self._replicas.all_quarantined():
+                raise RuntimeFailure(f"every rollout replica failed: {reasons}")
+            free = self._free()
+            least = min(slot.busy for slot in free)
+            cached = [slot for slot in free if self._groups[slot.index, group] and slot.busy <= least + AFFINITY_SLACK]
+            chosen = min(cached or free, key=lambda slot: slot.busy)
+            chosen.busy += 1
+            self._groups[chosen.index, group] += 1
+            return chosen
+
+    async def release(self, slot: Slot[Replica], group: str) -> None:
+        """Undo `acquire`."""
+        # Before the first await: a caller that is being cancelled may be cancelled again there.
+        slot.busy -= 1
+        self._groups[slot.index, group] -= 1
+        if not self._groups[slot.index, group]:
+            del self._groups[slot.index, group]
+        await self.notify()
+
+    @property
+    def capacity(self) -> int:
+        """Responses that may be in flight at once; at least one, so that a pool without replicas raises its error."""
+        return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
+
+    async def notify(self) -> None:
+        """Wake up everything that waits for a free slot."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    def _free(self) -> list[Slot[Replica]]:
+        return [slot for slot, _ in self._replicas.live() if slot.wanted and slot.busy < self._max_in_flight]
+
+
+class Membership:
+    """The replicas of a pool, by slot index, and how they join and leave.
+
+    A joining replica first loads the version that the others serve, and then gets requests. A leaving replica gets no further requests.
+    Its responses are aborted, and other replicas continue them from their tokens, as after a weight update with `mode="abort"`.
+    """
+
+    def __init__(self, replicas: Replicas[Replica], changed: asyncio.Condition) -> None:
+        self._replicas, self._changed = replicas, changed
+
+    @property
+    def serving(self) -> int:
+        """Number of replicas that get requests."""
+        return sum(slot.state == "serving" for slot in self._replicas.slots)
+
+    @property
+    def taken(self) -> list[int]:
+        """Slots that are not vacant, in the order in which to vacate them: quarantined, restarting, serving; newest first in each."""
+        order = {"quarantined": 0, "restarting": 1, "serving": 2}
+        wanted = [slot for slot in self._replicas.slots if slot.wanted]
+        return [slot.index for slot in sorted(wanted, key=lambda slot: (order[slot.state], -slot.index))]
+
+    def serves(self, index: int) -> bool:
+        """Whether the replica in a slot gets requests."""
+        return self._replicas.slots[index].state == "serving"
+
+    @property
+    def restarts(self) -> int:
+        """Number of replicas that were started to replace a failed one."""
+        return self._replicas.restarts
+
+    def join(self, index: int) -> None:
+        """Start a replica in a vacant slot, or in the next new one."""
+        self._replicas.join(index)
+
+    async def leave(self, index: int) -> None:
+        """Hand over the responses of the replica in a slot, and end it."""
+        await self._replicas.leave(index, self._hand_over)
+
+    async def _hand_over(self, slot: Slot[Replica], replica: Replica) -> None:
+        """Abort the replica's responses, and wait for them. Raises TimeoutError after `HAND_OVER_S`.
+
+        The pool then continues the missing ones from the tokens with which they were sent.
+        """
+        async with asyncio.timeout(HAND_OVER_S):
+            while slot.busy:
+                await asyncio.sleep(0)  # for requests in flight
+                await replica.pause("abort")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ABORT_AGAIN_S), self._changed:
+                        await self._changed.wait_for(lambda: not slot.busy)
