@@ -132,7 +132,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     tried = try_code(recipe, problems, compare=True)
     model = model_of(recipe, run_dir)
-    if "rl" in recipe.train.stages and recipe.rollout.engine == "vllm":
+    if "rl" in recipe.train.stages and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
     # Finds tensors with wrong names, sizes or scales here, before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")

@@ -124,7 +124,7 @@ def dry_run(recipe: Recipe) -> Plan:
             trials(partial(place, recipe, engines=recipe.rollout.replica_range.max))
     if "rl" in recipe.train.stages:
         trials(partial(check_engine, recipe))
-        if recipe.rollout.engine == "vllm":
+        if not recipe.rollout.traits.own_environment:
             trials(partial(check_importable, config))
     trials(partial(RunDirectory.check_writable, recipe.run_path))
     trials(partial(check_packages, recipe.telemetry))

@@ -68,7 +68,7 @@ def _sections(recipe: Recipe) -> Complaints:
     yield from rollout.check_speculation(section)
     yield from rollout.check_environment(section)
     yield from rollout.check_agents(section)
-    yield from rollout.check_sglang(section) if isinstance(section, rollout.SglangConfig) else rollout.check_vllm(section)
+    yield from section.check_engine()
     yield from sync.check_sections(recipe.sync)
     yield from data.check_data(recipe.data, environment_has_tasks=section.verifiers is not None)
     yield from evaluation.check_evaluation(recipe.evaluation, recipe.data, section)

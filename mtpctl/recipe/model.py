@@ -101,7 +101,7 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         return
     if recipe.mtp.repeat > 1:
         yield f"mtp.repeat: {recipe.mtp.repeat} depths share one MTP layer, but the model has {layers}; set it to 1"
-    if recipe.rollout.engine != "vllm":
+    if not recipe.rollout.traits.mtp_by_depth:
         return
     if k > 1 and recipe.device == "cpu":
         yield (

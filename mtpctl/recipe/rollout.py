@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -20,6 +21,8 @@ from mtpctl.user_code import is_reference, missing_file
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
 
+LOWEST_TEMPERATURE = 0.01
+"""Minimum temperature of vLLM 0.32, which raises lower ones to it (`SamplingParams.__post_init__`)."""
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM allocates memory for; other ranks use the next larger one."""
 
@@ -31,6 +34,30 @@ ENVIRONMENTS = {
 
 VERIFIERS_PREFIX = "verifiers:"
 """Prefix of the name of an environment of the package verifiers."""
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What an engine supports. Code outside the engine's package asks these instead of its name."""
+
+    title: str
+    """Name in messages."""
+    cpu: bool
+    """Runs on CPUs."""
+    own_environment: bool
+    """Runs in a separate Python environment, `rollout.python`."""
+    adapters: bool
+    """Loads LoRA adapters from weight syncs."""
+    release_kv: bool
+    """Can free its KV cache during a weight sync."""
+    routes: bool
+    """Returns the experts of each token."""
+    mtp_by_depth: bool
+    """Runs each MTP layer at its depth, only on GPUs and only once each."""
+    unquantized_only: bool
+    """Updates live weights only without quantization and pipeline stages."""
+    deterministic_arg: str | None = None
+    """Name in `rollout.engine_args` that makes seeded sampling repeatable; None: it always is."""
 
 
 class SpeculationConfig(Section):
@@ -60,6 +87,7 @@ def _kind_of_replicas(value: object) -> str:
 
 
 class RolloutBase(Section):
+    traits: ClassVar[EngineTraits]
     replicas: Annotated[Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_kind_of_replicas)] = (
         Field(1, description="Rollout engines: a number, or {min, max} for a number that follows the hosts of the cluster.")
     )
@@ -165,23 +193,59 @@ class RolloutBase(Section):
 
 class VllmConfig(RolloutBase):
     engine: Literal["vllm"] = Field("vllm", description="vLLM, on GPUs and CPUs.")
+    traits: ClassVar[EngineTraits] = EngineTraits(
+        "vLLM", cpu=True, own_environment=False, adapters=True, release_kv=True, routes=True, mtp_by_depth=True, unquantized_only=True
+    )
     eager: bool = Field(False, description="Disable compilation and CUDA graphs: faster to start, slower to run.")
+
+    def check_engine(self) -> Complaints:
+        """Settings that vLLM would change silently."""
+        if self.temperature < LOWEST_TEMPERATURE:
+            yield f"rollout.temperature: the minimum of vLLM is {LOWEST_TEMPERATURE}, got {self.temperature}; raise it"
 
 
 class SglangConfig(RolloutBase):
     engine: Literal["sglang"] = Field("sglang", description="SGLang, on GPUs.")
+    traits: ClassVar[EngineTraits] = EngineTraits(
+        "SGLang",
+        cpu=False,
+        own_environment=True,
+        adapters=False,
+        release_kv=False,
+        routes=False,
+        mtp_by_depth=False,
+        unquantized_only=False,
+        deterministic_arg="enable_deterministic_inference",
+    )
     python: HomePath | None = Field(None, description="Python interpreter of SGLang's virtual environment.")
     draft_top_k: PositiveInt = Field(1, description="Branches per step of the draft tree; 1: a chain.")
     draft_steps: PositiveInt | None = Field(
         None, description="Depth of the draft tree, required if draft_top_k is above 1; the depth of a chain is num_tokens."
     )
 
+    def check_engine(self) -> Complaints:
+        """Settings that SGLang does not support, and missing ones that it needs."""
+        if self.python and not Path(self.python).is_file():
+            yield f"rollout.python: there is no interpreter {self.python}"
+        if self.top_p < 1 or self.top_k:
+            name = "top_p" if self.top_p < 1 else "top_k"
+            yield f"rollout.{name}: SGLang's log-probs are those of the unfiltered distribution; set rollout.engine: vllm"
+        if self.end_ids is not None:
+            yield "rollout.end_ids: SGLang also stops at the end tokens of the model's configs; leave it out, or set rollout.engine: vllm"
+        if self.kv_cache_bytes is not None:
+            yield "rollout.kv_cache_bytes: SGLang sizes its cache as a share of the GPU; set rollout.gpu_memory instead"
+        if self.speculation.auto:
+            yield "rollout.speculation.auto: works with rollout.engine: vllm; set it to false"
+        if self.speculation.draft_method == "probabilistic":
+            yield "rollout.speculation.draft_method: SGLang drafts greedily; set greedy, or rollout.engine: vllm"
+        k, steps = self.speculation.num_tokens, self.draft_steps
+        if k and self.draft_top_k == 1 and steps not in (None, k):
+            yield f"rollout.draft_steps: a chain of {k} draft tokens takes {k} steps, got {steps}; leave it out or raise draft_top_k"
+        if k and self.draft_top_k > 1 and steps is None:
+            yield "rollout.draft_steps: a tree of draft tokens (draft_top_k above 1) needs its depth; set it"
+
 
 RolloutConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="engine")]
-
-
-LOWEST_TEMPERATURE = 0.01
-"""Minimum temperature of vLLM 0.32, which raises lower ones to it (`SamplingParams.__post_init__`)."""
 
 
 def check_scale(rollout: RolloutBase, replicas: int) -> None:
@@ -240,34 +304,6 @@ def check_agents(rollout: RolloutBase) -> Complaints:
         yield f"rollout.environment: {rollout.environment}, but an agent has its own; set single, or leave the agent out"
 
 
-def check_vllm(rollout: VllmConfig) -> Complaints:
-    """Settings that vLLM would change silently."""
-    if rollout.temperature < LOWEST_TEMPERATURE:
-        yield f"rollout.temperature: the minimum of vLLM is {LOWEST_TEMPERATURE}, got {rollout.temperature}; raise it"
-
-
-def check_sglang(rollout: SglangConfig) -> Complaints:
-    """Settings that SGLang does not support, and missing ones that it needs."""
-    if rollout.python and not Path(rollout.python).is_file():
-        yield f"rollout.python: there is no interpreter {rollout.python}"
-    if rollout.top_p < 1 or rollout.top_k:
-        name = "top_p" if rollout.top_p < 1 else "top_k"
-        yield f"rollout.{name}: SGLang's log-probs are those of the unfiltered distribution; set rollout.engine: vllm"
-    if rollout.end_ids is not None:
-        yield "rollout.end_ids: SGLang also stops at the end tokens of the model's configs; leave it out, or set rollout.engine: vllm"
-    if rollout.kv_cache_bytes is not None:
-        yield "rollout.kv_cache_bytes: SGLang sizes its cache as a share of the GPU; set rollout.gpu_memory instead"
-    if rollout.speculation.auto:
-        yield "rollout.speculation.auto: works with rollout.engine: vllm; set it to false"
-    if rollout.speculation.draft_method == "probabilistic":
-        yield "rollout.speculation.draft_method: SGLang drafts greedily; set greedy, or rollout.engine: vllm"
-    k, steps = rollout.speculation.num_tokens, rollout.draft_steps
-    if k and rollout.draft_top_k == 1 and steps not in (None, k):
-        yield f"rollout.draft_steps: a chain of {k} draft tokens takes {k} steps, got {steps}; leave it out or raise draft_top_k"
-    if k and rollout.draft_top_k > 1 and steps is None:
-        yield "rollout.draft_steps: a tree of draft tokens (draft_top_k above 1) needs its depth; set it"
-
-
 def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
     """Token ids and positions that the model does not have."""
     for name, tokens in (("stop_ids", rollout.stop_ids), ("end_ids", rollout.end_ids or [])):
@@ -289,9 +325,9 @@ def check_tp(tp: int, shape: ModelShape) -> Complaints:
 
 
 def check_engine_device(recipe: Recipe) -> Complaints:
-    """SGLang without a GPU."""
-    if isinstance(recipe.rollout, SglangConfig) and recipe.device == "cpu":
-        yield "rollout.engine: sglang needs a GPU; set vllm, or cluster.device: cuda"
+    """An engine without CPU support on a CPU."""
+    if not recipe.rollout.traits.cpu and recipe.device == "cpu":
+        yield f"rollout.engine: {recipe.rollout.engine} needs a GPU; set vllm, or cluster.device: cuda"
 
 
 def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> Complaints:

@@ -19,7 +19,7 @@ from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.recipe.rollout import RolloutConfig, SglangConfig, VllmConfig
+from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
@@ -151,7 +151,7 @@ class Recipe(Section):
     @property
     def engine_gives_routes(self) -> bool:
         """Whether the engine returns the experts of each token. vLLM does; on a GPU only if prefix caching is on."""
-        if not isinstance(self.rollout, VllmConfig):
+        if not self.rollout.traits.routes:
             return False
         return self.device == "cpu" or bool(self.rollout.engine_args.get("enable_prefix_caching", True))
 
@@ -230,5 +230,5 @@ def check_deterministic(recipe: Recipe) -> Complaints:
         yield "rollout.speculation.auto: depends on measured speed, which async.deterministic rules out; set auto: false"
     if rollout.speculation.num_tokens and rollout.speculation.draft_method == "probabilistic":
         yield "rollout.speculation.draft_method: probabilistic ignores the seeds of async.deterministic; set greedy"
-    if isinstance(rollout, SglangConfig) and not rollout.engine_args.get("enable_deterministic_inference"):
-        yield "async.deterministic: SGLang needs rollout.engine_args: {enable_deterministic_inference: true}; set it"
+    if (name := rollout.traits.deterministic_arg) is not None and not rollout.engine_args.get(name):
+        yield f"async.deterministic: {rollout.traits.title} needs rollout.engine_args: {{{name}: true}}; set it"

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.model import model_folder, tensor_names
-from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, SglangConfig
+from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS
 from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def check_transport(recipe: Recipe) -> Complaints:
         for field in [field for field, share in shares.items() if share and share < 1][-1:]:
             yield f"sync.transport: {transport} supports one process per GPU, but with {field}: {shares[field]:g} two share one; set ipc"
     if recipe.sync.release_kv:
-        if isinstance(rollout, SglangConfig):
+        if not rollout.traits.release_kv:
             yield "sync.release_kv: works with rollout.engine: vllm; set it to false"
         elif recipe.device == "cpu":
             yield "sync.release_kv: a CPU engine cannot free its KV cache; set it to false"
@@ -113,7 +113,7 @@ def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if lora is None:
         yield "sync.sections: there is no adapter without train.lora; replace adapter by target, or set train.lora"
         return
-    if isinstance(rollout, SglangConfig):
+    if not rollout.traits.adapters:
         yield "sync.sections: adapter works with rollout.engine: vllm; replace it by target, which sends merged weights"
     limit = rollout.engine_args.get("max_lora_rank", VLLM_ADAPTER_RANKS[-1])
     if isinstance(limit, int) and lora.rank > limit:
@@ -138,7 +138,7 @@ def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 def check_live_weights(recipe: Recipe, config: Mapping[str, object]) -> Complaints:
     """Engines whose weights an RL sync cannot update in place."""
     rollout = recipe.rollout
-    if "rl" not in recipe.train.stages or isinstance(rollout, SglangConfig):
+    if "rl" not in recipe.train.stages or not rollout.traits.unquantized_only:
         return
     if method := rollout.engine_args.get("quantization"):
         yield f"rollout.engine_args.quantization: the weights of a quantizing engine ({method}) cannot be synced; leave it out"

@@ -147,7 +147,7 @@ def check_replay(recipe: Recipe) -> Complaints:
         yield "train.moe.replay: recompute has no pass to record routes, because the engine's log-probs are used; set rollout, or off"
     if replay != "rollout":
         return
-    if recipe.rollout.engine == "sglang":
+    if not recipe.rollout.traits.routes:
         yield "train.moe.replay: rollout works with rollout.engine: vllm; set recompute, or off"
     elif not recipe.engine_gives_routes:
         fix = "leave enable_prefix_caching out, or set train.moe.replay: off"
