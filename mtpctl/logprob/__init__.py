@@ -1,3 +1,3 @@
-"""The log-prob server: old log-probs from ranks of their own, beside generation; scheduler, replicas, manager, HTTP face.
-The server runs beside the controller without torch, its ranks (`rank`) in processes that each hold an engine of the trainer's.
+"""The log-prob server: recomputes old log-probs while generation continues. Scheduler, replicas, HTTP routes.
+The server runs in the controller without torch; its ranks (`rank`) are processes that each run the trainer's engine.
 """

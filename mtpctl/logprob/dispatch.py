@@ -1,8 +1,8 @@
-"""Sends batches of queued requests to the replicas: which requests make a batch, which replica gets it, and what follows a failure.
+"""Sends batches of queued requests to replicas, and handles failures.
 
-A replica gets one batch at a time, and a second one ahead only if that is a full one, so that a busy replica never waits for
-its next batch and an idle one never for a batch to fill. The waiting tokens are split evenly over the replicas that are free.
-Batches of a replica that dies go to the others. A batch is scored with one weight version, which its answers name.
+A replica gets one batch at a time, and a full second one in advance, so that a busy replica never waits for its next batch, and an idle
+one never for a batch to fill. Queued tokens are split evenly over free replicas. Batches of a replica that dies go to the others. A batch
+is scored with one weight version, which its answers name.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from mtpctl.logprob.queue import BoundedQueue, Waiting
 from mtpctl.logprob.replica import END_S, Replica
 
 ATTEMPTS = 3
-"""Number of replicas that may die over one request before the request is failed as the cause."""
+"""Replicas that may die over one request before the request fails as the cause."""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """tokens_per_batch: of a forward pass; queue_tokens: that may wait; batch_deadline_s: a replica that takes longer counts as dead;
-    sync_deadline_s: for a restarted replica to apply a weight version."""
+    """Limits of a server.
+
+    tokens_per_batch: tokens of a forward pass. queue_tokens: maximum queued tokens. batch_deadline_s: a replica that takes longer counts
+    as dead. sync_deadline_s: for a restarted replica to apply a weight version.
+    """
 
     tokens_per_batch: int
     queue_tokens: int
@@ -37,8 +40,11 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums since the server started. busy_s: seconds of replicas in batches; wait_s: seconds of requests from submission to answer;
-    stall_s: seconds paused for weight updates."""
+    """Sums since the server started.
+
+    busy_s: seconds of replicas in batches. wait_s: seconds of requests from submission to answer. stall_s: seconds paused for weight
+    updates.
+    """
 
     requests: int = 0
     failed: int = 0
@@ -53,7 +59,7 @@ class Counters:
 
 
 class Dispatcher:
-    """Sends the queue's batches to replicas. `Replicas` restarts those; after every change there or in the queue `settle` is called."""
+    """Sends the queue's batches to replicas, which `Replicas` restarts. Call `settle` after every change of either."""
 
     def __init__(self, replicas: Replicas[Replica], limits: ServerLimits) -> None:
         self.replicas, self.limits = replicas, limits
@@ -67,17 +73,17 @@ class Dispatcher:
         self._ended_at: dict[int, float] = {}
 
     def held(self) -> list[int]:
-        """Weight versions with which some replica can score."""
+        """Weight versions that some replica can use."""
         return sorted({version for _, replica in self.replicas.live() for version in replica.versions})
 
     async def pause(self) -> None:
-        """Send no more batches, and return once those under way are answered."""
+        """Stop sending batches, and wait for those in flight."""
         if self._paused_at is None:
             self._paused_at = time.monotonic()
         await self._idle.wait()
 
     def resume(self) -> float:
-        """Send batches again. Returns the seconds since the pause, which count as stall; 0 where there was none."""
+        """Continue sending batches. Returns the seconds since the pause, which count as stall; 0 without one."""
         stall = 0.0
         if self._paused_at is not None:
             stall = time.monotonic() - self._paused_at
@@ -87,14 +93,14 @@ class Dispatcher:
         return stall
 
     def close(self) -> None:
-        """Send no more batches, and fail all requests: those that wait, those under way and those to come."""
+        """Stop sending batches, and fail all requests: queued, in flight and future ones."""
         self._closed = True
         self.settle()
         for task in self._tasks:
             task.cancel()
 
     def settle(self) -> None:
-        """Send the batches that can be sent, and fail the requests that no replica will ever answer. Called after every change."""
+        """Send all batches that can be sent, and fail requests that no replica will ever answer."""
         if self._closed:
             self.refuse(lambda item: True, _ended())
             self.queue.give_room()
@@ -105,11 +111,11 @@ class Dispatcher:
         self.queue.give_room()
 
     def _send_batch(self) -> bool:
-        """Send one batch to the least busy replica that can take one; False where there is none, or nothing to send."""
+        """Send one batch to the least busy replica with room. False if there is none, or nothing to send."""
         live = self.replicas.live()
         free = [(slot, replica) for slot, replica in live if slot.busy == 0]
         full = self.limits.tokens_per_batch
-        # One batch ahead, but only a full one: a smaller one had better wait for more requests.
+        # Only a full batch in advance: a smaller one should wait for more requests.
         ahead = [(slot, replica) for slot, replica in live if slot.busy == 1 and self.queue.tokens >= full]
         budget = min(full, math.ceil(self.queue.tokens / len(free))) if free else full
         for slot, replica in (*free, *ahead):
@@ -137,14 +143,14 @@ class Dispatcher:
                     item.answer.set_exception(_ended())
             raise
         except Exception as error:
-            # The pass failed. If ranks hang in one of its collectives, they will not answer, and the replica counts as dead.
+            # The pass failed. If ranks hang in a collective, they do not answer the ping, and the replica counts as dead.
             await self.check_alive(slot, replica)
             if len(batch) == 1 and not batch[0].answer.done():
                 batch[0].answer.set_exception(_failed(error))
             elif len(batch) > 1:
                 self._again(batch, error, died=False)
         else:
-            # A batch that was sent ahead began when the one before it ended.
+            # A batch that was sent in advance began when the previous one ended.
             began, now = max(began, self._ended_at.get(slot.index, began)), time.monotonic()
             seconds, self._ended_at[slot.index] = now - began, now
             tokens = sum(item.tokens for item in batch)
@@ -163,7 +169,7 @@ class Dispatcher:
             self.settle()
 
     def _again(self, batch: list[Waiting], error: Exception, *, died: bool) -> None:
-        """Put the requests of a failed batch back at the head of the queue, each in a batch of its own, to find the one that fails."""
+        """Put the requests of a failed batch back at the head of the queue, each in a separate batch, to isolate the failing one."""
         for item in reversed(batch):
             if item.answer.done():
                 continue
@@ -176,7 +182,7 @@ class Dispatcher:
             self.queue.put(item, first=True)
 
     def _refuse_hopeless(self) -> None:
-        """Fail the requests that no replica will ever answer."""
+        """Fail requests that no replica will ever answer."""
         if reasons := self.replicas.all_quarantined():
             self.refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))
             return
@@ -196,13 +202,13 @@ class Dispatcher:
         self.refuse(never, VersionGone("at_least: is above the pinned version; leave one of them out"))
 
     def refuse(self, unwanted: Callable[[Waiting], bool], error: Exception) -> None:
-        """Take the requests that are `unwanted` out of the queue, and fail them with `error`."""
+        """Remove requests for which `unwanted` is true from the queue, and fail them with `error`."""
         for item in self.queue.remove(unwanted):
             if not item.answer.done():
                 item.answer.set_exception(error)
 
     async def check_alive(self, slot: Slot[Replica], replica: Replica) -> None:
-        """Ping a replica, and have it restarted where it does not answer."""
+        """Ping a replica, and restart it if it does not answer."""
         try:
             await asyncio.wait_for(replica.ping(), END_S)
         except (ReplicaDead, TimeoutError) as error:
@@ -215,7 +221,7 @@ class Dispatcher:
 
 
 def _failed(error: Exception) -> MtpctlError:
-    """The error that the caller gets for a pass over its request alone: one of a kernel or an allocator in one line."""
+    """The caller's error for a failed pass over its request alone, in one line."""
     if isinstance(error, MtpctlError):
         return error
     failure = RuntimeFailure(f"scoring the request failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
@@ -228,5 +234,5 @@ def _ended() -> RuntimeFailure:
 
 
 def _answers_with(request: ScoreRequest, version: int, current: int) -> bool:
-    """Whether a replica should score with `version`: its current weights, unless the request does not allow them."""
+    """Whether a replica should score with `version`: with its current weights if the request allows them."""
     return request.allows(version) and (version == current or not request.allows(current))

@@ -1,4 +1,4 @@
-"""Requests, answers and errors of the log-prob server. Without torch: callers and the HTTP routes import this."""
+"""Requests, answers and errors of the log-prob server, without torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import Logprobs
 from mtpctl.trainer.config import DraftScores
 
-COLDEST, HOTTEST = 1e-6, 1e6
-"""Bounds of the temperature, within which logits divided by it stay within fp32. An overflow would fail the pass for all its requests,
-and on one pipeline stage alone."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+"""Temperatures for which scaled logits stay within fp32. An overflow would fail the pass for all of its requests, on one pipeline stage
+only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Tokens to be scored.
+    """Tokens to score.
 
-    token_ids: prompt and response; the response, from `prompt_length` on, gets log-probs. mask: one entry a response token, 0 where no
-    log-prob is wanted; None: all are wanted. topk: number of most likely tokens to return at each position; mtp: return log-probs of the
-    MTP depths too. version: score with this weight version only; at_least: with this one or a newer one. caller: callers get equal shares
-    of a full server. deadline_s: seconds that the request may wait for its weights and its turn. routes: experts that the first tokens
-    are sent to (`mtpctl.routes`); record: return those that the pass took. name: what errors call it.
+    Args:
+        token_ids: prompt and response. The response, from `prompt_length` on, gets log-probs.
+        mask: one entry per response token, 0 for no log-prob; None: all tokens.
+        topk: most likely tokens to return per position.
+        mtp: also return log-probs of the MTP depths.
+        version: score only with this weight version.
+        at_least: score with this version or a newer one.
+        caller: callers get equal shares of a full server.
+        deadline_s: seconds that the request may wait for its weights and its turn.
+        routes: experts of the first tokens (`mtpctl.routes`).
+        record: return the experts that the pass used.
+        name: name in errors.
     """
 
     token_ids: Sequence[int]
@@ -49,15 +56,15 @@ class ScoreRequest:
         return len(self.token_ids)
 
     def allows(self, version: int) -> bool:
-        """Whether the request may be scored with this weight version."""
+        """Whether this weight version may be used."""
         return (self.version is None or version == self.version) and (self.at_least is None or version >= self.at_least)
 
 
 @dataclass(slots=True)
 class Scored:
-    """Log-prob and entropy of each response token, in nats, under weight version `version`, and what else was requested.
+    """Log-prob and entropy of each response token (nats) under weight version `version`, and further requested values.
 
-    Entries outside the mask are 0. topk_ids and topk_logprobs are [tokens, k], most likely first; drafts: one entry a depth.
+    Entries outside the mask are 0. topk_ids and topk_logprobs are [tokens, k], most likely first; drafts has one entry per depth.
     """
 
     version: int
@@ -70,15 +77,15 @@ class Scored:
 
 
 class RequestRefused(UserError):
-    """The request itself is wrong; the message names the field and the bound."""
+    """The request is invalid. The message names the field and the limit."""
 
 
 class VersionGone(UserError):
-    """The weights that a request pins are no longer held, or never were."""
+    """The requested weight version is no longer available, or never was."""
 
 
 class QueueFull(RuntimeFailure):
-    """The queue has as many tokens as it may hold. `retry_after_s`: seconds until there should be room."""
+    """The queue is full. `retry_after_s`: estimated seconds until there is room."""
 
     def __init__(self, tokens: int, retry_after_s: float) -> None:
         super().__init__(f"{tokens} tokens are waiting already; try again in {retry_after_s:.0f} s")
@@ -86,7 +93,7 @@ class QueueFull(RuntimeFailure):
 
 
 class ReplicaDead(RuntimeFailure):
-    """A replica's process has died or does not answer. Its requests go to another one."""
+    """A replica died or does not answer. Its requests go to another one."""
 
 
 class Late(RuntimeFailure):
@@ -95,7 +102,7 @@ class Late(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a model: the longest sequence, token ids below `vocab`, its number of MTP depths, and its routes, if it has experts."""
+    """Limits of a model: maximum sequence length, vocabulary size, number of MTP depths, and routes if it has experts."""
 
     positions: int
     vocab: int
@@ -103,7 +110,7 @@ class Bounds:
     routes: RouteShape | None = None
 
     def check(self, request: ScoreRequest) -> None:
-        """Raise RequestRefused for a request that no forward pass could serve."""
+        """Raise RequestRefused for a request that the model cannot score."""
         ids = request.token_ids
         if len(ids) < 2:
             raise RequestRefused(f"token_ids: {len(ids)} token(s) leave nothing to score; give at least 2")
@@ -116,8 +123,8 @@ class Bounds:
             raise RequestRefused(f"token_ids: {low if low < 0 else high} is not a token; ids are 0 to {self.vocab - 1}")
         if request.mask is not None and len(request.mask) != len(ids) - request.prompt_length:
             raise RequestRefused(f"mask: has {len(request.mask)} entries for {len(ids) - request.prompt_length} response tokens")
-        if not COLDEST <= request.temperature <= HOTTEST:
-            raise RequestRefused(f"temperature: must be {COLDEST:g} to {HOTTEST:g}, got {request.temperature:g}")
+        if not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
+            raise RequestRefused(f"temperature: must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got {request.temperature:g}")
         if not 0 <= request.topk <= self.vocab:
             raise RequestRefused(f"topk: must be 0 to {self.vocab}, got {request.topk}")
         if request.mtp and not self.depths:
@@ -131,8 +138,8 @@ class Bounds:
 
 
 def _ends(ids: Sequence[int]) -> tuple[int, int]:
-    """The least and the greatest of these ids."""
+    """Minimum and maximum."""
     if not isinstance(ids, array):
         return min(ids), max(ids)
-    seen = np.asarray(ids)
-    return int(seen.min()), int(seen.max())
+    values = np.asarray(ids)
+    return int(values.min()), int(values.max())

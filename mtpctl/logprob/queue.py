@@ -1,9 +1,9 @@
-"""The queue of requests, and which of them make the next batch, without clocks or tasks.
+"""The queue of requests: which requests form the next batch, and the limit on queued tokens.
 
-Callers share the server by tokens: each has a queue of its own and an account of the tokens it was served, and the next
-request is that of the caller with the smallest account (start-time fair queueing, Goyal et al. 1996). A caller that comes back after a
-pause starts level with the others, so no caller saves up a share. A batch is filled up to its budget; a request that does not fit waits
-at the head of its queue and is first in the next batch, so that a long request does not wait forever.
+Callers share the server by tokens: each has its own queue and an account of the tokens it was served, and the next request is that of the
+caller with the smallest account (start-time fair queueing, Goyal et al. 1996). A caller that returns after a pause starts level with the
+others, so no caller saves up a share. A batch is filled up to its budget. A request that does not fit waits at the head of its queue and
+is first in the next batch, so a long request does not wait forever.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from mtpctl.logprob.protocol import QueueFull, Scored, ScoreRequest
 
 CALLERS = 1024
-"""Number of callers above which the accounts of those without requests are dropped."""
+"""Number of callers above which accounts without requests are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request in the queue. The caller awaits `answer`. `alone`: it gets a batch of its own, because a pass with it failed;
-    `attempts`: replicas that died over such a batch."""
+    """A queued request; the caller awaits `answer`.
+
+    `alone`: it gets a separate batch, because a pass with it failed. `attempts`: replicas that died over such a batch.
+    """
 
     request: ScoreRequest
     answer: asyncio.Future[Scored]
@@ -44,7 +46,7 @@ class _Line:
 
 
 class FairQueue:
-    """Requests by caller. `tokens` and `requests` count those that wait, `pinned` the requests for one version alone."""
+    """Requests by caller. `tokens` and `requests` count what is queued, `pinned` the requests for a specific version."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
@@ -54,7 +56,7 @@ class FairQueue:
         self.pinned = 0
 
     def put(self, item: Waiting, *, first: bool = False) -> None:
-        """Append to the caller's queue; with `first` put at its head, where a request of a failed batch goes back."""
+        """Append to the caller's queue. With `first`, insert at its head: for the requests of a failed batch."""
         caller = item.request.caller
         line = self._lines.setdefault(caller, _Line(self._level))
         if first:
@@ -67,7 +69,7 @@ class FairQueue:
         self._count(item, 1)
 
     def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[Waiting]:
-        """Take out the next batch: the requests that are `ready` and fit into `budget` tokens, or a single one that is longer."""
+        """Remove and return the next batch: `ready` requests within `budget` tokens, or a single longer one."""
         batch: list[Waiting] = []
         room = budget
         turns = [(line.account, caller) for caller, line in self._lines.items() if line.waiting]
@@ -75,13 +77,13 @@ class FairQueue:
         while turns:
             _, caller = heapq.heappop(turns)
             line = self._lines[caller]
-            place = next((i for i, item in enumerate(line.waiting) if ready(item.request)), None)
-            if place is None:
+            index = next((i for i, item in enumerate(line.waiting) if ready(item.request)), None)
+            if index is None:
                 continue
-            item = line.waiting[place]
+            item = line.waiting[index]
             if batch and (item.tokens > room or item.alone):
                 continue
-            del line.waiting[place]
+            del line.waiting[index]
             self._level = max(self._level, line.account)
             line.account += item.tokens
             self._left(item)
@@ -94,7 +96,7 @@ class FairQueue:
         return batch
 
     def remove(self, unwanted: Callable[[Waiting], bool]) -> list[Waiting]:
-        """Take out the requests for which `unwanted` holds."""
+        """Remove and return the requests for which `unwanted` is true."""
         removed = [item for item in self if unwanted(item)]
         for item in removed:
             self._lines[item.request.caller].waiting.remove(item)
@@ -120,63 +122,61 @@ class FairQueue:
                 del self._lines[idle]
 
 
-# The queue with a bound on its tokens: requests wait for room in it, or are told when to try again.
-
 SMOOTHING = 0.8
-"""Factor by which the running sums of the replicas' tokens and seconds decay with every batch."""
+"""Decay, per batch, of the running sums of scored tokens and seconds."""
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _Waiter:
     tokens: int
-    granted: asyncio.Future[None]
-    given: bool = False
+    admitted: asyncio.Future[None]
+    done: bool = False
 
 
 class BoundedQueue(FairQueue):
-    """A `FairQueue` in which `limit` tokens may wait; when empty it accepts one request of any size."""
+    """A `FairQueue` of at most `limit` tokens. When empty, it accepts one request of any size."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self.granted = 0
-        self.rooms: deque[_Room] = deque()
+        self._reserved = 0
+        self._waiters: deque[_Waiter] = deque()
         self._tokens = self._seconds = 0.0
 
     def check_room(self, tokens: int) -> None:
-        """Raise QueueFull where there is no room for `tokens` more."""
+        """Raise QueueFull if there is no room for `tokens` more."""
         if self._full(tokens):
             over = self.tokens + min(tokens, self.limit) - self.limit
             raise QueueFull(self.tokens, float(max(1, math.ceil(over * self._seconds / self._tokens))) if self._tokens else 1.0)
 
     async def wait_for_room(self, tokens: int) -> None:
-        """Return when there is room for `tokens` more. The caller must `put` them at once: the room is not reserved any longer."""
-        if not self.rooms and not self._full(tokens):
+        """Wait for room for `tokens` more. The caller must `put` them immediately, because the room is no longer reserved."""
+        if not self._waiters and not self._full(tokens):
             return
-        room = _Room(tokens, asyncio.get_running_loop().create_future())
-        self.rooms.append(room)
+        waiter = _Waiter(tokens, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
         try:
-            await room.granted
+            await waiter.admitted
         finally:
-            if room.given:
-                self.granted -= room.tokens
+            if waiter.done:
+                self._reserved -= waiter.tokens
             else:
-                self.rooms.remove(room)
+                self._waiters.remove(waiter)
 
     def give_room(self) -> None:
-        """Give room to those who wait for it, in turn, as far as there is some. Call it whenever a request has left."""
-        while self.rooms and not self._full(self.rooms[0].tokens):
-            room = self.rooms.popleft()
-            room.given = True
-            self.granted += room.tokens
-            if not room.granted.done():
-                room.granted.set_result(None)
+        """Admit waiting callers in order while there is room. Call it whenever a request has left the queue."""
+        while self._waiters and not self._full(self._waiters[0].tokens):
+            waiter = self._waiters.popleft()
+            waiter.done = True
+            self._reserved += waiter.tokens
+            if not waiter.admitted.done():
+                waiter.admitted.set_result(None)
 
     def served(self, tokens: int, seconds: float) -> None:
-        """Note that a replica scored `tokens` in `seconds`; `QueueFull.retry_after_s` is estimated from this."""
-        # Two answers may come together, the second after no time at all, so the rate of a single batch would mean nothing.
+        """Record that a replica scored `tokens` in `seconds`, from which `QueueFull.retry_after_s` is estimated."""
+        # Running sums, because two batches may finish together, the second after almost no time.
         self._tokens, self._seconds = SMOOTHING * self._tokens + tokens, SMOOTHING * self._seconds + seconds
 
     def _full(self, tokens: int) -> bool:
-        waiting = self.tokens + self.granted
-        return waiting > 0 and waiting + tokens > self.limit
+        queued = self.tokens + self._reserved
+        return queued > 0 and queued + tokens > self.limit

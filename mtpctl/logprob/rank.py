@@ -1,6 +1,6 @@
-"""One rank of a log-prob replica: a forward-only engine, and the weight versions that it holds. Runs in a process of its own.
+"""One rank of a log-prob replica, in its own process: a forward-only engine with one or two weight versions.
 
-All ranks of a replica are called together, with the same arguments and in the same order; the server reads rank 0's answers.
+All ranks of a replica are called together, with the same arguments and in the same order. The server uses rank 0's answers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
     from mtpctl.logprob.weights import MergedAdapter
     from mtpctl.trainer.engine import MegatronEngine
 
-FLOOR = 32
-"""The fewest tokens that a pass scores. A matmul of very few rows takes another path and rounds differently, and then the answer to a
-short request would depend on whether it is alone in its batch. A smaller batch is padded with a sequence of its own."""
+MIN_SCORED = 32
+"""Minimum tokens that a pass scores. A matmul with very few rows uses another kernel and rounds differently, so the result of a short
+request would depend on its batch. A smaller batch is padded with an additional sequence."""
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What a replica serves and how: the model folder, optionally a checkpoint of it, and the version of these weights.
+    """What a replica serves: the model folder, optionally a checkpoint of it, and the version of these weights.
 
-    `lora`: the checkpoint has an adapter, which is applied as in training. With `random_seed` the folder needs no weights: the replica
-    draws them itself.
+    `lora`: the checkpoint has an adapter, which is applied as in training. `random_seed`: draw random weights; the folder needs none.
     """
 
     model: str
@@ -55,24 +54,24 @@ class ReplicaConfig:
 
 
 class ScoreRank:
-    """A `MegatronEngine` that scores, and whose weights can be updated."""
+    """A `MegatronEngine` that scores, with weights that can be updated."""
 
     def __init__(self, config: ReplicaConfig, rank: int) -> None:
         write_to_run()
         self.config, self.rank = config, rank
         self._stream: WeightStream | None = None
         self._begun = False
-        # The adapter that is merged into the current version, and the one of the update under way.
+        # The adapter merged into the current version, and the one being received.
         self._adapter: MergedAdapter | None = None
         self._incoming_adapter: MergedAdapter | None = None
         self._finished: set[str] = set()
 
     def here(self) -> ActorLocation:
-        """Where the actor is."""
+        """Location of the actor."""
         return current_location()
 
     def address(self) -> str:
-        """Address of the store at which the ranks meet. Rank 0 holds it from now on; the other ranks return an empty string."""
+        """Create the ranks' rendezvous store and return its address; an empty string on ranks other than 0."""
         from mtpctl.cluster.rendezvous import address_of, host_store
 
         if self.rank:
@@ -81,7 +80,7 @@ class ScoreRank:
         return address_of(self.meeting)
 
     def build(self, master: str) -> Bounds:
-        """Load the model; `master` is rank 0's `address`."""
+        """Load the model. `master`: rank 0's `address`."""
         with importing():
             import torch
 
@@ -96,7 +95,7 @@ class ScoreRank:
         settings = EngineConfig(
             parallel=config.parallel,
             precision=config.precision,
-            # The MTP layers are loaded and never trained; a checkpoint with an adapter has them only where they were trained.
+            # MTP layers are loaded, not trained. A checkpoint with an adapter has them only if they were trained.
             mtp=config.mtp if config.mtp.mode == "off" or config.lora else config.mtp.model_copy(update={"mode": "load"}),
             kernels=config.kernels,
             tokens_per_microbatch=config.tokens_per_batch,
@@ -113,7 +112,7 @@ class ScoreRank:
         return bounds
 
     def adopt(self, engine: MegatronEngine) -> Bounds:
-        """Serve a loaded engine; its weights have the configured version."""
+        """Serve a loaded engine, whose weights have the configured version."""
         from mtpctl.convert.bridge import StreamMap
         from mtpctl.families import tensors
         from mtpctl.families.tensors import section_of, tensor_shapes
@@ -124,7 +123,7 @@ class ScoreRank:
         self.engine = engine
         self.tensors = tensor_shapes(shape)
         self._section_of = lambda name: section_of(name, shape)
-        # MTP layers of some families have copies of embedding and head, which are sent with the section that they are in.
+        # MTP layers of some families have copies of embedding and head, which are sent with their section.
         aliases = self.copies = tensors.aliases(shape)
         self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
@@ -133,7 +132,7 @@ class ScoreRank:
         return Bounds(shape.max_positions, shape.vocab, engine.depths, RouteShape.of(shape))
 
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
-        """Answers in the order of `requests`, all under weights `version`. Raises VersionConflict where they are not held."""
+        """Score `requests` with weight version `version`. Raises VersionConflict if the version is not available."""
         from mtpctl.trainer.batch import Sequence
         from mtpctl.trainer.config import ScoreOptions
 
@@ -143,7 +142,7 @@ class ScoreRank:
             mask = request.mask or [1] * response
             sequences.append(Sequence(request.token_ids, request.prompt_length, mask, routes=request.routes, name=request.name))
             options.append(ScoreOptions(request.temperature, request.topk, request.mtp))
-        if (rest := FLOOR - sum(s.trained for s in sequences)) > 0:
+        if (rest := MIN_SCORED - sum(s.trained for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
             options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
         with self.held.using(version):
@@ -156,13 +155,13 @@ class ScoreRank:
         ]
 
     def ping(self) -> list[int]:
-        """Versions held, newest first."""
+        """Available versions, newest first."""
         return self.held.versions
 
     # ------------------------------------------------------------------------------------------------------- weights
 
     def begin_update(self, manifest: JsonObject, version: int, section: Section) -> None:
-        """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict; nothing changed."""
+        """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict before any change."""
         from mtpctl.convert.bridge import WeightStream
         from mtpctl.logprob.weights import MergedAdapter
 
@@ -173,7 +172,9 @@ class ScoreRank:
         try:
             if section == "adapter":
                 if self.config.checkpoint is not None:
-                    raise PlanMismatch("an adapter goes over the weights of the model's folder, this log-prob replica serves a checkpoint")
+                    raise PlanMismatch(
+                        "an adapter applies to the weights of the model's folder, but this log-prob replica serves a checkpoint"
+                    )
                 self._incoming_adapter = MergedAdapter(plan, self.adaptable, self.engine.device)
             else:
                 self._check(entries, section)
@@ -199,17 +200,17 @@ class ScoreRank:
         for name, entry in entries.items():
             if name in self.tensors and tuple(self.tensors[name]) != entry.shape:
                 wrong.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
-            # Not all are of one type: a mixture's router keeps its bias in fp32 beside bf16.
+            # Types may differ: a MoE router keeps its bias in fp32 in a bf16 model.
             dtype = next((held[alias] for alias in (name, *entry.aliases) if alias in held), entry.dtype)
             if entry.dtype != dtype:
                 wrong.append(f"{name} is {entry.dtype}, the served model {dtype}")
-        there = {name for name, e in entries.items() for name in (name, *e.aliases)}
-        wrong += [f"{name} is missing" for name in self.map.known - there if self._section_of(name) == section]
+        planned = {name for name, e in entries.items() for name in (name, *e.aliases)}
+        wrong += [f"{name} is missing" for name in self.map.known - planned if self._section_of(name) == section]
         if wrong:
             raise PlanMismatch(f"the weights do not fit the log-prob replica: {'; '.join(wrong[:8])}")
 
     def receive(self, *indices: int) -> None:
-        """Write buckets of the section begun last. Raises SyncError for a bucket out of order, or that does not arrive."""
+        """Write buckets of the open section. Raises SyncError for a bucket that is out of order or does not arrive."""
         due = list(range(self._taken, self._taken + len(indices)))
         if not self._begun or list(indices) != due:
             raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._begun else 'none'} was due")
@@ -220,7 +221,7 @@ class ScoreRank:
                     self._incoming_adapter.receive(bucket, data)
                     self._taken += 1
                 else:
-                    # Conversion runs on the model's device, which holds one bucket of the update at a time.
+                    # Conversion runs on the model's device, one bucket at a time.
                     self._take(self._stream, bucket, data.to(self.engine.device))
         except BaseException as error:
             self._readers.fail(str(error))
@@ -243,7 +244,7 @@ class ScoreRank:
         self._taken += 1
 
     def finish_update(self) -> None:
-        """Close the section; after the last one of the manifest the version is current. Raises SyncError where buckets are missing."""
+        """Close the section. After the last section of the manifest the version is current. Raises SyncError if buckets are missing."""
         if not self._begun or self._taken < len(self._plan.buckets):
             raise SyncError("the section ended before all of its buckets came")
         if self._stream is not None:
@@ -264,20 +265,20 @@ class ScoreRank:
 
     def _close(self, stream: WeightStream) -> None:
         try:
-            # `finish` updates the copies of an embedding that other pipeline stages have, in the module itself.
+            # `finish` updates copies of the embedding on other pipeline stages, in the module itself.
             with self.held.showing_incoming():
                 stream.finish()
         except ValueError as error:
             raise SyncError(str(error)) from error
 
     def _merge(self, adapter: MergedAdapter) -> None:
-        """Write base weights plus adapter, when all other sections of the version are written."""
+        """Write base weights plus adapter, after all other sections of the version."""
         from mtpctl.convert.bridge import WeightStream
         from mtpctl.convert.mappings import names_of
 
         tasks = self.map.tasks
         self.held.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
-        # Also the weights that an earlier adapter has changed and this one does not.
+        # Includes weights that an earlier adapter changed and this one does not.
         names = {name for task in tasks if self.held.has_base(task.param_weight) for name in names_of(task)}
         stream = WeightStream(self.map, names, self.held.destination)
         with self.held.showing_base():
@@ -287,30 +288,30 @@ class ScoreRank:
         self._close(stream)
 
     def abort_update(self) -> None:
-        """Give up all sections of the update. Raises TargetDirty where the weights are a mix of two versions."""
+        """Abort all sections of the update. Raises TargetDirty if the weights are a mix of two versions."""
         self._stream, self._incoming_adapter, self._begun = None, None, False
-        self._readers.fail("a log-prob replica broke off")
+        self._readers.fail("a log-prob replica aborted the update")
         self._finished = set()
         self.held.abort()
 
     def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor as it would be exported now, by its Hugging Face name.
+        """Checksum of every exported tensor, by its Hugging Face name.
 
-        For a layer with a merged adapter: the checksums of its base weight and of the adapter's tensors. Raises WeightsDiffer where the
-        live weight is not the sum of the two.
+        For a layer with a merged adapter: checksums of its base weight and of the adapter's tensors. Raises WeightsDiffer if the live
+        weight is not the sum of the two.
         """
         from mtpctl.sync.checksums import checksum
 
-        found = {name: checksum(tensor) for name, tensor in self.engine.export()}
+        sums = {name: checksum(tensor) for name, tensor in self.engine.export()}
         if self._adapter is None:
-            return found
+            return sums
         wrong = []
         with self.held.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in self._adapter.layers:
-                    if checksum(self._adapter.merged(name, weight)) != found[name]:
+                    if checksum(self._adapter.merged(name, weight)) != sums[name]:
                         wrong.append(name)
-                    found[name] = checksum(weight)
+                    sums[name] = checksum(weight)
         if wrong:
             raise WeightsDiffer(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(wrong[:8])}")
-        return found | self._adapter.checksums()
+        return sums | self._adapter.checksums()

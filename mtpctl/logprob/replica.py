@@ -1,4 +1,4 @@
-"""A log-prob replica as the server sees it: its ranks, called together, as a target of weight updates."""
+"""A log-prob replica: its ranks, called together, as a target of weight updates."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 END_S = 10.0
-"""Seconds within which a rank must have ended."""
+"""Seconds in which a rank must end."""
 
 
 class Ranks(Protocol):
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """Call `method` of `ScoreRank` on every rank, in the order of these calls. Awaited, it returns rank 0's answer.
+        """Call a method of `ScoreRank` on every rank, in the same order on all. Awaiting it returns rank 0's answer.
 
-        Raises ReplicaDead where a rank has died, else what a rank raises.
+        Raises ReplicaDead if a rank has died, otherwise the error of a rank.
         """
         ...
 
     async def where(self) -> list[ActorLocation]:
-        """Where each rank is."""
+        """Location of each rank."""
         ...
 
     async def end(self) -> None:
-        """End every rank's process, whatever it is doing."""
+        """Kill the processes of all ranks."""
         ...
 
 
 class Replica:
-    """A `WeightTarget` that scores. It mirrors the versions that the ranks hold, so that the server need not ask for them."""
+    """A `WeightTarget` that scores. It mirrors the versions that its ranks have."""
 
     def __init__(self, ranks: Ranks, bounds: Bounds, version: int, *, keep_previous: bool, name: str = "log-prob replica") -> None:
         self.ranks, self.bounds, self.name = ranks, bounds, name
@@ -47,24 +47,24 @@ class Replica:
         self.versions = [version]
         self._incoming: Manifest | None = None
         self._left: set[str] = set()
-        self._distrusted = False
+        self._dirty = False
 
     @property
     def version(self) -> int:
         return self.versions[0]
 
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:
-        """Score a batch with the weights `version`. Batches run one after another, in the order of the calls.
+        """Score a batch with weight version `version`. Batches run one after another, in the order of the calls.
 
-        Awaited, raises TargetDirty where an update has left other weights than were sent.
+        Awaiting it raises TargetDirty if an update left other weights than were sent.
         """
-        return self._untrusted() if self._distrusted else self.ranks.call("score", requests, version)
+        return self._refuse() if self._dirty else self.ranks.call("score", requests, version)
 
-    async def _untrusted(self) -> list[Scored]:
+    async def _refuse(self) -> list[Scored]:
         raise TargetDirty(f"{self.name}: its weights are not what was sent")
 
     async def ping(self) -> None:
-        """Return once the replica has done all calls before this one. Raises ReplicaDead where it has died."""
+        """Wait until all earlier calls are done. Raises ReplicaDead if the replica has died."""
         await self.ranks.call("ping")
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
@@ -78,7 +78,7 @@ class Replica:
         await self.ranks.call("receive", *(bucket.index for bucket in buckets))
 
     async def finish_update(self) -> None:
-        """Close the section, as `WeightTarget` says. After the last one of the manifest the version is current."""
+        """See `WeightTarget`. After the last section of the manifest the version is current."""
         await self.ranks.call("finish_update")
         self._left.discard(self._section)
         if self._incoming is not None and not self._left:
@@ -90,15 +90,15 @@ class Replica:
         await self.ranks.call("abort_update")
 
     async def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor by its wire name, those that no update has sent included."""
-        found: dict[str, str] = await self.ranks.call("checksums")
-        return found
+        """Checksums of all tensors by their wire names, including tensors that no update has sent."""
+        sums: dict[str, str] = await self.ranks.call("checksums")
+        return sums
 
     def mark_dirty(self) -> None:
-        self._distrusted = True
+        self._dirty = True
 
     async def where(self) -> list[ActorLocation]:
-        """Where each rank is."""
+        """Location of each rank."""
         return await self.ranks.where()
 
     async def end(self) -> None:
@@ -112,12 +112,11 @@ class RayRanks:
         self.handles, self.name = handles, name
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        # Submitted here and not when awaited, so that every rank gets the calls in the same order.
+        # Submitted before it is awaited, so that every rank gets the calls in the same order.
         refs = [getattr(handle, method).remote(*args) for handle in self.handles]
         return self._answers(refs)
 
     async def where(self) -> list[ActorLocation]:
-        """Where each rank is."""
         return list(await asyncio.gather(*(self._answers([handle.here.remote()]) for handle in self.handles)))
 
     async def _answers(self, refs: list[ObjectRef[Any]]) -> Any:
@@ -127,7 +126,7 @@ class RayRanks:
             return await ref
 
         try:
-            # Raises as soon as one rank has died, while the others may still wait for it.
+            # Raises as soon as one rank has died, even if the others wait for it.
             return (await asyncio.gather(*map(one, refs)))[0]
         except RayTaskError as error:
             raise error.cause from None
@@ -142,9 +141,9 @@ class RayRanks:
 
 
 async def start_replica(config: ReplicaConfig, *, name: str, options: Sequence[Options], kind: type[ScoreRank] = ScoreRank) -> Replica:
-    """Start a replica's ranks as Ray actors of `kind`, and return once they can score. `options`: Ray's for each of them.
+    """Start a replica's ranks as Ray actors of `kind`, and return once they can score.
 
-    Raises what loading the model raises.
+    `options`: Ray's options of each rank. Raises the errors of loading the model.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Bodies of the HTTP face: what clients send and what they get, as the OpenAPI page shows it."""
+"""Request and response bodies of the HTTP routes, as in the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MaskBit = Annotated[int, Strict(), Field(ge=0, le=1)]
 Version = Annotated[int, Strict(), Field(ge=0, le=1 << 53)]
 
 SEQUENCES = 1024
-"""Sequences of one HTTP request, at most."""
+"""Maximum sequences per HTTP request."""
 TOP_LOGPROBS = 32
 WAIT_S = 600.0
 
 
 class RoutesField(BaseModel):
-    """The experts of a sequence's first tokens: [tokens, layers with experts, experts a token], in base64, little-endian, in C order."""
+    """The experts of a sequence's first tokens: [tokens, MoE layers, experts per token], in base64, little-endian, in C order."""
 
     model_config = ConfigDict(extra="forbid")
 
-    dtype: Literal["uint8", "uint16"] = Field(description="uint8 up to 256 experts, uint16 beyond.")
+    dtype: Literal["uint8", "uint16"] = Field(description="uint8 for up to 256 experts, else uint16.")
     shape: Annotated[list[Annotated[int, Strict(), Field(ge=0)]], Field(min_length=3, max_length=3)]
     data: str
 
@@ -35,20 +35,20 @@ class LogprobsRequest(BaseModel):
 
     token_ids: list[TokenId] | list[list[TokenId]] | None = Field(None, description="One sequence, or several.")
     text: str | list[str] | None = Field(None, description="The same as text.")
-    prompt_length: TokenId | list[TokenId] = Field(1, description="Tokens that come before the scored ones, for all or for each.")
-    mask: list[MaskBit] | list[list[MaskBit]] | None = Field(None, description="1 or 0 for each scored token; 0: null in the answer.")
+    prompt_length: TokenId | list[TokenId] = Field(1, description="Tokens before the scored ones, for all sequences or for each.")
+    mask: list[MaskBit] | list[list[MaskBit]] | None = Field(None, description="1 or 0 per scored token; 0: null in the response.")
     temperature: float = Field(1.0, gt=0, description="Temperature of the distribution.")
-    top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS, description="Likeliest tokens to name at each place.")
-    mtp: bool = Field(False, description="Log-probs and greedy hits of every MTP depth as well.")
+    top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS, description="Most likely tokens to return per position.")
+    mtp: bool = Field(False, description="Also return log-probs and greedy hits of every MTP depth.")
     routes: RoutesField | list[RoutesField | None] | None = Field(
-        None, description="Experts to send tokens to; those of tokens without any are chosen by the served model."
+        None, description="Experts of the first tokens; the model chooses those of the other tokens."
     )
-    record_routes: bool = Field(False, description="The experts that tokens were sent to as well.")
-    version: Version | None = Field(None, description="Only these weights.")
-    at_least: Version | None = Field(None, description="These weights or newer ones; waits for them.")
-    timeout_s: float = Field(60.0, gt=0, le=WAIT_S, description="Seconds to wait for an answer.")
-    stream: bool = Field(False, description="One JSON line a sequence, as they are done.")
-    user: str = Field("", max_length=128, description="Whose request it is: users get equal shares of a full server.")
+    record_routes: bool = Field(False, description="Also return the experts of the tokens.")
+    version: Version | None = Field(None, description="Only this weight version.")
+    at_least: Version | None = Field(None, description="This weight version or a newer one; waits for it.")
+    timeout_s: float = Field(60.0, gt=0, le=WAIT_S, description="Seconds to wait for the response.")
+    stream: bool = Field(False, description="One JSON line per sequence, in the order in which they finish.")
+    user: str = Field("", max_length=128, description="Users get equal shares of a full server.")
 
 
 class TopLogprob(BaseModel):
@@ -58,15 +58,15 @@ class TopLogprob(BaseModel):
 
 class DepthScores(BaseModel):
     depth: int
-    logprobs: list[float | None] = Field(description="Null for the first tokens, which no draft can name, and outside the mask.")
-    hits: list[bool | None] = Field(description="Whether this depth's likeliest token is the one that came.")
+    logprobs: list[float | None] = Field(description="Null for the first tokens, which cannot be drafted, and outside the mask.")
+    hits: list[bool | None] = Field(description="Whether this depth's most likely token is the actual one.")
 
 
 class SequenceScores(BaseModel):
-    """Of one sequence, over its tokens from `prompt_length` on; null outside the mask."""
+    """Scores of one sequence, for its tokens from `prompt_length` on; null outside the mask."""
 
     index: int
-    version: int = Field(description="The weights that made these numbers.")
+    version: int = Field(description="The weight version.")
     token_ids: list[int] = Field(description="The scored tokens.")
     logprobs: list[float | None]
     entropy: list[float | None]
@@ -85,7 +85,7 @@ class LogprobsResponse(BaseModel):
 class CompletionRequest(BaseModel):
     """OpenAI's completions for scoring only: `echo` with `max_tokens: 0`.
 
-    Sampling fields are accepted, because clients send them with every request, and have no effect.
+    Sampling fields are accepted without effect, because clients send them with every request.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -99,10 +99,10 @@ class CompletionRequest(BaseModel):
     best_of: int | None = 1
     stream: bool | None = False
     suffix: str | None = None
-    return_tokens_as_token_ids: bool | None = Field(False, description="Tokens by their ids, as token_id:N.")
+    return_tokens_as_token_ids: bool | None = Field(False, description="Tokens as their ids, token_id:N.")
     user: str = Field("", max_length=128)
 
-    # Sampling fields, which have no effect.
+    # Sampling fields.
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -117,7 +117,7 @@ class CompletionRequest(BaseModel):
     stream_options: dict[str, bool] | None = None
 
     def check(self) -> None:
-        """Raise RequestRefused for a request that would generate, or that the server does not support."""
+        """Raise RequestRefused for a request to generate, or for unsupported fields."""
         if not self.echo or self.max_tokens != 0:
             raise RequestRefused("echo, max_tokens: this server scores and does not generate; send echo: true and max_tokens: 0")
         if (self.n or 1) != 1 or (self.best_of or 1) != 1 or self.stream:
@@ -130,8 +130,8 @@ class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int] = Field(description="Where each token begins in the text, in characters.")
-    bytes: list[list[int]] | None = Field(description="The bytes of each token, which may be a part of a character.")
+    text_offset: list[int] = Field(description="Start of each token in the text, in characters.")
+    bytes: list[list[int]] | None = Field(description="The bytes of each token, which may be part of a character.")
 
 
 class CompletionChoice(BaseModel):

@@ -109,7 +109,7 @@ async def test_a_full_queue_refuses_over_http_and_makes_callers_wait_inside() ->
         await server.score(request(50), wait=False)
     assert full.value.retry_after_s >= 1
     assert len(await asyncio.gather(*tasks)) == 20
-    assert server.queue.tokens == 0 and server.queue.granted == 0
+    assert server.queue.tokens == 0 and server.queue._reserved == 0
     await server.close()
 
 
@@ -119,7 +119,7 @@ async def test_many_may_wait_for_room() -> None:
     server = await serve(Started(), queue_tokens=1_000)
     async with asyncio.timeout(10):
         assert len(await asyncio.gather(*(server.score(request(20)) for _ in range(20_000)))) == 20_000
-    assert server.queue.granted == 0 and not server.queue.rooms
+    assert server.queue._reserved == 0 and not server.queue._waiters
     await server.close()
 
 
@@ -131,7 +131,7 @@ async def test_who_stops_waiting_leaves_the_queue() -> None:
     for task in tasks[2:]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (server.queue.requests, server.queue.granted, len(server.queue.rooms)) == (0, 0, 0)
+    assert (server.queue.requests, server.queue._reserved, len(server.queue._waiters)) == (0, 0, 0)
     with pytest.raises(Late):
         await server.score(request(at_least=9, deadline_s=0.01))
     assert server.queue.requests == 0

@@ -163,7 +163,7 @@ async def test_what_nobody_awaits_any_more_is_ended_in_the_engine() -> None:
     await asyncio.sleep(0)
     at_once.cancel()
     await asyncio.sleep(0.01)
-    assert handle.actor._engine.under_way == 0 and handle.actor._working == {}
+    assert handle.actor._engine.under_way == 0 and handle.actor._tasks == {}
     assert handle.calls.count("drop") <= 2
     assert (await asyncio.wait_for(replica.generate(request("next")), 5)).prompt_id == "next"
 
