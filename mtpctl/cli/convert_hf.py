@@ -42,7 +42,7 @@ def convert_hf(
     inspect: Annotated[bool, typer.Option("--inspect", help="Print what SRC holds and what it lacks; takes no DST.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert weights, MTP layers included, one parameter at a time. Called again, it resumes an interrupted conversion."""
+    """Convert weights, MTP layers included, one parameter at a time. DST appears when it is complete."""
     for name, value, known in (("--to", to, SIDES), ("--dtype", dtype, DTYPES)):
         if value is not None and value not in known:
             raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
@@ -71,7 +71,7 @@ def convert_hf(
 
     options = ConversionOptions(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
     with _progress() as progress:
-        made = convert(source, target, options, say=lambda line: print(line, file=sys.stderr), progress=progress)
+        made = convert(source, target, options, report=lambda line: print(line, file=sys.stderr), progress=progress)
     if as_json:
         answer(json.dumps(asdict(made), indent=2))
         return

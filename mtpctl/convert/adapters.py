@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mtpctl.checkpoint import sharded
 from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.convert.bridge import WeightBridge
-from mtpctl.convert.dtypes import common
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.hf_writer import common
 from mtpctl.convert.mappings import ConversionTask, ParamMapping, packs_experts
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.parts import partition

@@ -1,7 +1,7 @@
-"""A folder's safetensors written tensor by tensor, in any order: every place is known before the first byte.
+"""Write a folder's safetensors in any order of tensors: the position of every tensor is computed before the first byte.
 
-The shards are laid out and allocated first, so that a disk that is too small is found at once, and each tensor is then written to its
-place. An expert is written to its part of a packed tensor in the same way.
+The files are allocated first, so that a full disk is detected at once. Each tensor is then written to its position; an expert is written to
+its part of a packed tensor in the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,16 @@ from torch import Tensor
 from mtpctl.convert.model_weights import Stored
 
 SHARD_BYTES = 5_000_000_000
-"""Bytes of a file at most, as on the Hugging Face hub; a single tensor may be larger."""
-
+"""Maximum size of a file, as on the Hugging Face hub; a single tensor may be larger."""
+NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of `--dtype`."""
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor's bytes go."""
+class Location:
+    """The position of a tensor's bytes."""
 
     file: str
     start: int
@@ -37,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its header, and its size in bytes."""
+    """One file: its name, header and size in bytes."""
 
     name: str
     header: bytes
@@ -45,24 +47,24 @@ class Shard:
 
 
 class HfWriter:
-    """The weight files of `folder`, for tensors stored as in `layout`. `sizes`: how many elements each of the model's tensors has."""
+    """Writes the weight files of `folder` for tensors stored as in `layout`. sizes: number of elements of each of the model's tensors."""
 
     def __init__(
         self, folder: Path, layout: list[Stored], sizes: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.folder = folder
-        self.places: dict[str, list[Place]] = {}
-        """By the model's name; a carried tensor's own."""
+        self.locations: dict[str, list[Location]] = {}
+        """By the name of the model's tensor, or the stored name of a tensor outside the language model."""
         self.shards: list[Shard] = []
         self._weight_map: dict[str, str] = {}
         self._files: dict[str, int] = {}
-        self.total = sum(stored.nbytes for stored in layout)
+        self._total = sum(stored.nbytes for stored in layout)
         groups = list(_groups(layout, shard_bytes))
         for number, group in enumerate(groups, start=1):
             name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-            self._place(name, group, sizes)
+            self._add_shard(name, group, sizes)
 
-    def _place(self, file: str, group: list[Stored], sizes: Mapping[str, int]) -> None:
+    def _add_shard(self, file: str, group: list[Stored], sizes: Mapping[str, int]) -> None:
         header, at = {}, 0
         for stored in group:
             header[stored.name] = {"dtype": stored.code, "shape": list(stored.shape), "data_offsets": [at, at + stored.nbytes]}
@@ -76,7 +78,7 @@ class HfWriter:
             end = at + stored.nbytes
             for name in stored.pieces or (stored.name,):
                 nbytes = sizes[name] * stored.dtype.itemsize if len(stored.pieces) > 1 else stored.nbytes
-                self.places.setdefault(name, []).append(Place(file, at, nbytes, stored.dtype))
+                self.locations.setdefault(name, []).append(Location(file, at, nbytes, stored.dtype))
                 at += nbytes
             assert at == end, f"{stored.name}: its pieces end at {at} and not at {end}"
 
@@ -85,28 +87,26 @@ class HfWriter:
         return sum(shard.nbytes for shard in self.shards)
 
     def allocate(self) -> None:
-        """Make the files, with their headers. Files of an interrupted conversion keep their tensors, and may still lack the header."""
+        """Create the files with their headers, and the index."""
         for shard in self.shards:
-            path = self.folder / shard.name
-            there = path.exists() and path.stat().st_size == shard.nbytes
-            with path.open("r+b" if there else "wb") as stream:
+            with (self.folder / shard.name).open("wb") as stream:
                 os.posix_fallocate(stream.fileno(), 0, shard.nbytes)
                 stream.write(shard.header)
         if len(self.shards) > 1:
-            index = {"metadata": {"total_size": self.total}, "weight_map": self._weight_map}
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor to all its places, in the type of each."""
-        for place in self.places[name]:
-            data = tensor.to(place.dtype).contiguous()
-            assert data.nbytes == place.nbytes, f"{name}: {data.nbytes} bytes for a place of {place.nbytes}"
+        """Write a tensor to all its locations, in the dtype of each."""
+        for location in self.locations[name]:
+            data = tensor.to(location.dtype).contiguous()
+            assert data.nbytes == location.nbytes, f"{name}: {data.nbytes} bytes for a location of {location.nbytes}"
             if data.nbytes:
                 view = memoryview(np.asarray(data.view(-1).view(torch.uint8)))
-                _write_all(self._file(place.file), view, place.start)
+                _write_all(self._file(location.file), view, location.start)
 
     def flush(self) -> None:
-        """Bring everything written so far to the disk. Meanwhile another thread may write more, and open further files."""
+        """Flush everything written so far to disk. Another thread may write more and open further files in the meantime."""
         for handle in list(self._files.values()):
             os.fdatasync(handle)
 
@@ -123,13 +123,13 @@ class HfWriter:
 
 def _groups(layout: list[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
     group: list[Stored] = []
-    held = 0
+    nbytes = 0
     for stored in layout:
-        if group and held + stored.nbytes > shard_bytes:
+        if group and nbytes + stored.nbytes > shard_bytes:
             yield group
-            group, held = [], 0
+            group, nbytes = [], 0
         group.append(stored)
-        held += stored.nbytes
+        nbytes += stored.nbytes
     if group:
         yield group
 
@@ -138,3 +138,35 @@ def _write_all(handle: int, view: memoryview, at: int) -> None:
     while view:
         written = os.pwrite(handle, view, at)
         view, at = view[written:], at + written
+
+
+def main_dtype(dtypes: Mapping[str, torch.dtype], sizes: Mapping[str, int]) -> torch.dtype:
+    """The dtype of most elements. sizes: numbers of elements."""
+    counts: dict[torch.dtype, int] = {}
+    for name, dtype in dtypes.items():
+        counts[dtype] = counts.get(dtype, 0) + sizes[name]
+    return max(counts, key=counts.__getitem__)
+
+
+def cast(
+    dtypes: Mapping[str, torch.dtype],
+    sizes: Mapping[str, int],
+    wanted: torch.dtype | None,
+    *,
+    like: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, torch.dtype]:
+    """`dtypes` with floating-point tensors in the `wanted` dtype, if there is one.
+
+    Tensors that a folder of narrower weights stores in fp32 (a router's bias, a decay) stay fp32. like: that folder's dtypes; default:
+    `dtypes`.
+    """
+    if wanted is None:
+        return dict(dtypes)
+    like = like or dtypes
+    kept = torch.float32 if main_dtype(like, sizes).itemsize < torch.float32.itemsize else None
+    return {name: dtype if not dtype.is_floating_point or (like.get(name) == kept == dtype) else wanted for name, dtype in dtypes.items()}
+
+
+def common(dtypes: Mapping[str, torch.dtype], names: tuple[str, ...]) -> torch.dtype:
+    """The narrowest dtype that represents the values of all named tensors."""
+    return reduce(torch.promote_types, (dtypes[name] for name in names))

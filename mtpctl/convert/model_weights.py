@@ -1,8 +1,8 @@
-"""A folder's weights under the names that `families.tensors` gives a model, whatever they are called in the folder.
+"""A folder's weights under the names of `families.tensors`, independent of their names in the folder.
 
-In published folders a wrapper may put its own prefix before the language model's names, experts may be packed into one tensor per layer,
-weights may be FP8 with a scale for each block, and a tied head or the MTP layers' copies of embedding and head may be stored or not. The
-rest of this package sees none of that. `layout` records how the folder stores its tensors, for the conversion back.
+Published folders differ: a wrapper may prefix the language model's names, experts may be packed into one tensor per layer, weights may be
+FP8 with a scale per block, and a tied head or the MTP layers' copies of embedding and head may be stored or not. The rest of this package
+does not see these differences. `layout` records how the folder stores its tensors, for the conversion back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
-from mtpctl.convert.tensor_files import SIZES, FolderWeights
+from mtpctl.convert.tensor_files import SIZES, FolderWeights, code_of, dtype_of
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 SCALE = "_scale_inv"
 FP8 = ("F8_E4M3", "F8_E5M2")
-"""safetensors' names of the types that need scales."""
+"""The dtype codes that need scales."""
 
 _EXPERT = re.compile(r"(?P<at>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where the folder stores a tensor: whole under `name`, or for an expert packed with others, these rows of its matrix."""
+    """The folder's tensor that stores a tensor of the model: the whole of `name`, or for a packed expert these rows of its matrix."""
 
     name: str
     expert: int | None = None
@@ -45,39 +45,36 @@ class Location:
 
 
 class ModelWeights(Mapping[str, "Tensor"]):
-    """The tensors of the model, each a view of its file (a copy where it was FP8), without those that alias another.
+    """The tensors of the model, each a view of its file (a copy if it is FP8), without those that alias another.
 
-    `folder` has the config completed from the weights. With `mtp=False` only the trunk's tensors are there, and the folder's MTP layers
-    are not checked. Raises UserError where config and weights contradict each other.
+    folder: with the config completed from the weights. mtp: if False, the MTP layers are neither included nor checked. Raises UserError if
+    config and weights contradict each other.
     """
 
     def __init__(self, path: Path, *, mtp: bool = True) -> None:
-        given = HfFolder.open(path, weights=False)
         self.raw = FolderWeights(path)
-        self.folder = given.completed(self.raw)
+        self.folder = HfFolder.open(path, weights=False).completed(self.raw)
         self.shape = self.folder.shape
         _check_quantization(self.folder)
         self._prefix = _prefix_in(self.raw, self.shape)
         self._aliases = aliases(self.shape)
         stored = {name: size for name, size in tensor_shapes(self.shape).items() if name not in self._aliases}
         self._sizes = {name: size for name, size in stored.items() if mtp or not self._drafts(name)}
-        places = {name: place for name in stored if (place := self._find(name)) is not None}
-        self._places = {name: place for name, place in places.items() if name in self._sizes}
-        self._unread = {place.name for name, place in places.items() if name not in self._sizes}
+        locations = {name: location for name in stored if (location := self._find(name)) is not None}
+        self._locations = {name: location for name, location in locations.items() if name in self._sizes}
+        self._unread = {location.name for name, location in locations.items() if name not in self._sizes}
         self._check_names()
         self._check_sizes()
         self._check_rest()
 
-    # ----------------------------------------------------------------------------------------------------- as a mapping
-
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
-        tensor = self.raw.tensor(place.name)
-        if self.raw.entries[place.name].code in FP8:
-            tensor = self._dequantized(place, tensor)
-        elif place.expert is not None:
-            tensor = tensor[place.expert]
-        return tensor[place.rows]
+        location = self._locations[name]
+        tensor = self.raw.tensor(location.name)
+        if self.raw.entries[location.name].code in FP8:
+            tensor = self._dequantized(location, tensor)
+        elif location.expert is not None:
+            tensor = tensor[location.expert]
+        return tensor[location.rows]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sizes)
@@ -86,71 +83,65 @@ class ModelWeights(Mapping[str, "Tensor"]):
         return len(self._sizes)
 
     def size(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor that `__getitem__` returns."""
+        """The shape of the tensor that `__getitem__` returns."""
         return self._sizes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the tensor that `__getitem__` returns."""
-        entry = self.raw.entries[self._places[name].name]
+        """The dtype of the tensor that `__getitem__` returns."""
+        entry = self.raw.entries[self._locations[name].name]
         return self.plain_dtype if entry.code in FP8 else entry.dtype
 
     @cached_property
     def plain_dtype(self) -> torch.dtype:
-        """The config's dtype, to which FP8 weights are dequantised."""
+        """The config's dtype, to which FP8 weights are dequantized."""
         import torch
 
-        said = str(self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "bfloat16")
-        dtype = getattr(torch, said, None)
+        name = str(self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "bfloat16")
+        dtype = getattr(torch, name, None)
         return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize > 1 else torch.bfloat16
-
-    # ----------------------------------------------------------------------------------------------------- what else is there
 
     @cached_property
     def layout(self) -> list[Stored]:
-        """Every tensor of the folder in its order, FP8 weights in the dtype that they are dequantised to."""
-        from mtpctl.convert.dtypes import CODES
-
+        """Every tensor of the folder in its order; FP8 weights have the dtype to which they are dequantized."""
         pieces: dict[str, list[str]] = {}
         for name in self._sizes:
-            pieces.setdefault(self._places[name].name, []).append(name)
+            pieces.setdefault(self._locations[name].name, []).append(name)
         for alias, original in self._aliases.items():
             if (name := self._name_of(alias)) in self.raw:
                 pieces[name] = [original]
-        found = []
+        layout = []
         for name, entry in self.raw.entries.items():
             if name in self._scales:
                 continue
-            code = CODES[self.plain_dtype] if entry.code in FP8 and name in pieces else entry.code
-            found.append(Stored(name, code, entry.shape, tuple(pieces.get(name, ()))))
-        return found
+            code = code_of(self.plain_dtype) if entry.code in FP8 and name in pieces else entry.code
+            layout.append(Stored(name, code, entry.shape, tuple(pieces.get(name, ()))))
+        return layout
 
     @property
     def extras(self) -> list[str]:
-        """Names in the folder of what the language model does not hold, such as a vision tower."""
+        """The folder's names of tensors outside the language model, such as a vision tower."""
         return [stored.name for stored in self.layout if not stored.pieces]
 
     def check_extras(self) -> None:
-        """Raise UserError for FP8 tensors outside the language model: they would be copied without their scales."""
+        """Raise UserError for FP8 tensors outside the language model, which would be copied without their scales."""
         for name in self.extras:
             if self.raw.entries[name].code in FP8:
                 raise UserError(f"{self.folder.path}: {name} is FP8 and no part of the language model; store it in the dtype of the config")
 
     def check_aliases(self) -> None:
-        """Raise UserError where a tensor that should repeat another one does not. Reads both."""
+        """Raise UserError if a tensor that should equal another one does not. Reads both."""
         import torch
 
         for alias, original in self._aliases.items():
             name = self._name_of(alias)
             if name in self.raw and not torch.equal(self.raw.tensor(name).view(torch.uint8), self[original].contiguous().view(torch.uint8)):
                 raise UserError(
-                    f"{self.folder.path}: {name} should repeat {self._places[original].name} and differs from it; "
+                    f"{self.folder.path}: {name} should repeat {self._locations[original].name} and differs from it; "
                     "such a head cannot be converted"
                 )
 
-    # ----------------------------------------------------------------------------------------------------- finding
-
     def _name_of(self, name: str) -> str:
-        """The folder's name for a tensor that it stores whole."""
+        """The folder's name of a tensor that is not packed."""
         if name.startswith(self.shape.prefix):
             return self._prefix + name.removeprefix(self.shape.prefix)
         outer = f"language_model.{name}"
@@ -177,9 +168,9 @@ class ModelWeights(Mapping[str, "Tensor"]):
         return {name for name in self.raw.entries if name.endswith(SCALE) and name.removesuffix(SCALE) in self.raw}
 
     def _expected(self, name: str) -> tuple[int, ...]:
-        """The shape that the folder's tensor behind `name` must have."""
-        size, place = self._sizes[name], self._places[name]
-        if place.expert is None:
+        """The required shape of the folder's tensor that stores `name`."""
+        size = self._sizes[name]
+        if self._locations[name].expert is None:
             return size
         assert self.shape.moe is not None
         packed = size if name.endswith("down_proj.weight") else (2 * size[0], size[1])
@@ -189,65 +180,65 @@ class ModelWeights(Mapping[str, "Tensor"]):
         return section_of(name, self.shape) == "draft"
 
     def _check_names(self) -> None:
-        lacks = [name for name in self._sizes if name not in self._places]
+        lacks = [name for name in self._sizes if name not in self._locations]
         if not lacks:
             return
         listed = ", ".join(lacks[:4]) + (f" and {len(lacks) - 4} more" if len(lacks) > 4 else "")
         if all(map(self._drafts, lacks)):
-            mend = "add them, train with mtp.mode: off, or take the layers out of config.json"
-            raise UserError(f"{self.folder.path}: config.json names MTP layers, and the weights lack {listed}; {mend}")
+            fix = "add them, train with mtp.mode: off, or take the layers out of config.json"
+            raise UserError(f"{self.folder.path}: config.json names MTP layers, and the weights lack {listed}; {fix}")
         raise UserError(f"{self.folder.path}: the config asks for {listed}, which the weights lack")
 
     def _check_sizes(self) -> None:
         for name in self._sizes:
-            place = self._places[name]
-            held, wanted = self.raw.entries[place.name].shape, self._expected(name)
-            if held != wanted:
-                raise UserError(f"{self.folder.path}: config.json makes {place.name} {list(wanted)}, the weights hold {list(held)}")
-            if self.raw.entries[place.name].code in FP8:
-                self._check_scales(place)
+            location = self._locations[name]
+            shape, wanted = self.raw.entries[location.name].shape, self._expected(name)
+            if shape != wanted:
+                raise UserError(f"{self.folder.path}: config.json makes {location.name} {list(wanted)}, the weights hold {list(shape)}")
+            if self.raw.entries[location.name].code in FP8:
+                self._check_scales(location)
 
-    def _check_scales(self, place: Location) -> None:
-        scales = place.name + SCALE
+    def _check_scales(self, location: Location) -> None:
+        scales = location.name + SCALE
         if scales not in self.raw:
-            raise UserError(f"{self.folder.path}: {place.name} is FP8 without the scales {scales}; fetch the folder again")
-        held = self.raw.entries[scales].shape[place.expert is not None :]
-        sizes, block = self.raw.entries[place.name].shape[-2:], _block(self.folder.config)
+            raise UserError(f"{self.folder.path}: {location.name} is FP8 without the scales {scales}; fetch the folder again")
+        shape = self.raw.entries[scales].shape[location.expert is not None :]
+        sizes, block = self.raw.entries[location.name].shape[-2:], _block(self.folder.config)
         wanted = tuple(-(-size // width) for size, width in zip(sizes, block, strict=True))
-        if prod(held) != 1 and held != wanted:
+        if prod(shape) != 1 and shape != wanted:
             raise UserError(
-                f"{self.folder.path}: {scales} holds {list(held)}, blocks of {list(block)} in {list(sizes)} make {list(wanted)}"
+                f"{self.folder.path}: {scales} holds {list(shape)}, blocks of {list(block)} in {list(sizes)} make {list(wanted)}"
             )
 
     def _check_rest(self) -> None:
-        """Raise UserError for tensors of the decoder that the config has no place for; others are carried along."""
+        """Raise UserError for tensors of the decoder that the config does not have. Tensors outside the decoder are extras."""
         decoder = f"{self._prefix}layers."
-        known = {place.name for place in self._places.values()} | self._unread | self._scales
+        known = {location.name for location in self._locations.values()} | self._unread | self._scales
         known |= {self._name_of(alias) for alias in self._aliases}
         for name in self.raw.entries:
             if name not in known and name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
                 layer = name.removeprefix(decoder).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:
-                    said = f"config.json says num_hidden_layers {self.shape.layers}"
-                    raise UserError(f"{self.folder.path}: {said}, the weights hold a layer {layer} ({name})")
+                    stated = f"config.json says num_hidden_layers {self.shape.layers}"
+                    raise UserError(f"{self.folder.path}: {stated}, the weights hold a layer {layer} ({name})")
                 raise UserError(f"{self.folder.path}: the weights hold {name}, for which config.json has no place")
 
-    def _dequantized(self, place: Location, weight: Tensor) -> Tensor:
+    def _dequantized(self, location: Location, weight: Tensor) -> Tensor:
         """FP8 times the scale of each block (DeepSeek-V3 report, arXiv 2412.19437, section 3.3), in the config's dtype."""
         import torch
 
-        scale = self.raw.tensor(place.name + SCALE)
-        if place.expert is not None:
-            weight, scale = weight[place.expert], scale[place.expert]
+        scale = self.raw.tensor(location.name + SCALE)
+        if location.expert is not None:
+            weight, scale = weight[location.expert], scale[location.expert]
         if scale.numel() == 1:
             return (weight.float() * scale.float()).to(self.plain_dtype)
         rows, columns = _block(self.folder.config)
         wide = scale.float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        made = torch.empty(weight.shape, dtype=self.plain_dtype)
-        # A row of blocks at a time: the whole in fp32 would take four times the weight, twice.
-        for to, part, by in zip(made.split(rows), weight.split(rows), wide, strict=True):
-            to.copy_(part.float() * by)
-        return made
+        result = torch.empty(weight.shape, dtype=self.plain_dtype)
+        # One row of blocks at a time: the whole matrix in fp32 would take four times the memory of the weight, twice.
+        for target, part, factors in zip(result.split(rows), weight.split(rows), wide, strict=True):
+            target.copy_(part.float() * factors)
+        return result
 
 
 def _block(config: HfConfig) -> tuple[int, int]:
@@ -268,15 +259,12 @@ def _prefix_in(raw: FolderWeights, shape: ModelShape) -> str:
     return shape.prefix
 
 
-# How a folder stores its tensors: names, order, types, and which of the model's tensors each is made of.
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a folder.
+    """A tensor as a folder stores it.
 
-    code: safetensors' name of its type. pieces: the model's tensors in it, one after another: several where experts are packed, none where
-    it is no part of the language model and is copied as it is.
+    code: its dtype code. pieces: the model's tensors in it: several if experts are packed, none if it is outside the language model and is
+    copied unchanged.
     """
 
     name: str
@@ -286,9 +274,7 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        from mtpctl.convert.dtypes import DTYPES
-
-        return DTYPES[self.code]
+        return dtype_of(self.code)
 
     @property
     def nbytes(self) -> int:
@@ -296,18 +282,15 @@ class Stored:
 
 
 def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
-    """A folder that keeps every tensor whole, aliases included where the family's folders have them."""
-    from mtpctl.convert.dtypes import CODES
-
+    """The layout of a folder without packed tensors, with the aliases that the family's folders store."""
     same = aliases(shape)
-    return [Stored(name, CODES[dtypes[same.get(name, name)]], size, (same.get(name, name),)) for name, size in tensor_shapes(shape).items()]
+    stored = ((name, same.get(name, name), size) for name, size in tensor_shapes(shape).items())
+    return [Stored(name, code_of(dtypes[original]), size, (original,)) for name, original, size in stored]
 
 
 def recast(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
-    """The layout with each of the model's tensors in the given type; what is carried along stays as it is."""
-    from mtpctl.convert.dtypes import CODES
-
-    return [replace(stored, code=CODES[dtypes[stored.pieces[0]]]) if stored.pieces else stored for stored in layout]
+    """The layout with the model's tensors in the given dtypes; other tensors are unchanged."""
+    return [replace(stored, code=code_of(dtypes[stored.pieces[0]])) if stored.pieces else stored for stored in layout]
 
 
 def save_layout(layout: list[Stored], file: Path) -> None:

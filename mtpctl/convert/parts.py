@@ -1,8 +1,7 @@
-"""Checkpoints written and read a few parameters at a time, in the format that `checkpoint` saves and restores.
+"""Write and read checkpoints a few parameters at a time, in the format that `checkpoint` saves and restores.
 
-PyTorch's writer takes the whole state at once, in three steps: a plan of what to write, the writing of one plan to one file, and the
-metadata of where everything is. Here each part has a plan and a file of its own, as if each came from its own rank, and the metadata is
-written last, so that PyTorch's loader sees no difference.
+PyTorch's writer takes the whole state at once, in three steps: plan what to write, write one plan to one file, write the metadata. Here each
+part has its own plan and file, as if it came from its own rank, and the metadata is written last, so PyTorch's loader sees no difference.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from megatron.core import dist_checkpointing
@@ -21,7 +20,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter, LoadPlan, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -30,32 +28,33 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mtpctl.checkpoint.listing import flush, write_listing
 from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.checkpoint.sharded import write_record_of_weights
-from mtpctl.convert.journal import JOURNAL
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
 
 PART_BYTES = 512 << 20
-"""The most bytes of a part, unless a single parameter is larger. A part's tensors stay in memory until it is written."""
+"""Maximum size of a part, unless a single parameter is larger. A part's tensors stay in memory until it is written."""
+MARKER = "conversion.lock"
+"""A file in the temporary folder of a conversion, which is not part of the result."""
 
 Make = Callable[[str], Tensor]
-"""From a parameter's name to its value."""
+"""Returns the value of a parameter, by its name."""
 
 
 def partition(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Names in their order, in parts of at most `PART_BYTES`."""
+    """The names in their order, in parts of at most `PART_BYTES`."""
     parts: list[list[str]] = []
-    held = PART_BYTES + 1
+    part_bytes = PART_BYTES + 1
     for name, nbytes in sizes.items():
-        if held + nbytes > PART_BYTES:
+        if part_bytes + nbytes > PART_BYTES:
             parts.append([])
-            held = 0
+            part_bytes = 0
         parts[-1].append(name)
-        held += nbytes
+        part_bytes += nbytes
     return parts
 
 
 class PartWriter:
-    """A checkpoint of weights alone in `folder`, a part at a time; `dtypes` are those of the parameters."""
+    """Writes a checkpoint without an optimizer to `folder`, a part at a time. dtypes: of the parameters."""
 
     def __init__(self, folder: Path, skeleton: Skeleton, dtypes: Mapping[str, torch.dtype]) -> None:
         self.folder, self.skeleton = folder, skeleton
@@ -64,6 +63,8 @@ class PartWriter:
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
         self._owners: dict[tuple[str, torch.Size], str] = {}
+        self._last: tuple[str, dict[tuple[str, torch.Size], Tensor]] = ("", {})
+        self._results: list[WriteResult] = []
         self._writer = FileSystemWriter(folder, sync_files=False)
         plans = [SavePlan([item for name in part for item in self._items(name, dtypes[name])]) for part in self.parts]
         plans[0].items.extend(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects())
@@ -71,7 +72,7 @@ class PartWriter:
         self._plans = self._writer.prepare_global_plan(plans)
 
     def _objects(self) -> dict[str, object]:
-        """What the stock writer saves beside tensors: extra states, and the unsharded state, which is empty."""
+        """The objects that the stock writer saves in addition to tensors: extra states, and the unsharded state, which is empty."""
         common = ShardedObject("common_state", {}, (1,), (0,))
         return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
 
@@ -90,45 +91,36 @@ class PartWriter:
                 ),
             )
 
-    def write(self, number: int, make: Make) -> list[list[object]]:
-        """Write a part. Returns its results for `finish`, as JSON."""
+    def write(self, number: int, make: Make) -> None:
+        """Write a part."""
         planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
-        results = self._writer.write_data(self._plans[number], planner).wait()
+        self._results += self._writer.write_data(self._plans[number], planner).wait()
         self._last = ("", {})
-        return [
-            [r.index.fqn, r.index.offset, r.index.index, r.storage_data.relative_path, r.storage_data.offset, r.storage_data.length]
-            for r in results
-        ]
-
-    _last: tuple[str, dict[tuple[str, torch.Size], Tensor]] = ("", {})
 
     def _piece(self, index: MetadataIndex, make: Make) -> Tensor:
         assert index.offset is not None
-        place = index.fqn, index.offset
-        name = self._owners[place]
+        key = index.fqn, index.offset
+        name = self._owners[key]
         if self._last[0] != name:
             pieces = self.skeleton.pieces(name, make(name))
-            made = {(p.key, torch.Size(p.global_offset)): p.data.reshape(_stored_shape(p)) for p in pieces if p.data is not None}
-            self._last = (name, made)
-        return self._last[1][place]
-
-    def file(self, number: int) -> Path:
-        return self.folder / f"{self._plans[number].storage_data.prefix}0.distcp"
+            values = {(p.key, torch.Size(p.global_offset)): p.data.reshape(_stored_shape(p)) for p in pieces if p.data is not None}
+            self._last = (name, values)
+        return self._last[1][key]
 
     def flush(self, number: int) -> None:
-        flush(self.file(number))
+        """Flush a part to disk."""
+        flush(self.folder / f"{self._plans[number].storage_data.prefix}0.distcp")
 
-    def finish(self, noted: Iterable[list[list[object]]]) -> None:
-        """Write the metadata that makes the folder a checkpoint, from the results of all parts."""
-        results = [_result(*cast(_ResultFields, item)) for part in noted for item in part]
-        self._writer.finish(self._metadata, [results])
+    def finish(self) -> None:
+        """Write the metadata, record and listing, which make the folder a checkpoint."""
+        self._writer.finish(self._metadata, [self._results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         write_record_of_weights(self.folder)
-        write_listing(self.folder, 1, {}, without=[JOURNAL])
+        write_listing(self.folder, 1, {}, without=[MARKER])
 
 
 class Reader(Protocol):
-    """The values of a model's parameters, a part at a time: names, bytes and types are known from the start."""
+    """Reads the values of a model's parameters a part at a time."""
 
     skeleton: Skeleton
     parts: list[list[str]]
@@ -140,7 +132,7 @@ class Reader(Protocol):
 
 
 class PartReader:
-    """The weights of a checkpoint of any layout, some parameters at a time."""
+    """Reads the weights of a checkpoint of any layout."""
 
     def __init__(self, path: Path, skeleton: Skeleton) -> None:
         self.path, self.skeleton = path, skeleton
@@ -155,16 +147,16 @@ class PartReader:
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Dtype of the parameter as it was saved. Raises UserError where it was not saved, or with another shape."""
+        """The saved dtype of the parameter. Raises UserError if it was not saved, or with another shape."""
         pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
         for piece in pieces:
             saved = self._saved.get(piece.key)
             if saved is None:
                 raise UserError(f"{self.path}: lacks {piece.key}, which its model's config asks for")
-            held, wanted = list(saved.size), list(piece.global_shape)
+            size, wanted = list(saved.size), list(piece.global_shape)
             # The rows of a vocabulary may have been padded.
-            if held != wanted and not (piece.allow_shape_mismatch and held[1:] == wanted[1:] and held[0] > wanted[0]):
-                raise UserError(f"{self.path}: holds {piece.key} as {held}, its model's config makes it {wanted}")
+            if size != wanted and not (piece.allow_shape_mismatch and size[1:] == wanted[1:] and size[0] > wanted[0]):
+                raise UserError(f"{self.path}: holds {piece.key} as {size}, its model's config makes it {wanted}")
         return self._saved[pieces[0].key].properties.dtype
 
     def read(self, number: int) -> dict[str, Tensor]:
@@ -184,7 +176,7 @@ class PartReader:
 
 
 class _Fill(DefaultLoadPlanner):
-    """Tells the reader which tensor an item's data goes to."""
+    """Maps each item to the tensor that its data is read into."""
 
     def __init__(self, targets: Mapping[tuple[str, torch.Size], Tensor]) -> None:
         super().__init__()
@@ -201,7 +193,7 @@ class _Fill(DefaultLoadPlanner):
 
 
 class _Resolve(DefaultSavePlanner):
-    """Makes an item's data when the writer asks for it."""
+    """Computes the data of an item when the writer needs it."""
 
     def __init__(self, objects: Mapping[str, object], tensor: Callable[[MetadataIndex], Tensor]) -> None:
         super().__init__()
@@ -223,16 +215,8 @@ def _stored_shape(piece: ShardedTensor) -> tuple[int, ...]:
     return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
 
 
-type _ResultFields = tuple[str, list[int] | None, int | None, str, int, int]
-
-
-def _result(fqn: str, offset: list[int] | None, index: int | None, path: str, at: int, length: int) -> WriteResult:
-    place = MetadataIndex(fqn, None if offset is None else torch.Size(offset), index)
-    return WriteResult(index=place, size_in_bytes=length, storage_data=_StorageInfo(path, at, length))
-
-
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a folder of megatron-core's distributed format."""
+    """Whether `path` is a folder in megatron-core's distributed format."""
     try:
         return path.is_dir() and dist_checkpointing.check_is_distributed_checkpoint(str(path))
     except (OSError, json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""`mtpctl convert-hf`: what it prints, what it refuses in one line, and how it goes on after an interruption."""
+"""`mtpctl convert-hf`: what it prints, what it refuses in one line, and what an interruption leaves."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_does_not_tell_its_model(convert: Callable[..., Told],
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])
-def test_an_interrupted_conversion_goes_on(
+def test_interrupted_conversion_leaves_nothing_and_starts_over(
     convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     from mtpctl.convert import conversion, parts
@@ -308,36 +308,36 @@ def test_an_interrupted_conversion_goes_on(
     if to == "hf":
         assert convert(folder, tmp_path / "checkpoint").code == 0
         source, target = tmp_path / "checkpoint", tmp_path / "back"
-    note = conversion.Journal.note
-    written = []
+    flushed = []
 
-    def interrupted(self: Any, part: int, noted: Any = None) -> None:
-        if len(written) == 2:
+    def interrupt(*_: Any) -> None:
+        flushed.append(1)
+        if len(flushed) == 3:
             raise KeyboardInterrupt
-        written.append(part)
-        note(self, part, noted)
 
     with monkeypatch.context() as patched:
-        patched.setattr(conversion.Journal, "note", interrupted)
+        patched.setattr(conversion.PartWriter if to == "megatron" else conversion.HfWriter, "flush", interrupt)
         told = convert(source, target)
-    assert told.code == 130 and written == [0, 1]
-    assert not target.exists() and (tmp_path / f"{target.name}.partial").exists()
-    told = convert(source, target)
-    assert told.code == 0 and "going on with an interrupted conversion" in told.err
+    assert told.code == 130 and len(flushed) == 3
+    assert not target.exists() and not (tmp_path / f"{target.name}.partial").exists()
+    assert convert(source, target).code == 0
     assert not (tmp_path / f"{target.name}.partial").exists()
     if to == "megatron":
         assert convert(target, tmp_path / "back", "--verify").code == 0
     assert_same_tensors(tmp_path / "back", folder)
 
 
-def test_the_beginnings_of_another_conversion_are_not_gone_on_with(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_deleted_and_other_folders_are_not(
+    convert: Callable[..., Told], folder: Path, tmp_path: Path
+) -> None:
     work = tmp_path / "checkpoint.partial"
     work.mkdir()
     told = convert(folder, tmp_path / "checkpoint")
     assert told.code == 2 and "is in the way, and no conversion of this command's" in told.error
-    (work / "conversion.jsonl").write_text('{"to": "megatron"}\n{"part": 0, "noted": []}\n{"par')
-    told = convert(folder, tmp_path / "checkpoint")
-    assert told.code == 0 and "held the beginnings of another conversion; starting anew" in told.err
+    (work / "conversion.lock").touch()
+    (work / "__0_0.distcp").write_bytes(b"half a shard")
+    assert convert(folder, tmp_path / "checkpoint", "--verify").code == 0
+    assert not work.exists() and not (tmp_path / "checkpoint" / "conversion.lock").exists()
 
 
 def test_a_target_that_exists_is_told_before_torch_is_imported(tmp_path: Path) -> None:

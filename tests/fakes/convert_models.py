@@ -72,7 +72,7 @@ def change_config(path: Path, **fields: Any) -> None:
 
 def converted(source: Path, target: Path, **wanted: Any) -> ConversionResult:
     """Convert, and forget what is told on the way."""
-    return convert(source, target, ConversionOptions(**wanted), say=lambda _: None, progress=lambda _done, _total: None)
+    return convert(source, target, ConversionOptions(**wanted), report=lambda _: None, progress=lambda _done, _total: None)
 
 
 def assert_same_tensors(there: Path, here: Path) -> None:
