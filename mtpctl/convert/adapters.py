@@ -1,7 +1,7 @@
-"""LoRA adapters as PEFT names them, and which weights they were made for.
+"""LoRA adapters under PEFT's names, and the conversion of their checkpoints: to PEFT's files, or merged into the base weights.
 
-A fused layer (q, k and v in one) becomes several layers in PEFT, which share A and have their own rows of B each. The mapping of the
-layer's weight cuts those rows: it converts B [out, rank] like a weight [out, hidden] of a model whose hidden size is the rank.
+A fused layer (QKV) becomes several layers in PEFT, which share A and have their own rows of B. The mapping of the layer's weight splits
+these rows: it converts B [out, rank] like a weight [out, hidden] of a model whose hidden size is the rank.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ SAMPLED_ROWS = 8
 def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every adapted layer.
 
-    Every rank must iterate, and every rank gets all of them. Raises UserError where PEFT has no name for a target.
+    Every rank must iterate, and every rank gets all of them. Raises UserError if PEFT has no name for a target.
     """
     for task in bridge.tasks(chunks):
-        place, leaf = task.global_param_name.split("."), ""
-        if len(place) > 2:
-            leaf = place[-2]
-        if place[0] != "decoder" or place[-1] != "weight" or leaf not in lora.targets:
+        path = task.global_param_name.split(".")
+        leaf = path[-2] if len(path) > 2 else ""
+        if path[0] != "decoder" or path[-1] != "weight" or leaf not in lora.targets:
             continue
         if packs_experts(task):
             raise UserError(
@@ -61,7 +60,7 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
 
 
 def _matrices(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A and B, each by the name of the weight that it adapts."""
+    """A and B, by the names of the weights that they adapt."""
     _clear_caches(task.mapping)
     try:
         return _converted(task, leaf, rank)
@@ -70,7 +69,7 @@ def _matrices(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Ten
 
 
 def _clear_caches(mapping: ParamMapping) -> None:
-    """Clear the shapes and configs that a mapping keeps from its last conversion, which was that of the weight or of its adapter."""
+    """Clear the shapes and configs that a mapping caches, which differ between a weight and its adapter."""
     kind = importlib.import_module("megatron.bridge.models.conversion.param_mapping").MegatronParamMapping
     mapping.clear_broadcast_cache()
     mapping.clear_tensor_spec_output_cache()
@@ -97,17 +96,17 @@ def _converted(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Te
 
 
 def _same_on_all(task: ConversionTask, value: Tensor | None) -> dict[str, Tensor]:
-    """A matrix that every tensor-parallel rank holds whole, under each name of the weight."""
+    """A matrix that is replicated over tensor-parallel ranks, under each name of the weight."""
     replicated = importlib.import_module("megatron.bridge.models.conversion.param_mapping").ReplicatedMapping
     names = task.mapping.hf_param
-    found: dict[str, Tensor] = {}
+    matrices: dict[str, Tensor] = {}
     for name in [names] if isinstance(names, str) else names.values():
-        found |= replicated(task.mapping.megatron_param, name).megatron_to_hf(value, task.megatron_module)
-    return found
+        matrices |= replicated(task.mapping.megatron_param, name).megatron_to_hf(value, task.megatron_module)
+    return matrices
 
 
 def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, object]:
-    """PEFT's `adapter_config.json` for the tensors of these names, on the model called `base`."""
+    """PEFT's `adapter_config.json` for tensors of these names and the base model `base`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -121,9 +120,9 @@ def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, obje
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the weights in a folder: names, types, shapes and a few rows of each tensor, however they are split over files.
+    """A hash of names, dtypes, shapes and a few rows of each tensor in a folder, independent of how they are split over files.
 
-    Training changes every matrix, so that a few rows distinguish two sets of base weights without reading all of them.
+    Training changes every matrix, so a few rows distinguish two sets of base weights.
     """
     lines = []
     weights = FolderWeights(folder)
@@ -135,9 +134,6 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
-# Convert an adapter's checkpoint: to PEFT's files, or merged into its base weights, a part at a time.
-
-
 def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> Skeleton:
     """The model with adapters like those of the checkpoint at `path`, by default in their precision."""
     wide = all(saved.properties.dtype is torch.float32 for saved in _saved(path).values())
@@ -145,7 +141,7 @@ def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, pre
 
 
 def needed_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
-    """The base weights of an adapter. Raises UserError where they are None."""
+    """The base weights of an adapter. Raises UserError if there are none."""
     if weights is None:
         raise UserError(f"{path}: holds an adapter for weights that are not here; name their folder with --model")
     return weights
@@ -154,7 +150,7 @@ def needed_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
 def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sharded.AdapterRecord, target: Path) -> tuple[int, int]:
     """Write `adapter_model.safetensors` and `adapter_config.json`. Returns tensors and bytes.
 
-    Raises UserError where the adapter was trained on other weights than the folder's.
+    Raises UserError if the adapter was trained on other base weights than the folder's.
     """
     fill_adapter(path, skeleton, folder.path, adapter)
     lora = _config(adapter)
@@ -166,14 +162,14 @@ def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sha
 
 
 class MergedReader:
-    """The model's weights with the adapters merged in, and the MTP layers that were trained beside them."""
+    """Reads the base weights with the adapters merged in, and the trained MTP layers."""
 
     def __init__(self, path: Path, skeleton: Skeleton, weights: ModelWeights, adapter: sharded.AdapterRecord) -> None:
         fill_adapter(path, skeleton, weights.folder.path, adapter)
         self.skeleton, self.weights = skeleton, weights
-        held = _saved(path)
+        saved = _saved(path)
         empty = {name: torch.empty(p.shape, device="meta") for name, p in skeleton.parameters.items()}
-        self._trained = {name for name, value in empty.items() if all(piece.key in held for piece in skeleton.pieces(name, value))}
+        self._trained = {name for name, value in empty.items() if all(piece.key in saved for piece in skeleton.pieces(name, value))}
         types = {name: weights.dtype(name) for name in weights}
         self.dtypes = {name: common(types, parameter.needs) for name, parameter in skeleton.parameters.items()}
         sizes = {name: value.numel() * self.dtypes[name].itemsize for name, value in empty.items()}
@@ -188,7 +184,7 @@ class MergedReader:
         parameter = self.skeleton.parameters[name]
         if name in self._trained:
             return parameter.task.param_weight.detach()
-        value = self.skeleton.map.to_megatron(parameter, self.weights)
+        value = self.skeleton.to_megatron(name, self.weights)
         adapter = getattr(parameter.task.megatron_module, "adapter", None)
         return adapter.merged(value) if isinstance(adapter, Adapter) and name.endswith(".weight") else value
 
@@ -205,8 +201,8 @@ def _saved(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def fill_adapter(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.AdapterRecord) -> None:
-    """Load adapters and MTP layers from the checkpoint as the trainer restores them; the rest of the model stays without values."""
-    held = _saved(path)
-    names = {name for name, key in skeleton.saved_as() if key in held}
+    """Load adapters and MTP layers from the checkpoint, as the trainer does. The base weights are not loaded."""
+    saved = _saved(path)
+    names = {name for name, key in skeleton.saved_as() if key in saved}
     contents = sharded.Contents(skeleton.model, None, 0, names, {**adapter, "base": fingerprint(base)})
     sharded.restore(path, contents)

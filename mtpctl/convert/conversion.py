@@ -111,7 +111,7 @@ def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions
             count = _started(output, writer.nbytes, carried.nbytes, folder.path, progress)
 
             def make(name: str) -> torch.Tensor:
-                value = skeleton.map.to_megatron(parameters[name], weights).to(dtypes[name])
+                value = skeleton.to_megatron(name, weights).to(dtypes[name])
                 count(value.nbytes)
                 return value
 

@@ -1,7 +1,7 @@
 """Write and read checkpoints a few parameters at a time, in the format that `checkpoint` saves and restores.
 
-PyTorch's writer takes the whole state at once, in three steps: plan what to write, write one plan to one file, write the metadata. Here each
-part has its own plan and file, as if it came from its own rank, and the metadata is written last, so PyTorch's loader sees no difference.
+PyTorch's writer takes the whole state at once, in three steps: plan what to write, write one plan to one file, write the metadata. Here
+each part has its own plan and file, as if it came from its own rank, and the metadata is written last. PyTorch's loader sees no difference.
 """
 
 from __future__ import annotations

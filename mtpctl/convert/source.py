@@ -1,4 +1,4 @@
-"""Find what a path holds to convert, and the model folder that a checkpoint belongs to."""
+"""Detect what a path contains, and find the model folder that a checkpoint belongs to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtpctl.families.tensors import aliases, count_parameters, section_of, tenso
 from mtpctl.recipe.loading import load_recipe
 
 HF = "hf"
-"""Folder inside a converted checkpoint with what is needed to convert it back into the Hugging Face folder."""
+"""Folder inside a converted checkpoint with everything that is needed to convert it back."""
 
 LAYOUT = "layout.json"
 
@@ -29,7 +29,8 @@ LAYOUT = "layout.json"
 class Reference:
     """The Hugging Face side of a checkpoint.
 
-    layout: how tensors are stored; None: whole. carried: weights to copy that are no part of the model. files: folders of further files.
+    layout: how tensors are stored; None: one by one. carried: tensors to copy that are not part of the model. files: folders with other
+    files to copy. weights: the model's own weights, if the folder has them.
     """
 
     folder: HfFolder
@@ -37,21 +38,20 @@ class Reference:
     carried: FolderWeights | None
     files: list[Path] = field(default_factory=list)
     weights: ModelWeights | None = None
-    """The model's own weights, where the folder holds them."""
 
 
-def checkpoint_at(path: Path, say: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
+def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
     """The checkpoint at `path`, or the newest one of a run directory or its `checkpoints`; None for a model folder.
 
-    With `contents`, files are compared with their checksums, otherwise only their sizes. A damaged checkpoint of a run is reported with
-    `say`, and the one before is used. Raises UserError if `path` is none of these, or a damaged checkpoint.
+    contents: compare files with their checksums, not only their sizes. A damaged checkpoint of a run is reported, and the previous one is
+    used. Raises UserError if `path` is none of these, or a damaged checkpoint.
     """
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder")
     if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE, LISTING)):
         try:
             if not check(path, contents=contents):
-                say(f"{path} has no checksums: its contents are not verified")
+                report(f"{path} has no checksums: its contents are not verified")
         except Damaged as damage:
             raise UserError(f"{path}/{damage}; name another checkpoint, or the run for its newest whole one") from damage
         return path
@@ -62,7 +62,7 @@ def checkpoint_at(path: Path, say: Callable[[str], None] = lambda line: None, *,
     if root is not None:
         choice = choose(root, contents=contents)
         for line in choice.lines:
-            say(line)
+            report(line)
         if choice.path is not None:
             return choice.path
     raise UserError(
@@ -72,11 +72,11 @@ def checkpoint_at(path: Path, say: Callable[[str], None] = lambda line: None, *,
 
 
 def reference_of(checkpoint: Path, model: Path | None) -> Reference:
-    """The model that a checkpoint belongs to: from the folder `model`, the one inside the checkpoint, or the one in its run's recipe."""
-    kept = checkpoint / HF
-    if model is None and (kept / LAYOUT).is_file():
-        carried = FolderWeights(kept) if any(kept.glob("*.safetensors")) else None
-        return Reference(HfFolder.open(kept, weights=False), load_layout(kept / LAYOUT), carried, [kept])
+    """The model of a checkpoint: the folder `model`, the one inside the checkpoint, or the one in its run's recipe."""
+    inside = checkpoint / HF
+    if model is None and (inside / LAYOUT).is_file():
+        carried = FolderWeights(inside) if any(inside.glob("*.safetensors")) else None
+        return Reference(HfFolder.open(inside, weights=False), load_layout(inside / LAYOUT), carried, [inside])
     files: list[Path] = []
     if model is None:
         model, files = _of_run(checkpoint)
@@ -101,56 +101,50 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
 
 
 def has_mtp(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds MTP layers, with or without the rest of the model."""
+    """Whether a checkpoint has MTP layers."""
     return any(name.startswith("mtp.") for name in tensors_in(checkpoint))
 
 
 def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
-    """Elements of each of the model's tensors, without aliases, and with `mtp=False` without MTP layers."""
+    """Number of elements of each of the model's tensors, without aliases, and with `mtp=False` without MTP layers."""
     same = aliases(shape)
-    sizes = tensor_shapes(shape)
-    kept = [name for name in sizes if name not in same and (mtp or section_of(name, shape) == "target")]
-    return {name: prod(sizes[name]) for name in kept}
-
-
-# `--inspect`: what a path holds, without converting it.
+    sizes = tensor_shapes(shape).items()
+    return {name: prod(size) for name, size in sizes if name not in same and (mtp or section_of(name, shape) == "target")}
 
 
 def inspect(source: Path, model: Path | None) -> dict[str, object]:
-    """Kind, family, sizes, MTP layers, types, and what is missing. Raises UserError where `source` is no model at all."""
+    """`--inspect`: kind, family, sizes, MTP layers, dtypes, and what is missing. Raises UserError if `source` is not a model."""
     checkpoint = checkpoint_at(source, contents=False)
     return _folder(source) if checkpoint is None else _checkpoint(checkpoint, model)
 
 
 def _folder(path: Path) -> dict[str, object]:
-    from mtpctl.convert.hf_folder import HfFolder
-
     shape = HfFolder.open(path, weights=False).shape
     try:
         weights = ModelWeights(path)
     except UserError as error:
         return {"kind": "Hugging Face folder", **_sizes(shape), "missing": str(error)}
-    raw: FolderWeights = weights.raw
+    raw = weights.raw
     types = sorted({str(entry.dtype).removeprefix("torch.") for entry in raw.entries.values()})
-    found = {"kind": "Hugging Face folder", **_sizes(weights.shape), "dtype": types, "bytes": raw.nbytes, "files": len(raw.files)}
-    return found | {"carried": f"{len(weights.extras)} tensors beside the language model", "missing": "nothing"}
+    facts = {"kind": "Hugging Face folder", **_sizes(weights.shape), "dtype": types, "bytes": raw.nbytes, "files": len(raw.files)}
+    return facts | {"carried": f"{len(weights.extras)} tensors beside the language model", "missing": "nothing"}
 
 
 def _checkpoint(path: Path, model: Path | None) -> dict[str, object]:
     saved = {name: tensor for name, tensor in tensors_in(path).items() if "optimizer." not in name}
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in saved.values()})
-    found: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
+    facts: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
     try:
         shape = reference_of(path, model).folder.shape
     except UserError as error:
-        return found | {"tensors": len(saved), "dtype": types, "missing": str(error)}
+        return facts | {"tensors": len(saved), "dtype": types, "missing": str(error)}
     lacks = "the MTP layers" if shape.mtp_layers and not has_mtp(path) else "nothing"
-    return found | _sizes(shape) | {"tensors": len(saved), "dtype": types, "missing": lacks}
+    return facts | _sizes(shape) | {"tensors": len(saved), "dtype": types, "missing": lacks}
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:
     counts = count_parameters(shape)
-    found = {
+    sizes = {
         "family": f"{shape.family} ({shape.architecture})",
         "parameters": f"{counts['total']:,}",
         "layers": shape.layers,
@@ -161,5 +155,5 @@ def _sizes(shape: ModelShape) -> dict[str, object]:
         "MTP layers": f"{shape.mtp_layers}, {counts['mtp']:,} parameters" if shape.mtp_layers else "0",
     }
     if shape.moe is not None:
-        found["experts"] = f"{shape.moe.experts}, {shape.moe.experts_per_token} for each token"
-    return found
+        sizes["experts"] = f"{shape.moe.experts}, {shape.moe.experts_per_token} for each token"
+    return sizes

@@ -1,4 +1,4 @@
-"""Compare a Hugging Face folder with a Megatron checkpoint: every tensor, and the logits of a prompt."""
+"""Compare a converted folder, checkpoint or adapter with its source: every tensor, and the logits of a prompt."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
 PROMPT = 32
-"""Tokens of the fixed prompt."""
-
+"""Length of the fixed prompt, in tokens."""
 BOUND = 1e-5
-"""The largest difference of two logits that is allowed, in fp32."""
+"""Maximum difference of two logits, in fp32."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Tensors that were compared bit for bit, and the largest difference of logits and of MTP logits on the fixed prompt."""
+    """The number of tensors that were compared bit for bit, and the largest differences of logits and MTP logits on the fixed prompt."""
 
     tensors: int
     logits: float
@@ -47,9 +46,9 @@ def verify_conversion(
     *,
     carried: FolderWeights | None = None,
 ) -> Verified:
-    """Compare both sides. `folder`: the config of both; `carried`: what the checkpoint's side stores beside the language model.
+    """Compare a folder with a checkpoint. folder: the config of both; carried: the checkpoint's tensors outside the language model.
 
-    Raises ThresholdMissed naming what differs.
+    Raises ThresholdMissed that names the difference.
     """
     mtp = has_mtp(saved)
     tensors = compare_extras(weights, carried)
@@ -64,12 +63,12 @@ def verify_conversion(
     return Verified(tensors, *_logits(weights, saved, folder, mtp=mtp, precision="fp32" if wide else "bf16"))
 
 
-def compare_extras(weights: ModelWeights, beside: FolderWeights | None) -> int:
+def compare_extras(weights: ModelWeights, carried: FolderWeights | None) -> int:
     """Compare the tensors of a folder that do not belong to the language model. Returns their number."""
     for name in weights.extras:
-        if beside is None or name not in beside:
+        if carried is None or name not in carried:
             raise ThresholdMissed(f"verify: {name} is missing on one side")
-        compare(name, weights.raw.tensor(name), beside.tensor(name))
+        compare(name, weights.raw.tensor(name), carried.tensor(name))
     return len(weights.extras)
 
 
@@ -93,11 +92,11 @@ def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, 
 
 
 def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tuple[float, float | None]:
-    """The largest difference of the trunk's logits, and of the MTP depths'. Raises ThresholdMissed if one is beyond `bound`."""
-    found = [float((a - b).abs().max()) for a, b in zip(here, there, strict=True)]
-    if max(found) > bound:
-        raise ThresholdMissed(f"verify: logits differ by {max(found):.2g} on the fixed prompt, at most {bound:g} is allowed")
-    return found[0], max(found[1:], default=None)
+    """The largest difference of the trunk's logits, and of the MTP depths'. Raises ThresholdMissed if one exceeds `bound`."""
+    differences = [float((a - b).abs().max()) for a, b in zip(here, there, strict=True)]
+    if max(differences) > bound:
+        raise ThresholdMissed(f"verify: logits differ by {max(differences):.2g} on the fixed prompt, at most {bound:g} is allowed")
+    return differences[0], max(differences[1:], default=None)
 
 
 @torch.no_grad()
@@ -141,7 +140,7 @@ def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide:
         here = prompt_logits(skeleton)
         with torch.no_grad():
             for parameter in skeleton.parameters.values():
-                parameter.task.param_weight.copy_(skeleton.map.to_megatron(parameter, merged))
+                parameter.task.param_weight.copy_(skeleton.to_megatron(parameter.name, merged))
         return compare_logits(here, prompt_logits(skeleton), BOUND)
 
 
@@ -166,7 +165,7 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
         merged = _Merged(base, stored, lora.alpha / lora.rank)
         with torch.no_grad():
             for parameter in skeleton.parameters.values():
-                parameter.task.param_weight.copy_(skeleton.map.to_megatron(parameter, merged))
+                parameter.task.param_weight.copy_(skeleton.to_megatron(parameter.name, merged))
         logits, _ = compare_logits(prompt_logits(skeleton), there, APPLIED_BOUND)
     return Verified(len(stored), logits, None)
 
@@ -175,7 +174,7 @@ def _fill_base(skeleton: Skeleton, base: ModelWeights) -> None:
     """Load all weights except the adapters. MTP layers keep arbitrary values, because they are not compared."""
     with torch.no_grad():
         for parameter in skeleton.parameters.values():
-            parameter.task.param_weight.copy_(skeleton.map.to_megatron(parameter, base))
+            parameter.task.param_weight.copy_(skeleton.to_megatron(parameter.name, base))
 
 
 class _Merged(Mapping[str, Tensor]):

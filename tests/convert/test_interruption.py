@@ -28,7 +28,7 @@ def test_killed_conversion_starts_over_with_the_current_source(tmp_path: Path) -
     """Its target never exists incomplete, and its parts are not used: they may be of another config with equal sizes."""
     folder = mimo(tmp_path / "hf", head_dim=None).path
     change_config(folder, num_attention_heads=8, num_key_value_heads=4)
-    killed = multiprocessing.get_context("fork").Process(target=killed_at_sixth_part, args=(folder, tmp_path / "checkpoint"))
+    killed = multiprocessing.get_context("spawn").Process(target=killed_at_sixth_part, args=(folder, tmp_path / "checkpoint"))
     killed.start()
     killed.join(120)
     assert killed.exitcode == -signal.SIGKILL
@@ -40,6 +40,7 @@ def test_killed_conversion_starts_over_with_the_current_source(tmp_path: Path) -
 
 
 def killed_at_sixth_part(source: Path, target: Path) -> None:
+    parts.PART_BYTES = 10_000
     flush, flushed = conversion.PartWriter.flush, []
 
     def kill(self: conversion.PartWriter, number: int) -> None:
