@@ -1,15 +1,13 @@
-"""The copy of a run in object storage: what is in it, when a checkpoint there counts as whole, and the way back.
+"""Copy a run to object storage, and fetch it. A copy has the layout of a run directory:
 
-A copy has the layout of a run directory, so that whoever downloads it has a run:
-
-    recipe.resolved.yaml, metrics.jsonl, replicas.json           as they were at the newest checkpoint
-    model/, tokenizer/, start/, reference/                       those that the run has, once
+    recipe.resolved.yaml, metrics.jsonl, replicas.json           as of the newest checkpoint
+    model/, tokenizer/, start/, reference/                       if the run has them, written once
     checkpoints/NAME/…                                           the newest `keep`
     checkpoints/latest                                           the name of the newest one
 
 Objects cannot be renamed, so a folder is complete only if it has its listing (`mtpctl.checkpoint.listing`), which is written last and
-removed first. A folder without a listing, or with a file that differs from it, is not used. A checkpoint has the same listing on disk, so
-that a checkpoint that is damaged on disk is not copied, and a fetched one can be verified again.
+removed first. A folder without a listing, or with a file that differs from it, is not used. A checkpoint has the same listing on disk, so a
+damaged checkpoint is not copied, and a fetched one can be verified again.
 """
 
 from __future__ import annotations
@@ -38,20 +36,17 @@ from mtpctl.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 _ONCE = ("model", "tokenizer", "start", "reference")
-"""Folders that a run writes once. All but the policy that RL began with could be made again, but not everywhere to the last bit."""
+"""Folders that a run writes once."""
 _TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "replicas.json")
 
 
 type Stamp = tuple[int, int, int]
-"""Inode, size and time of change of a file: it holds the same for as long as they are the same."""
+"""Inode, size and modification time of a file, which change with its contents."""
 
 
 @dataclass
 class CopyWriter:
-    """Brings the copy of the run in `run_dir` up to date.
-
-    It remembers what it has read and sent, so that a second try is short and folders that stay as they are are read once.
-    """
+    """Updates the copy of the run in `run_dir`. Caches what it has read and sent, so that unchanged folders are read once."""
 
     store: ObjectStore
     run_dir: Path
@@ -60,20 +55,19 @@ class CopyWriter:
     _sent: dict[str, Entry] = field(default_factory=dict)
 
     def copy(self, checkpoint: Path) -> int:
-        """Copy a checkpoint and what belongs to it, and drop all but the `keep` newest. Returns the bytes of files that were sent.
+        """Copy a checkpoint and the run's other files, and delete all checkpoints but the `keep` newest. Returns the bytes sent.
 
-        Raises StoreFailed where the store does, OSError where a file cannot be read or is replaced meanwhile, and Damaged if the checkpoint
-        differs from its listing. The copy then has the checkpoints that it had.
+        Raises StoreFailed if the store fails, OSError if a file cannot be read or is replaced in the meantime, Damaged if the checkpoint
+        differs from its listing. The checkpoints of the copy are then unchanged.
         """
         sent = sum(self._folder(name, 0) for name in _ONCE if (self.run_dir / name).is_dir())
         for name in _TEXTS:
             if (file := self.run_dir / name).is_file():
                 text = file.read_bytes()
-                # A line that is just being written is left for the next time.
+                # An incomplete last line is left for the next copy.
                 self.store.write(name, text[: text.rfind(b"\n") + 1])
-        there = _checkpoints(self.store)
         name = f"{CHECKPOINTS}/{checkpoint.name}"
-        others = {other: listing for other, listing in there.items() if other != checkpoint.name}
+        others = {other: listing for other, listing in _checkpoints(self.store).items() if other != checkpoint.name}
         number = 1 + max((listing.number for listing in others.values()), default=0)
         sent += self._folder(name, number)
         self.store.write(f"{CHECKPOINTS}/{pointer_of(checkpoint).name}", checkpoint.name.encode())
@@ -83,37 +77,37 @@ class CopyWriter:
         return sent
 
     def _folder(self, name: str, number: int) -> int:
-        """Copy a folder, unless it is there as it is here. Returns the bytes that were sent."""
+        """Copy a folder, unless the copy is identical. Returns the bytes sent."""
         folder = self.run_dir / name
         files = {file.relative_to(folder).as_posix(): file for file in files_in(folder)}
         try:
             saved = read_listing(folder)
         except Damaged as damage:
             raise Damaged(f"{name}/{damage.file}", damage.what) from damage
-        here = Listing(max(number, 0 if saved is None else saved.number), {relative: self._known(file) for relative, file in files.items()})
+        current = Listing(max(number, saved.number if saved else 0), {relative: self._entry(file) for relative, file in files.items()})
         if saved is not None:
-            _check_same(name, saved, here)
+            _check_same(name, saved, current)
         marker = f"{name}/{LISTING}"
         try:
-            there = _listing(self.store, name)
+            copied = _listing(self.store, name)
         except Damaged:
-            there = None
-        if there is not None and there.files == here.files:
+            copied = None
+        if copied is not None and copied.files == current.files:
             return 0
         self.store.remove([marker])
         count = 0
-        for relative, entry in here.files.items():
+        for relative, entry in current.files.items():
             if self._sent.get(f"{name}/{relative}") != entry:
                 self.store.put(files[relative], f"{name}/{relative}")
                 self._sent[f"{name}/{relative}"] = entry
                 count += entry.size
-        if changed := [relative for relative, file in files.items() if self._known(file) != here.files[relative]]:
+        if changed := [relative for relative, file in files.items() if self._entry(file) != current.files[relative]]:
             self._sent.pop(f"{name}/{changed[0]}")
             raise OSError(f"{files[changed[0]]} was replaced while it was copied")
-        self.store.write(marker, here.to_json())
+        self.store.write(marker, current.to_json())
         return count
 
-    def _known(self, file: Path) -> Entry:
+    def _entry(self, file: Path) -> Entry:
         stat = file.stat()
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if (known := self._read.get(file)) is None or known[0] != stamp:
@@ -132,24 +126,24 @@ class CopyWriter:
 
 
 def newest_copy(store: ObjectStore) -> str | None:
-    """The name of the newest checkpoint that the copy has in whole, by its listing; None where it has none."""
-    found = _checkpoints(store)
-    return max(found, key=lambda name: found[name].number, default=None)
+    """The name of the newest complete checkpoint of the copy, by its listing."""
+    checkpoints = _checkpoints(store)
+    return max(checkpoints, key=lambda name: checkpoints[name].number, default=None)
 
 
-def fetch(store: ObjectStore, run_dir: Path, tell: Callable[[str], None]) -> str | None:
-    """Bring the newest whole checkpoint of the copy into a run directory that has none, and what belongs to it. Returns its name.
+def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> str | None:
+    """Fetch the newest complete checkpoint and the run's other files into a run directory without checkpoints. Returns its name.
 
-    None where the copy has no checkpoint. One that is damaged is told of, and the one before it is taken. A second try goes on with the
-    files that the first one got. Raises UserError where all are damaged, StoreFailed where the store does not answer.
+    Returns None if the copy has no checkpoint. A damaged one is reported, and the previous one is used. A retry reuses files that were
+    fetched. Raises UserError if all checkpoints are damaged, StoreFailed if the store does not respond.
     """
-    found = _checkpoints(store)
-    for name in sorted(found, key=lambda name: found[name].number, reverse=True):
-        tell(f"fetching {name}, {found[name].nbytes / (1 << 20):,.1f} MiB, from {store.url}")
+    checkpoints = _checkpoints(store)
+    for name in sorted(checkpoints, key=lambda name: checkpoints[name].number, reverse=True):
+        report(f"fetching {name}, {checkpoints[name].nbytes / (1 << 20):,.1f} MiB, from {store.url}")
         try:
-            _fetch_folder(store, f"{CHECKPOINTS}/{name}", found[name], run_dir)
+            _fetch_folder(store, f"{CHECKPOINTS}/{name}", checkpoints[name], run_dir)
         except Damaged as damage:
-            tell(f"{name} in {store.url} is damaged: {damage}")
+            report(f"{name} in {store.url} is damaged: {damage}")
             continue
         for other in _ONCE:
             if (listing := _listing(store, other)) is not None and not (run_dir / other).exists():
@@ -159,29 +153,29 @@ def fetch(store: ObjectStore, run_dir: Path, tell: Callable[[str], None]) -> str
                 (run_dir / text).write_bytes(contents)
         point_to(run_dir / CHECKPOINTS / name)
         return name
-    if found:
+    if checkpoints:
         raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another place")
     return None
 
 
 def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path) -> None:
-    """Get the files of a folder under another name, and rename it. Raises Damaged where a file is missing or differs."""
+    """Fetch the files of a folder under a temporary name, and rename it. Raises Damaged if a file is missing or differs."""
     target = run_dir / name
     aside = target.with_name(f"{target.name}.partial")
     for file, entry in listing.files.items():
-        place = aside / file
-        if place.is_file() and entry_of(place, entry) == entry:
+        path = aside / file
+        if path.is_file() and entry_of(path, entry) == entry:
             continue
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            store.get(f"{name}/{file}", place)
+            store.get(f"{name}/{file}", path)
         except Absent as error:
             raise Damaged(file, "is missing") from error
-        if (fetched := entry_of(place, entry)) != entry:
-            place.unlink()
+        if (fetched := entry_of(path, entry)) != entry:
+            path.unlink()
             what = f"has {fetched.size:,} bytes with checksum {fetched.checksum}, and {entry.size:,} with {entry.checksum} were written"
             raise Damaged(file, what)
-        flush(place)
+        flush(path)
     if name.partition("/")[0] in (CHECKPOINTS, "reference"):
         save_listing(aside, listing)
     if name.startswith(f"{CHECKPOINTS}/") and target.exists():
@@ -191,10 +185,10 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
     flush(target.parent)
 
 
-def _check_same(folder: str, saved: Listing, here: Listing) -> None:
+def _check_same(folder: str, saved: Listing, current: Listing) -> None:
     """Raise Damaged if files of the run's folder differ from the listing that was saved with them."""
     for name, entry in saved.files.items():
-        if (now := here.files.get(name)) is None:
+        if (now := current.files.get(name)) is None:
             raise Damaged(f"{folder}/{name}", "is missing")
         # A checkpoint that was fetched from an older copy has checksums of another algorithm.
         comparable = now.checksum.partition(":")[0] == entry.checksum.partition(":")[0]
@@ -204,7 +198,7 @@ def _check_same(folder: str, saved: Listing, here: Listing) -> None:
 
 def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
     """The checkpoints of the copy that have a listing."""
-    found = {}
+    checkpoints = {}
     for object_name in store.names(CHECKPOINTS):
         name, _, file = object_name.removeprefix(f"{CHECKPOINTS}/").rpartition("/")
         if file == LISTING and "/" not in name:
@@ -213,8 +207,8 @@ def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
             except Damaged:
                 continue
             if listing is not None:
-                found[name] = listing
-    return found
+                checkpoints[name] = listing
+    return checkpoints
 
 
 def _listing(store: ObjectStore, folder: str) -> Listing | None:

@@ -210,27 +210,22 @@ def _contents_damage(file: Path, name: str, entry: Entry) -> Damaged | None:
     )
 
 
-# The file `latest`, which names the newest checkpoint of a folder for human readers. Resuming does not use it.
-
-_NAME = "latest"
-
-
 def pointer_of(root: Path) -> Path:
-    """The file that names the newest checkpoint under `root`."""
-    return root / _NAME
+    """The file that names the newest checkpoint under `root`, for human readers. Resuming does not use it."""
+    return root / "latest"
 
 
 def point_to(path: Path) -> None:
     """Atomically write the name of `path` to `latest` in its folder. If that fails, the file keeps its previous contents."""
     pointer = pointer_of(path.parent)
-    aside = pointer.with_name(f"{_NAME}.partial")
+    aside = pointer.with_name(f"{pointer.name}.partial")
     with contextlib.suppress(OSError):
         aside.write_text(path.name)
         os.replace(aside, pointer)
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or a folder with the renames in it, to the disk."""
+    """Flush a file, or a folder with the renames in it, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

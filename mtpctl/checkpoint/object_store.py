@@ -1,6 +1,6 @@
-"""A folder in object storage, by fsspec: the calls that copies of checkpoints need, with one kind of error for all stores.
+"""A folder in object storage, through fsspec, with the same errors for all stores.
 
-Keys and credentials come from where the store's own package takes them, such as `AWS_PROFILE` or `AWS_ENDPOINT_URL`.
+Credentials come from the sources of the store's own package, such as `AWS_PROFILE` or `AWS_ENDPOINT_URL`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PROBE = ".mtpctl-probe"
 
 
 class StoreFailed(RuntimeFailure):
-    """The store did not do what it was asked: it does not answer, or refuses. `reason`: what it said, in one line."""
+    """A request to the store failed. reason: the store's message, in one line."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -24,80 +24,78 @@ class StoreFailed(RuntimeFailure):
 
 
 class Absent(StoreFailed):
-    """There is no object of that name, or no bucket."""
+    """The object or the bucket does not exist."""
 
 
 class Refused(StoreFailed):
-    """The store refuses these credentials."""
+    """The store rejects the credentials."""
 
 
 class ObjectStore:
-    """The folder at `url`. Names are relative to it, with `/` between their parts. Every call raises StoreFailed where it fails."""
+    """The folder at `url`. Names are relative to it, with `/` as separator. Every method raises StoreFailed if the store fails."""
 
     def __init__(self, url: str) -> None:
-        """Raises UserError for a scheme that fsspec does not know, EnvironmentMissing where the scheme's package is not installed or its
-        server is not reached (some connect at once)."""
-        # Here, since few runs have a store.
+        """Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is not reached."""
+        # Imported here, because few runs have a store.
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
 
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0]
-        # Listings are not kept: another machine may write here. A local folder makes the folders of its files by itself.
+        # Listings are not cached, because another machine may write to the store.
         options = {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
         try:
             self._files, self._root = url_to_fs(self.url, **options)
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
-            told = f"{scheme}:// needs the package {package}, which is not installed; install it, or remove the key"
-            raise EnvironmentMissing(f"{FIELD}: {told}") from error
+            problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or remove the key"
+            raise EnvironmentMissing(f"{FIELD}: {problem}") from error
         except OSError as error:
             raise EnvironmentMissing(f"{FIELD}: {url} is not reached: {error}") from error
         except ValueError as error:
             raise UserError(f"{FIELD}: {url} is of no scheme that fsspec knows; write s3://…, gs://… or file:///…") from error
 
     def read(self, name: str) -> bytes | None:
-        """The contents of an object, None where there is none."""
-        with suppress(Absent), self._told("read", name):
+        """The contents of an object; None if it does not exist."""
+        with suppress(Absent), self._errors("read", name):
             return bytes(self._files.cat_file(self._at(name)))
         return None
 
     def write(self, name: str, contents: bytes) -> None:
-        """Make an object with these contents. It is there whole, or not at all."""
-        with self._told("write", name):
+        """Atomically write an object."""
+        with self._errors("write", name):
             self._files.pipe_file(self._at(name), contents)
 
     def put(self, file: Path, name: str) -> None:
-        """Copy a file there, and check that all of it has come."""
-        with self._told("write", name):
+        """Upload a file, and check its size."""
+        with self._errors("write", name):
             self._files.put_file(str(file), self._at(name))
-            there = self._files.info(self._at(name))["size"]
-        if there != (size := file.stat().st_size):
-            raise StoreFailed(f"{self.url}/{name} has {there:,} of {size:,} bytes")
+            stored = self._files.info(self._at(name))["size"]
+        if stored != (size := file.stat().st_size):
+            raise StoreFailed(f"{self.url}/{name} has {stored:,} of {size:,} bytes")
 
     def get(self, name: str, file: Path) -> None:
-        """Copy an object to a file. Raises Absent where there is none."""
-        with self._told("read", name):
+        """Download an object. Raises Absent if it does not exist."""
+        with self._errors("read", name):
             self._files.get_file(self._at(name), str(file))
 
     def names(self, folder: str) -> list[str]:
         """The names of all objects below a folder."""
-        with suppress(Absent), self._told("read", folder):
-            below = self._files.find(self._at(folder))
-            return [path[len(self._root) + 1 :] for path in below]
+        with suppress(Absent), self._errors("read", folder):
+            return [path[len(self._root) + 1 :] for path in self._files.find(self._at(folder))]
         return []
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects, in this order; those that are not there are left out."""
+        """Remove objects, in this order; missing objects are skipped."""
         for name in names:
-            with suppress(Absent), self._told("remove", name):
+            with suppress(Absent), self._errors("remove", name):
                 self._files.rm_file(self._at(name))
 
     def check(self) -> None:
         """Write, read and remove a small object.
 
-        Raises UserError where there is no such bucket, EnvironmentMissing where the credentials are refused, StoreFailed where the store
-        does not answer.
+        Raises UserError if the bucket does not exist, EnvironmentMissing if the credentials are rejected, StoreFailed if the store does not
+        respond.
         """
         try:
             self.write(_PROBE, b"")
@@ -112,8 +110,8 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     @contextmanager
-    def _told(self, what: str, name: str) -> Iterator[None]:
-        """Turn any error of the store into a StoreFailed. Their packages have no error in common, and each has its client's besides."""
+    def _errors(self, what: str, name: str) -> Iterator[None]:
+        """Convert any error of the store into StoreFailed. The packages of the stores and their clients have no common error."""
         try:
             yield
         except StoreFailed:
@@ -124,5 +122,5 @@ class ObjectStore:
 
 
 def _reason(error: Exception) -> str:
-    """The first line that an error has to say; its kind where it says nothing."""
+    """The first line of an error's message; its type if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: reading the config of one without its weights, and making one with random weights."""
+"""Hugging Face model folders: their config and other files, and creation with random weights. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-"""Prefixes that wrappers put before the names of a language model's decoder."""
+"""Prefixes of a language model's decoder, in wrappers for several modalities."""
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-"""The names of a stored head."""
+"""Names of a stored head."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,8 +39,7 @@ type HfConfig = dict[str, Any]
 class HfFolder:
     """A folder with `config.json` and weights.
 
-    `config` is the file's, completed from the names of the weights: MTP layers that it does not mention, and a tied head. Raises
-    UserError where the folder, its config or its weights are missing or cannot be read.
+    config: that of the file, completed from the names of the weights: MTP layers that it does not mention, and a tied head.
     """
 
     path: Path
@@ -49,9 +48,9 @@ class HfFolder:
 
     @classmethod
     def open(cls, path: str | Path, *, weights: bool = True, field: str = "model.path") -> HfFolder:
-        """Read the config and the names of the weights; with `weights=False` the config alone, as it is.
+        """Read the config and the names of the weights; with `weights=False` only the config, unchanged.
 
-        `field`: what the user calls the path. Raises UserError for a folder that holds no model.
+        field: the name of the path in error messages. Raises UserError if the folder, its config or its weights are missing or unreadable.
         """
         folder = Path(path)
         file = folder / "config.json"
@@ -65,11 +64,11 @@ class HfFolder:
             raise UserError(f"{file}: cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise UserError(f"{file}:1: must hold an object")
-        given = cls(folder, config, shape_of(config))
-        return given.completed(FolderWeights(folder)) if weights else given
+        result = cls(folder, config, shape_of(config))
+        return result.completed(FolderWeights(folder)) if weights else result
 
     def completed(self, weights: FolderWeights) -> HfFolder:
-        """The folder with a config to which what only the weights show is added."""
+        """The folder with a config that includes what only the weights show."""
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if not self.shape.mtp_layers and family.mtp is not None:
@@ -78,7 +77,7 @@ class HfFolder:
             while family.mtp.name(names, depth, self.shape.layers) in weights:
                 depth += 1
             if depth:
-                # Qwen3.5 has a key of its own for it.
+                # Qwen3.5 has its own key for the count.
                 config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
         text = config.get("text_config") or {}
         stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
@@ -91,7 +90,7 @@ class HfFolder:
 
 
 def _other_head(weights: FolderWeights) -> str | None:
-    """The name of a stored head that differs from the embedding, None if there is none: transformers and vLLM use such a head."""
+    """The name of a stored head that differs from the embedding, if there is one: transformers and vLLM use such a head."""
     head = next((name for name in HEADS if name in weights), None)
     embedding = next((name for prefix in PREFIXES if (name := f"{prefix}embed_tokens.weight") in weights), None)
     if head is None or embedding is None:
@@ -103,7 +102,7 @@ def _other_head(weights: FolderWeights) -> str | None:
 
 
 _same_heads: dict[object, bool] = {}
-"""Cache of comparisons of head and embedding, by files and their state: a process opens a folder several times."""
+"""Cache of comparisons of head and embedding, by files and their modification times: a process opens a folder several times."""
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -126,9 +125,9 @@ def _warn_of_head(path: Path, head: str) -> None:
 
 
 def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: torch.dtype | None = None) -> HfFolder:
-    """Make a folder of this config with random weights: norms are the identity, biases 0, the rest normal(0, initializer_range).
+    """Atomically create a folder with random weights: norms are the identity, biases 0, others normal(0, initializer_range).
 
-    `dtype`: of the weights, by default fp32. The same config and seed give the same bytes. The folder appears whole or not at all.
+    dtype: of the weights, by default fp32. The same config and seed give the same bytes.
     """
     import torch
     from safetensors.torch import save_file
@@ -154,12 +153,12 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
     for name, size in tensor_shapes(shape).items():
         if name not in same:
             tensors[name] = _drawn(name, size, shape, std, generator).to(dtype)
-    # safetensors keeps no two names of one memory.
+    # safetensors does not store two names of the same memory.
     tensors |= {name: tensors[same[name]].clone() for name in tensor_shapes(shape) if name in same}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    # The weights drawn here are not quantised, even if the config was copied from a folder whose weights are.
-    kept = {name: value for name, value in config.items() if name != "quantization_config"}
-    config = {**kept, "torch_dtype": str(dtype).removeprefix("torch.")}
+    # These weights are not quantized, even if the config was copied from a folder with quantized weights.
+    config = {name: value for name, value in config.items() if name != "quantization_config"}
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     aside.rename(folder)
     return HfFolder(folder, config, shape)
@@ -170,19 +169,17 @@ def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, gene
 
     if len(size) > 1:
         return torch.randn(size, generator=generator) * std
-    # The norms of families with linear attention count from 1, but for the one inside that attention.
+    # Norms of families with linear attention are stored around 0, except the output norm of that attention.
     from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")
     return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)
 
 
-# The files of a model's folder beside its weights: config, generation config, tokenizer, chat template, code of its own.
-
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
-"""Suffixes of files that are weights, which are converted or left behind."""
+"""Suffixes of weight files, which are not copied."""
 
 
 def carried_files(folder: Path) -> Iterator[Path]:
-    """Files that are copied unchanged, relative to `folder`. Hidden ones are not."""
+    """Files that a conversion copies unchanged (tokenizer, chat template, code), relative to `folder`; hidden files are skipped."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
@@ -191,35 +188,34 @@ def carried_files(folder: Path) -> Iterator[Path]:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy those files."""
+    """Copy the files of `carried_files`."""
     for name in carried_files(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
 
 
 def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
-    """The config of a folder whose weights are of `dtype` and hold `mtp_layers` MTP layers.
+    """The config of a folder with weights of `dtype` and `mtp_layers` MTP layers.
 
-    max_position_embeddings is the length that the model was trained with, where the published file is known to state another.
-    quantization_config is left out, since the weights are dequantised.
+    max_position_embeddings is corrected for models whose published config is known to be wrong. quantization_config is removed, because
+    the weights are dequantized.
     """
-    made = {name: value for name, value in config.items() if name != "quantization_config"}
-    where = _part_with(made, "max_position_embeddings")
-    if where.get("max_position_embeddings") is not None:
-        where["max_position_embeddings"] = stated_positions(config)
-    count = next((key for key in MTP_COUNTS if key in _part_with(made, key)), None)
+    result = {name: value for name, value in config.items() if name != "quantization_config"}
+    section = _section_with(result, "max_position_embeddings")
+    if section.get("max_position_embeddings") is not None:
+        section["max_position_embeddings"] = stated_positions(config)
+    count = next((key for key in MTP_COUNTS if key in _section_with(result, key)), None)
     if count is not None:
-        _part_with(made, count)[count] = mtp_layers
-    named = [key for key in ("dtype", "torch_dtype") if key in made] or ["torch_dtype"]
-    for key in named:
-        made[key] = str(dtype).removeprefix("torch.")
-    if "text_config" in made and "dtype" in made["text_config"]:
-        made["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
-    return made
+        _section_with(result, count)[count] = mtp_layers
+    for key in [key for key in ("dtype", "torch_dtype") if key in result] or ["torch_dtype"]:
+        result[key] = str(dtype).removeprefix("torch.")
+    if "text_config" in result and "dtype" in result["text_config"]:
+        result["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
+    return result
 
 
-def _part_with(config: HfConfig, key: str) -> HfConfig:
-    """The part of the config that has `key`: the config itself, or its `text_config`, which is replaced by a copy to write to."""
+def _section_with(config: HfConfig, key: str) -> HfConfig:
+    """The section that has `key`: the config itself, or its `text_config`, which is replaced by a copy that can be modified."""
     if key not in config and key in (config.get("text_config") or {}):
         config["text_config"] = dict(config["text_config"])
         return config["text_config"]
@@ -230,11 +226,8 @@ def write_config(config: HfConfig, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-# Where a conversion may write. Imports no torch, so that a command can ask before it loads anything.
-
-
 def check_target(source: Path, target: Path, *, force: bool) -> None:
-    """Raise UserError for a target that holds the source or lies in it, is a file, or exists without `force`."""
+    """Raise UserError for a target that contains the source or is inside it, is a file, or exists without `force`."""
     here, there = source.resolve(), target.resolve()
     if there.is_relative_to(here) or here.is_relative_to(there):
         raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")

@@ -1,5 +1,8 @@
-"""Mappings that Megatron-Bridge lacks: experts as modules of their own, dense layers in mixtures of experts, text models inside wrappers,
-and the linear layers of `model`."""
+"""Types of Megatron-Bridge, and mappings that it lacks: separate expert modules, dense layers in mixture-of-experts models, text models
+inside wrappers, and the linear layers of `mtpctl.model`.
+
+Megatron-Bridge's classes are imported by name, after the patches of its import are installed.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.core.transformer import TransformerConfig
-if TYPE_CHECKING:
-    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-    from megatron.core.transformer import TransformerConfig
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-
-# Megatron-Bridge's classes, typed as far as they are called here. The classes themselves are imported by name, once the stand-ins
-# that importing Megatron-Bridge may need are installed.
 
 type HfNames = str | dict[str, str]
 """The Hugging Face tensor of a parameter, or several by their part (q, k, v)."""
 
 
 class ParamMapping(Protocol):
-    """How one Megatron parameter and its Hugging Face tensors are made from each other."""
+    """Converts between a Megatron parameter and its Hugging Face tensors."""
 
     megatron_param: str
     hf_param: HfNames
@@ -84,25 +78,19 @@ class LocalTask(ConversionTask, Protocol):
     param_weight: Tensor
 
 
-class Pretrained[Config](Protocol):
-    """What Megatron-Bridge takes for a Hugging Face model, as far as its config goes."""
-
-    config: Config
-
-
 def is_local(task: ConversionTask) -> TypeGuard[LocalTask]:
     """Whether this rank holds the task's parameter."""
     return task.megatron_module is not None
 
 
 def names_of(task: ConversionTask) -> tuple[str, ...]:
-    """Names of the Hugging Face tensors that a parameter is made of."""
+    """Names of the Hugging Face tensors that a parameter consists of."""
     source = task.mapping.hf_param
     return (source,) if isinstance(source, str) else tuple(source.values())
 
 
 def packs_experts(task: ConversionTask) -> bool:
-    """Whether the mapping knows the experts of a layer only as one packed tensor."""
+    """Whether the mapping has the experts of a layer only as one packed tensor."""
     return bool(getattr(task.mapping, "is_grouped_export", False))
 
 
@@ -111,157 +99,123 @@ _LAYERS = {
     "row": ("LoraRowParallelLinear",),
     "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router", "GatedRMSNorm"),
 }
-"""How our linear layers lie over tp, by the name of their class; a norm-and-linear layer is known by the end of its name."""
+"""How our linear layers are split by tp, by class name. Fused norm-and-linear layers are recognized by the end of their name."""
 _CONVERSION = "megatron.bridge.models.conversion"
+_QWEN = "megatron.bridge.models.qwen"
+_WRAPPED = "model.language_model."
+"""Prefix of the text model inside Qwen3.5's multimodal wrappers."""
 
 
-def _part(module: str, name: str) -> Any:
-    # Imported by name, so that it happens after the stand-ins that importing Megatron-Bridge may need.
+def _load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
 def register() -> None:
-    """Register these in place of upstream's. It may be called more than once."""
-    bridge = _part(f"{_CONVERSION}.model_bridge", "MegatronModelBridge")
-    registry = _part(f"{_CONVERSION}.mapping_registry", "MegatronMappingRegistry")
-    auto, gated = (_part(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "GatedMLPMapping"))
+    """Replace upstream's mappings by these. Idempotent."""
+    register_bridge = _load(f"{_CONVERSION}.model_bridge", "MegatronModelBridge").register_bridge
+    auto = _load(f"{_CONVERSION}.param_mapping", "AutoMapping")
     for kind, names in _LAYERS.items():
         for name in names:
             auto.register_module_type(name, kind)
-    upstream = _part("megatron.bridge.models.qwen.qwen35_bridge", "Qwen35MoEBridge")
-
-    @bridge.register_bridge(source="Qwen3_5MoeForCausalLM", target=GPTModel, model_type="qwen3_5_moe_text")
-    class Qwen35MoeBridge(upstream):  # type: ignore[misc, valid-type]
-        def mapping_registry(self) -> MegatronMappingRegistry:
-            experts = "mtp.layers.*.mtp_model_layer.mlp.experts.local_experts.*"
-            names = "mtp.layers.*.mlp.experts.*"
-            more = [
-                gated(f"{experts}.linear_fc1.weight", gate=f"{names}.gate_proj.weight", up=f"{names}.up_proj.weight"),
-                auto(f"{experts}.linear_fc2.weight", f"{names}.down_proj.weight"),
-            ]
-            return registry(*super().mapping_registry().mappings, *more)
-
-    dense = _part("megatron.bridge.models.qwen.qwen35_bridge", "Qwen35Bridge")
-    for name, model_type, text in (("Qwen3_5", "qwen3_5", dense), ("Qwen3_5Moe", "qwen3_5_moe", Qwen35MoeBridge)):
-        wrapper = bridge.register_bridge(source=f"{name}ForConditionalGeneration", target=GPTModel, model_type=model_type)
-        wrapper(of_the_text_model(text))
-
-    # Upstream registers its own by the class of the model, which is found before one that is registered by the class's name.
-    for module, name, source, model_type in (
-        ("qwen3_moe_bridge", "Qwen3MoEBridge", "Qwen3MoeForCausalLM", "qwen3_moe"),
-        ("qwen3_next_bridge", "Qwen3NextBridge", "Qwen3NextForCausalLM", "qwen3_next"),
+    dense, sparse = _load(f"{_QWEN}.qwen35_bridge", "Qwen35Bridge"), _with_mtp_experts(_load(f"{_QWEN}.qwen35_bridge", "Qwen35MoEBridge"))
+    register_bridge(source="Qwen3_5MoeForCausalLM", target=GPTModel, model_type="qwen3_5_moe_text")(sparse)
+    for name, model_type, text in (("Qwen3_5", "qwen3_5", dense), ("Qwen3_5Moe", "qwen3_5_moe", sparse)):
+        register_bridge(source=f"{name}ForConditionalGeneration", target=GPTModel, model_type=model_type)(_of_text_model(text))
+    # Upstream registers these by the model's class, which takes precedence over the name of the class.
+    for upstream, source, model_type in (
+        (_with_dense_layers(_load(f"{_QWEN}.qwen3_moe_bridge", "Qwen3MoEBridge")), "Qwen3MoeForCausalLM", "qwen3_moe"),
+        (_with_dense_layers(_load(f"{_QWEN}.qwen3_next_bridge", "Qwen3NextBridge")), "Qwen3NextForCausalLM", "qwen3_next"),
+        (_with_glm_experts(_load("megatron.bridge.models.glm.glm45_bridge", "GLM45Bridge")), "Glm4MoeForCausalLM", "glm4_moe"),
     ):
-        sparse = _with_dense_layers(_part(f"megatron.bridge.models.qwen.{module}", name), registry, auto, gated)
-        bridge.register_bridge(source=_part("transformers", source), target=GPTModel, model_type=model_type)(sparse)
-    glm = with_own_experts(_part("megatron.bridge.models.glm.glm45_bridge", "GLM45Bridge"), registry, auto, gated)
-    bridge.register_bridge(source=_part("transformers", "Glm4MoeForCausalLM"), target=GPTModel, model_type="glm4_moe")(glm)
+        register_bridge(source=_load("transformers", source), target=GPTModel, model_type=model_type)(upstream)
 
 
-class _SparseConfig(Protocol):
-    mlp_only_layers: list[int] | None
-    decoder_sparse_step: int
-    num_hidden_layers: int
+def _extended(registry: MegatronMappingRegistry, more: list[object]) -> MegatronMappingRegistry:
+    return type(registry)(*registry.mappings, *more)
 
 
-def _with_dense_layers(
-    upstream: type, registry: type[MegatronMappingRegistry], auto: Callable[..., object], gated: Callable[..., object]
-) -> type:
-    """Upstream's bridge of a mixture of experts, for configs whose `mlp_only_layers` or `decoder_sparse_step` make some layers dense."""
+def _mlp(ours: str, theirs: str) -> list[object]:
+    """The mappings of a gated MLP with separate gate and up projections."""
+    auto, gated = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "GatedMLPMapping"))
+    return [
+        gated(f"{ours}.linear_fc1.weight", gate=f"{theirs}.gate_proj.weight", up=f"{theirs}.up_proj.weight"),
+        auto(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+    ]
+
+
+def _with_mtp_experts(upstream: type) -> type:
+    """Qwen3.5's bridge with separate experts in its MTP layers."""
+
+    class Qwen35MoeBridge(upstream):  # type: ignore[misc]
+        def mapping_registry(self) -> MegatronMappingRegistry:
+            experts = _mlp("mtp.layers.*.mtp_model_layer.mlp.experts.local_experts.*", "mtp.layers.*.mlp.experts.*")
+            return _extended(super().mapping_registry(), experts)
+
+    return Qwen35MoeBridge
+
+
+def _with_dense_layers(upstream: type) -> type:
+    """The bridge of a mixture of experts, for configs whose `mlp_only_layers` or `decoder_sparse_step` make some layers dense."""
 
     class SparseBridge(upstream):  # type: ignore[misc]
-        def provider_bridge(self, hf_pretrained: Pretrained[_SparseConfig]) -> TransformerConfig:
+        def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
             provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
-            without = config.mlp_only_layers or []
-            sparse = [int(i not in without and (i + 1) % config.decoder_sparse_step == 0) for i in range(config.num_hidden_layers)]
+            dense = config.mlp_only_layers or []
+            sparse = [int(i not in dense and (i + 1) % config.decoder_sparse_step == 0) for i in range(config.num_hidden_layers)]
             if not all(sparse):
-                # Checkpoints then name the layers one by one, since they are not alike.
+                # Checkpoints then name the layers one by one, because their parameters differ.
                 provider.moe_layer_freq = sparse
             return provider
 
         def mapping_registry(self) -> MegatronMappingRegistry:
-            ours, theirs = "decoder.layers.*.mlp", "model.layers.*.mlp"
-            more = [
-                auto(f"{ours}.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight"),
-                gated(f"{ours}.linear_fc1.weight", gate=f"{theirs}.gate_proj.weight", up=f"{theirs}.up_proj.weight"),
-                auto(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
-            ]
-            return registry(*super().mapping_registry().mappings, *more)
+            auto, ours = _load(f"{_CONVERSION}.param_mapping", "AutoMapping"), "decoder.layers.*.mlp"
+            norm = auto(f"{ours}.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight")
+            return _extended(super().mapping_registry(), [norm, *_mlp(ours, "model.layers.*.mlp")])
 
     return SparseBridge
 
 
-# What Megatron-Bridge's mapping of GLM-4.5 lacks: experts as modules of their own, and more than one shared expert.
-
-
-class _GlmConfig(Protocol):
-    moe_intermediate_size: int
-    n_shared_experts: int
-
-
-def with_own_experts(
-    upstream: type, registry: type[MegatronMappingRegistry], auto: Callable[..., object], gated: Callable[..., object]
-) -> type:
-    """Upstream's bridge with these mappings added. `auto` and `gated` are Megatron-Bridge's mappings of one and of two tensors."""
+def _with_glm_experts(upstream: type) -> type:
+    """GLM-4.5's bridge with separate expert modules and several shared experts."""
 
     class GlmBridge(upstream):  # type: ignore[misc]
-        def provider_bridge(self, hf_pretrained: Pretrained[_GlmConfig]) -> TransformerConfig:
-            provider = super().provider_bridge(hf_pretrained)
-            config = hf_pretrained.config
+        def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
+            provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
             provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.n_shared_experts
             return provider
 
         def _uses_fused_experts(self) -> bool:
-            # Upstream looks into the folder's files, which a stream of tensors does not have. Published folders name experts one by one.
+            # Upstream inspects the folder's files, which a stream of tensors lacks. Published folders store experts one by one.
             return False
 
         def mapping_registry(self) -> MegatronMappingRegistry:
             layers = self.hf_config.num_hidden_layers
             depths = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
-            places = {"decoder.layers.*": "model.layers.*"}
-            places |= {f"mtp.layers.{k}.mtp_model_layer": f"model.layers.{layers + k}" for k in range(depths)}
-            more = []
-            for ours, theirs in places.items():
-                expert, name = f"{ours}.mlp.experts.local_experts.*", f"{theirs}.mlp.experts.*"
-                more += [
-                    gated(f"{expert}.linear_fc1.weight", gate=f"{name}.gate_proj.weight", up=f"{name}.up_proj.weight"),
-                    auto(f"{expert}.linear_fc2.weight", f"{name}.down_proj.weight"),
-                ]
-            return registry(*super().mapping_registry().mappings, *more)
+            prefixes = {"decoder.layers.*": "model.layers.*"}
+            prefixes |= {f"mtp.layers.{k}.mtp_model_layer": f"model.layers.{layers + k}" for k in range(depths)}
+            experts = [
+                each for ours, theirs in prefixes.items() for each in _mlp(f"{ours}.mlp.experts.local_experts.*", f"{theirs}.mlp.experts.*")
+            ]
+            return _extended(super().mapping_registry(), experts)
 
     return GlmBridge
 
 
-# The language model inside Qwen3.5's wrappers for images, as Megatron-Bridge's text bridges know it by itself.
-#
-# Upstream's own bridges of these wrappers build the vision tower as well; here it stays in the folder that it came in.
-
-PREFIX = "model.language_model."
-
-
-class _TextConfig(Protocol):
-    tie_word_embeddings: bool
-
-
-class _WrapperConfig(Protocol):
-    tie_word_embeddings: bool
-    text_config: _TextConfig
-
-
-def of_the_text_model(upstream: type) -> type:
-    """The bridge of a wrapper, derived from the bridge of its text model."""
-    stored_packed = importlib.import_module("megatron.bridge.models.conversion.utils").moe_experts_stored_packed
+def _of_text_model(upstream: type) -> type:
+    """The bridge of a multimodal wrapper, derived from its text model's. Upstream's own would also build the vision tower."""
+    stored_packed = _load(f"{_CONVERSION}.utils", "moe_experts_stored_packed")
 
     class WrapperBridge(upstream):  # type: ignore[misc]
-        def provider_bridge(self, hf_pretrained: Pretrained[_WrapperConfig]) -> TransformerConfig:
+        def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
             text = copy(hf_pretrained.config.text_config)
             text.tie_word_embeddings = hf_pretrained.config.tie_word_embeddings
             return super().provider_bridge(SimpleNamespace(config=text))
 
         def _get_dense_lm_mappings(self, **options: object) -> list[ParamMapping]:
-            return super()._get_dense_lm_mappings(**options, hf_prefix=PREFIX)
+            return super()._get_dense_lm_mappings(**options, hf_prefix=_WRAPPED)
 
         def _get_moe_lm_mappings(self, **options: object) -> list[ParamMapping]:
-            options["experts_packed"] = stored_packed(getattr(self, "hf_pretrained", None), f"{PREFIX}layers.")
-            return super()._get_moe_lm_mappings(**options, hf_prefix=PREFIX)
+            options["experts_packed"] = stored_packed(getattr(self, "hf_pretrained", None), f"{_WRAPPED}layers.")
+            return super()._get_moe_lm_mappings(**options, hf_prefix=_WRAPPED)
 
     return WrapperBridge

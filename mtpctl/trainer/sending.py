@@ -1,4 +1,4 @@
-"""A trainer rank's part in a weight update: all ranks export, since an export gathers over them; rank 0 plans, packs and sends."""
+"""A trainer rank's part in a weight update: all ranks export, because an export is collective; rank 0 plans, packs and sends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ type Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class ExportingEngine(Protocol):
-    """A `MegatronEngine`, or what exports as it does."""
+    """The interface of `MegatronEngine` for exports."""
 
     @property
     def folder(self) -> HfFolder: ...
@@ -37,7 +37,7 @@ class ExportingEngine(Protocol):
 
 
 class WeightSource:
-    """The weights of `engine`, for a `WeightUpdate`: in each of its states it calls a method on all ranks, and rank 0 answers."""
+    """The weights of `engine`. A `WeightUpdate` calls each method on all ranks, and uses the result of rank 0."""
 
     engine: ExportingEngine
 
@@ -50,9 +50,9 @@ class WeightSource:
         self._sections: tuple[Section, ...] = ()
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        """Say what `version` will be: these sections, in which buckets, and where receivers find or meet them.
+        """Return the manifest of `version`: its sections and buckets, and how receivers get them.
 
-        By `shm` the buckets are in `store` when this returns. Otherwise nothing has moved, and `members` names the receivers.
+        With `shm`, the buckets are in `store` when this returns. Otherwise nothing was sent yet, and `members` names the receivers.
         """
         self._sections = sections
         if self.rank == 0:
@@ -70,11 +70,11 @@ class WeightSource:
         return self._pusher.announce(version, members, sums) if self.rank == 0 else None
 
     def transfer_weights(self) -> Sent | None:
-        """Send the buckets that were planned, while the receivers take them."""
+        """Send the planned buckets, while the receivers receive them."""
         return self._on_rank_0(lambda export: self._pusher.send(export))
 
     def persist_weights(self) -> None:
-        """Copy what was sent for the version store; a thread writes it there while training goes on."""
+        """Copy the sent buckets for the version store, to which a thread writes them while training continues."""
         self._on_rank_0(lambda export: self._pusher.persist(export))
 
     @property
@@ -92,7 +92,7 @@ class WeightSource:
         return self._sender
 
     def _new_sender(self, store: str) -> Publisher | Sender:
-        """The sender of the recipe's transport. The first version has every section."""
+        """The sender of the recipe's transport. The first version must have all sections."""
         from mtpctl.families.tensors import section_of
         from mtpctl.plan.buckets import ADAPTER_PREFIX
         from mtpctl.sync.packing import PackingOptions
@@ -110,7 +110,7 @@ class WeightSource:
         return Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
 
     def _on_rank_0[T](self, use: Callable[[Tensors], T]) -> T | None:
-        """What rank 0 makes of an export. Every rank takes part in the export to its end, whatever becomes of it on rank 0."""
+        """Call `use` with an export on rank 0. Every rank iterates the export to its end, even if rank 0 fails."""
         export = itertools.chain.from_iterable(map(self._section, self._sections))
         try:
             return use(export) if self.rank == 0 else None
@@ -118,13 +118,13 @@ class WeightSource:
             collections.deque(export, maxlen=0)
 
     def _section(self, section: Section) -> Tensors:
-        """One section's tensors. Where the adapter travels by itself, the target is its base weights."""
+        """The tensors of one section. If the adapter is sent separately, the target consists of the base weights."""
         if section == "adapter":
             return self.engine.export_adapter()
         return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
 
     def _plan_from(self, export: Tensors, *, checksums: bool = False) -> Checksums:
-        """Plan the buckets, unless there is a plan. With the plan, the config of an adapter is known. Returns checksums if asked."""
+        """Plan the buckets unless they are planned, and set the config of an adapter. Returns checksums if requested."""
         from mtpctl.convert.adapters import peft_config
         from mtpctl.families.tensors import aliases
 
