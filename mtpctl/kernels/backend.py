@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mtpctl.kernels.shards import RowStats
-
-DraftLoss = Literal["ce", "soft_ce", "kl", "tv"]
+from mtpctl.recipe.model import MtpLoss as DraftLoss
 
 
 @dataclass(frozen=True)

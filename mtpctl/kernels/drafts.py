@@ -18,7 +18,7 @@ Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from mtpctl.kernels.backend import Agreement, Backend, DraftGradCoefficients, Dr
 from mtpctl.kernels.inputs import Call, Rows, WeightGradBuffer
 from mtpctl.kernels.shards import RowStats, Shard, gather, join_shards, sum_ranks
 
-LOSSES = ("ce", "soft_ce", "kl", "tv")
+LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
 
 
 class DraftLossOut(NamedTuple):

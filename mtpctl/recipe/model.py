@@ -39,13 +39,17 @@ class ModelConfig(Section):
         return self.config is not None or self.init == "random"
 
 
+MtpLoss = Literal["ce", "soft_ce", "kl", "tv"]
+"""Losses of an MTP depth. The only list of them: kernels and trainer use this type."""
+
+
 class MtpConfig(Section):
     mode: Literal["off", "load", "joint", "isolated"] = Field(
         "isolated",
         description="off: no MTP layers; load: loaded and exported, but frozen; joint: trained, and their loss also updates the trunk; "
         "isolated: trained, and their loss updates neither trunk, embedding nor LM head.",
     )
-    loss: Literal["ce", "soft_ce", "kl", "tv"] = Field(
+    loss: MtpLoss = Field(
         "ce",
         description="Target of each MTP depth. ce: the sampled token; the others: the trunk's distribution, by cross-entropy (soft_ce), KL "
         "divergence (kl) or total variation (tv), the share of probabilistic drafts that would be rejected.",
