@@ -140,17 +140,7 @@ def linear_draft_loss(
         return DraftLossOut(*reference_draft(hidden, teacher, head, labels, call, loss, mix))
     backend = choose(implementation, hidden, weight, rows=call.rows.count)
     out = _sweep(
-        "linear_draft_loss",
-        call,
-        backend,
-        teacher,
-        weight,
-        labels,
-        None,
-        [draft],
-        entropy=False,
-        grad_scale=grad_scale,
-        detach_weight=True,
+        "linear_draft_loss", call, backend, teacher, weight, labels, None, [draft], entropy=False, grad_scale=grad_scale, detach_weight=True
     )
     return out.drafts[0]._replace(loss_sum=out.loss_sum)
 

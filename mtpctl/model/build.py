@@ -31,14 +31,7 @@ from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
-from mtpctl.model.layers import (
-    ColumnParallelLinear,
-    GatedMlp,
-    GatedRMSNorm,
-    LayerNormColumnParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-)
+from mtpctl.model.layers import ColumnParallelLinear, GatedMlp, GatedRMSNorm, LayerNormColumnParallelLinear, RMSNorm, RowParallelLinear
 from mtpctl.model.rope import rope_of
 from mtpctl.model.router import DecoderLayer, Router, number_moe_layers
 from mtpctl.plan.sharding import expert_tp, stage_layers

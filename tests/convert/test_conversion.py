@@ -16,7 +16,7 @@ from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import assert_like
 from tests.fakes.convert_models import FAMILIES, assert_same_tensors, change_config, converted, model
 from tests.fakes.tiny import engine, mimo, sequences
-from tests.model.test_mimo import packed_logits
+from tests.model.test_gpt import packed_logits
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])

@@ -17,7 +17,7 @@ from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import CASES, assert_like, hf_model
 from tests.fakes.mimo_reference import norm
 from tests.fakes.tiny import engine, sequences
-from tests.model.test_mimo import packed_logits
+from tests.model.test_gpt import packed_logits
 
 
 class Drafter:

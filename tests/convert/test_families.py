@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
 from tests.fakes.tiny import engine, sequences
-from tests.model.test_mimo import packed_logits
+from tests.model.test_gpt import packed_logits
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -89,7 +89,7 @@ def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wra
 
 def test_logits_of_a_head_that_should_be_tied_are_those_of_transformers(tmp_path: Path) -> None:
     from tests.fakes.tiny import engine, sequences
-    from tests.model.test_mimo import packed_logits
+    from tests.model.test_gpt import packed_logits
 
     reference = model("qwen2-tied", tmp_path)
     held = tensors(tmp_path)

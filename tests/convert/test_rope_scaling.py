@@ -14,7 +14,7 @@ from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import CASES, LLAMA3_ROPE, assert_like, hf_model
 from tests.fakes.convert_models import change_config
 from tests.fakes.tiny import engine, sequences
-from tests.model.test_mimo import packed_logits
+from tests.model.test_gpt import packed_logits
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

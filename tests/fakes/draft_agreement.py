@@ -1,4 +1,4 @@
-"""A policy loss with drafts that learn from its logits, against the sum of its parts computed one by one in float64."""
+"""Cases of a policy loss with drafts, and its comparison with the sum of separate losses in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Grads = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class DraftCase:
-    """A trunk and its drafts. The first draft is of every row but a few, as a depth's is; further ones are of all rows."""
+    """A trunk and its drafts. Like an MTP depth, the first draft omits a few rows; further drafts have all rows."""
 
     rows: int
     hidden: int
@@ -28,10 +28,10 @@ class DraftCase:
     padding: int = 3
     drafts: tuple[dict[str, Any], ...] = ({"loss": "tv"},)
     apart: float = 0.7
-    """How far a draft's states lie from the trunk's."""
+    """Distance of a draft's states from the trunk's."""
     clear: float = 0.0
-    """Rows are ignored in which a draft's and the trunk's log-prob of an entry lie closer than this: too close to call which is larger, and
-    on that hangs the gradient of the total variation."""
+    """Ignore rows in which a draft's and the trunk's log-prob of an entry differ by less: the gradient of the total variation depends on
+    which is larger."""
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -67,12 +67,12 @@ class DraftCase:
 
 
 def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Some separable loss of each token."""
+    """A separable loss."""
     return (-logprob * ((rows % 3) - 0.5)).sum(), {"tokens": torch.tensor(float(len(rows)))}
 
 
 def in_one_sweep(case: DraftCase, device: str = "cpu", **more: Any) -> tuple[PolicyLossOut, Grads]:
-    """The loss, and its gradients by name."""
+    """The loss of one sweep, and its gradients by name."""
     trunk, weight, labels, drafts, options = case.tensors(device)
     out = linear_policy_loss(trunk, weight, labels, token_loss, drafts=drafts, grad_scale=SCALE, **options | more)
     grads = torch.autograd.grad(out.loss_sum * SCALE, (trunk, weight, *(draft.hidden for draft in drafts)))
@@ -80,13 +80,13 @@ def in_one_sweep(case: DraftCase, device: str = "cpu", **more: Any) -> tuple[Pol
 
 
 def one_by_one(case: DraftCase, device: str = "cpu") -> tuple[Tensor, list[Any], Grads]:
-    """Total, what each draft tells and gradients, in float64."""
+    """Total loss, each draft's outputs, and gradients, in float64."""
     trunk, weight, labels, drafts, options = case.tensors(device)
     wide = [x.detach().double().requires_grad_() for x in (trunk, weight)]
     drafts = [replace(draft, hidden=draft.hidden.detach().double().requires_grad_()) for draft in drafts]
     logprob = linear_logprob(*wide, labels, implementation="reference", **options).logprob
     keep = (labels != -100).nonzero().squeeze(1)
-    total, told = token_loss(logprob[keep], None, keep)[0], []
+    total, reported = token_loss(logprob[keep], None, keep)[0], []
     for draft in drafts:
         rows = slice(None) if draft.rows is None else draft.rows
         out = linear_draft_loss(
@@ -101,10 +101,10 @@ def one_by_one(case: DraftCase, device: str = "cpu") -> tuple[Tensor, list[Any],
             **options | {"temperature": options["temperature"][rows]},
         )
         total = total + draft.weight * out.loss_sum
-        told.append(out)
+        reported.append(out)
     grads = torch.autograd.grad(total * SCALE, (*wide, *(draft.hidden for draft in drafts)))
     names = ("trunk", "weight", *(f"draft {n}" for n in range(len(drafts))))
-    return total.detach(), told, dict(zip(names, grads, strict=True))
+    return total.detach(), reported, dict(zip(names, grads, strict=True))
 
 
 def plain_torch(case: DraftCase, device: str = "cpu") -> Grads:
@@ -114,8 +114,8 @@ def plain_torch(case: DraftCase, device: str = "cpu") -> Grads:
     keep = labels != -100
     chosen = labels.clamp(min=0).unsqueeze(1)
     logp = ((trunk @ weight[:valid].T).float() / t).log_softmax(1)
-    kept = keep.nonzero().squeeze(1)
-    total = token_loss(logp.gather(1, chosen).squeeze(1)[kept], None, kept)[0]
+    saved = keep.nonzero().squeeze(1)
+    total = token_loss(logp.gather(1, chosen).squeeze(1)[saved], None, saved)[0]
     for draft in drafts:
         rows = torch.arange(len(labels), device=device) if draft.rows is None else draft.rows
         head = weight.detach() if draft.detach_weight else weight
@@ -134,15 +134,15 @@ def plain_torch(case: DraftCase, device: str = "cpu") -> Grads:
 
 
 def assert_sweep_agrees(case: DraftCase, device: str = "cpu", values: float = 1e-5, spare: float = 0.0, **more: Any) -> None:
-    """One sweep gives the parts' total and rows within `values`, gradients at most 1.5 times as far off as plain torch's, and `spare`."""
+    """Assert that one sweep matches the separate losses within `values`, and gradients within 1.5 times plain torch's error + `spare`."""
     out, got = in_one_sweep(case, device, **more)
-    total, told, right = one_by_one(case, device)
+    total, reported, expected = one_by_one(case, device)
     assert abs(out.loss_sum.item() - total.item()) <= values * max(1.0, abs(total.item()))
-    for mine, exact in zip(out.drafts, told, strict=True):
+    for tensor, exact in zip(out.drafts, reported, strict=True):
         for name in ("logprob", "teacher_logprob", "overlap", "greedy"):
-            assert torch.allclose(getattr(mine, name).double(), getattr(exact, name).double(), atol=10 * values), name
-        assert torch.equal(mine.hit, exact.hit)
+            assert torch.allclose(getattr(tensor, name).double(), getattr(exact, name).double(), atol=10 * values), name
+        assert torch.equal(tensor.hit, exact.hit)
     plain = plain_torch(case, device)
-    for name, exact_grad in right.items():
+    for name, exact_grad in expected.items():
         bound = 1.5 * relative(plain[name], exact_grad) + max(torch.finfo(case.dtype).eps, values) + spare
         assert relative(got[name], exact_grad) <= bound, f"{name}: {relative(got[name], exact_grad):.2e}, bound {bound:.2e}"

@@ -1,4 +1,4 @@
-"""Layouts of attention heads, and what comes of them by the formulas in float64."""
+"""Layouts of attention heads, and their results by the formulas in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeadCase:
     def drawn(
         self, dtype: torch.dtype, device: str = "cpu"
     ) -> tuple[Tensor, HeadLayout, HeadNorm | None, tuple[Tensor, Tensor] | None, list[Tensor]]:
-        """The arguments of `split_heads`, and gradients of what it returns."""
+        """Arguments of `split_heads`, and gradients of its results."""
         generator = torch.Generator().manual_seed(0)
 
         def numbers(*shape: int) -> Tensor:
@@ -49,13 +49,13 @@ class HeadCase:
         return mixed, layout, norm, (turn.cos(), turn.sin()) if self.half else None, grads
 
     def by_formula(self, dtype: torch.dtype = torch.float16) -> list[Tensor | None]:
-        """Queries, keys, values, gates, and the gradients of mixed and of the weights of queries and keys, for what is drawn in `dtype`."""
+        """Queries, keys, values, gates, and the gradients of mixed and of both norm weights, for inputs drawn in `dtype`."""
         mixed, layout, norm, angles, grads = self.drawn(dtype)
         leaf = mixed.double().requires_grad_()
         weights = [] if norm is None else [weight.double().requires_grad_() for weight in norm[:2]]
         grouped = leaf.view(self.tokens, self.groups, -1, self.width)
         queries, gates, keys, values = grouped.split([layout.queries, layout.queries if self.gated else 0, 1, 1], dim=2)
-        found = []
+        actual = []
         for place, part in enumerate((queries, keys)):
             x = part.reshape(self.tokens, -1, self.width)
             if weights:
@@ -64,18 +64,18 @@ class HeadCase:
                 turn = torch.complex(*(angle.double() for angle in angles))[:, None]
                 turned = torch.complex(x[..., : self.half], x[..., self.half : 2 * self.half]) * turn
                 x = torch.cat([turned.real, turned.imag, x[..., 2 * self.half :]], dim=-1)
-            found.append(x)
-        out = [*found, values.flatten(1, 2), gates.reshape(self.tokens, -1, self.width)]
+            actual.append(x)
+        out = [*actual, values.flatten(1, 2), gates.reshape(self.tokens, -1, self.width)]
         of_leaves = torch.autograd.grad(out, [leaf, *weights], [grad.double() for grad in grads])
         return [*out, *of_leaves, *([None, None] if norm is None else [])]
 
-    def assert_close(self, found: Sequence[Tensor | None], right: Sequence[Tensor | None], bound: float) -> None:
-        for mine, exact in zip(found, right, strict=True):
-            if mine is None or exact is None:
-                assert mine is exact
+    def assert_close(self, actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float) -> None:
+        for tensor, exact in zip(actual, expected, strict=True):
+            if tensor is None or exact is None:
+                assert tensor is exact
                 continue
-            assert mine.shape == exact.shape
-            assert (mine.cpu().double() - exact).norm() <= bound * exact.norm()
+            assert tensor.shape == exact.shape
+            assert (tensor.cpu().double() - exact).norm() <= bound * exact.norm()
 
 
 HEAD_CASES = [

@@ -1,4 +1,4 @@
-"""How many bytes of what a computation made are alive after it: what autograd keeps, and the results."""
+"""Measures the bytes that a computation leaves alive: tensors saved by autograd, and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTLES_S = 0.4
 
 
 class Kept(TorchDispatchMode):
-    """Counts memory that operations within it allocate. Views of what was there before, such as weights, are not counted."""
+    """Counts memory that operations in the block allocate, except views of `before`, such as weights."""
 
     def __init__(self, *before: torch.Tensor) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Kept(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Once nothing more of it goes: a collective's thread lets go of its tensors a moment after it is waited for."""
-        found = -1
-        while found != (found := self._alive()):
+        """Bytes alive once the number is stable: a collective's thread releases its tensors shortly after the wait."""
+        actual = -1
+        while actual != (actual := self._alive()):
             time.sleep(SETTLES_S)
-        return found
+        return actual
 
     def _alive(self) -> int:
         return sum(size for alive, size in self.found.values() if not alive.expired())

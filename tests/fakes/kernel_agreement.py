@@ -1,4 +1,4 @@
-"""One case of `linear_logprob`, and how an implementation's results are held against the float64 oracle's.
+"""Cases of `linear_logprob`, and the comparison of an implementation's results with the float64 oracle's.
 
 Values are bounded absolutely (they are fp32), gradients by a multiple of what plain torch in the same dtype is off by, so that a bound
 survives a change of shape.
@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpctl.kernels.logprob import LogProbOut, linear_logprob
 
 ROUNDINGS = 4
-"""Units in the last place that a term of a sum may be off by: of its logit, its exponential, its product, and the sum's own."""
+"""Rounding errors of a term of a sum, in units in the last place: logit, exponential, product, and sum."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def plain_torch(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 def magnitudes(case: Case, device: str = "cpu") -> tuple[float, float]:
-    """Norms of what the gradients of hidden and weight are sums of, signs dropped: where terms cancel, rounding follows these."""
+    """Norms of the gradients of hidden and weight with all terms made positive: rounding is proportional to these if terms cancel."""
     hidden, weight, labels, options = case.tensors(device)
     hidden, weight = hidden.double(), weight[: options["valid_vocab"]].double()
     temperature = options.get("temperature", 1.0)
@@ -104,16 +104,16 @@ def magnitudes(case: Case, device: str = "cpu") -> tuple[float, float]:
 
 
 def relative(got: Tensor, exact: Tensor) -> float:
-    """‖got − exact‖ / ‖exact‖, or ‖got‖ where exact is 0."""
+    """‖got − exact‖ / ‖exact‖, or ‖got‖ if exact is 0."""
     got, exact = got.double(), exact.double()
     return ((got - exact).norm() / exact.norm().clamp(min=1e-30)).item() if exact.norm() > 0 else got.norm().item()
 
 
 def assert_agrees(case: Case, implementation: str, device: str = "cpu", values: float = 1e-5) -> None:
-    """`implementation` gives the oracle's log-prob, entropy, hits and gradients for `case`."""
+    """Assert that `implementation` matches the oracle's log-prob, entropy, hits and gradients."""
     got, hidden_grad, weight_grad = scored(case, implementation, device)
     exact, exact_hidden_grad, exact_weight_grad = scored(case, "reference", device)
-    # Relative to 1 at the least: of a label that is all but certain, the log-prob has the rounding of a mass of 1.
+    # Relative to at least 1: the log-prob of an almost certain label has the rounding of a mass of 1.
     assert (got.logprob - exact.logprob).norm() <= values * exact.logprob.norm().clamp(min=1)
     assert (got.logprob <= 0).all()
     if case.entropy:
@@ -121,7 +121,7 @@ def assert_agrees(case: Case, implementation: str, device: str = "cpu", values: 
         assert (got.entropy - exact.entropy).abs().max() <= values * 10
     assert got.hit is not None and exact.hit is not None
     assert torch.equal(got.hit, exact.hit)
-    found = zip(
+    actual = zip(
         ("hidden", "weight"),
         (hidden_grad, weight_grad),
         (exact_hidden_grad, exact_weight_grad),
@@ -129,10 +129,10 @@ def assert_agrees(case: Case, implementation: str, device: str = "cpu", values: 
         magnitudes(case, device),
         strict=True,
     )
-    for name, mine, right, plain, magnitude in found:
-        assert mine.dtype == right.dtype
-        # Rounding the result itself costs half a unit in the last place, which exact (rounded too) does not show; and where a label is
-        # all but certain, 1 - p cancels in fp32, as the terms of a sum may.
-        cancelled = ROUNDINGS * torch.finfo(torch.float32).eps * magnitude / right.double().norm().clamp(min=1e-30).item()
-        bound = 1.5 * relative(plain, right) + max(torch.finfo(case.dtype).eps, 1e-5, cancelled)
-        assert relative(mine, right) <= bound, f"gradient of {name}: {relative(mine, right):.2e}, bound {bound:.2e}"
+    for name, tensor, expected, plain, magnitude in actual:
+        assert tensor.dtype == expected.dtype
+        # Rounding the result costs half a unit in the last place, which exact (also rounded) does not show. For an almost certain label
+        # 1 - p cancels in fp32, as the terms of a sum may.
+        cancelled = ROUNDINGS * torch.finfo(torch.float32).eps * magnitude / expected.double().norm().clamp(min=1e-30).item()
+        bound = 1.5 * relative(plain, expected) + max(torch.finfo(case.dtype).eps, 1e-5, cancelled)
+        assert relative(tensor, expected) <= bound, f"gradient of {name}: {relative(tensor, expected):.2e}, bound {bound:.2e}"

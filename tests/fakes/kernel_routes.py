@@ -1,4 +1,4 @@
-"""Routes that are drawn: which experts each token visits."""
+"""Random routes, and cases of expert selection with a plain PyTorch reference."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, Scores
+from mtpctl.kernels.rows import ExpertOrder
 
 SCORES: tuple[Scores, ...] = ("softmax of the chosen", "softmax of all", "sigmoid")
 
 
 def drawn_routes(tokens: int, experts: int, k: int) -> Tensor:
-    """[tokens, experts] bool, k set for each token; nobody visits the last expert, unless all are wanted."""
+    """[tokens, experts] bool with k set per token. The last expert is not used unless k needs all."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(tokens, max(k, experts - 1), generator=generator).topk(k, dim=1).indices
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
 
 
 def plain_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule, replay: ReplayedRoutes | None = None) -> tuple[Tensor, Tensor]:
-    """`mtpctl.kernels.routing.route` in plain PyTorch, without counts: what the kernels are held against."""
+    """`mtpctl.kernels.routing.route` in plain PyTorch, without counts: the reference for the kernels."""
     scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
     chosen = (scores if bias is None else scores + bias).topk(rule.k, dim=1).indices
     if replay is not None:
@@ -45,7 +46,7 @@ class RoutingCase:
     replays: bool = False
 
     def replay(self, device: str = "cpu") -> ReplayedRoutes | None:
-        """Routes for two thirds of the tokens, where the case replays some."""
+        """Routes for two thirds of the tokens, or None."""
         if not self.replays:
             return None
         experts = drawn_routes(self.tokens, self.experts, self.rule.k).nonzero()[:, 1].view(self.tokens, -1).to(torch.int16)
@@ -53,7 +54,7 @@ class RoutingCase:
         return ReplayedRoutes(experts.to(device), (torch.arange(self.tokens) % 3 > 0).to(device), counts)
 
     def drawn(self, device: str = "cpu") -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits, bias, and a gradient of the shares."""
+        """Logits, bias, and a gradient of the probs."""
         generator = torch.Generator().manual_seed(0)
         logits, grad = torch.randn(2, self.tokens, self.experts, generator=generator)
         bias = torch.randn(self.experts, generator=generator) if self.biased else None
@@ -64,14 +65,14 @@ class RoutingCase:
         logits, bias, grad = self.drawn()
         leaf = logits.double().requires_grad_()
         biases, replay = None if bias is None else bias.double(), self.replay()
-        right, chosen = plain_route(leaf, biases, self.rule, replay)
+        expected, chosen = plain_route(leaf, biases, self.rule, replay)
         assert torch.equal(routes.cpu(), chosen)
-        (of_logits,) = torch.autograd.grad(right, leaf, grad.double())
-        for mine, exact in ((shares, right), (gradient, of_logits)):
-            assert (mine.cpu().double() - exact).norm() <= 1e-6 * exact.norm()
+        (of_logits,) = torch.autograd.grad(expected, leaf, grad.double())
+        for tensor, exact in ((shares, expected), (gradient, of_logits)):
+            assert (tensor.cpu().double() - exact).norm() <= 1e-6 * exact.norm()
 
     def assert_counted(self, replay: ReplayedRoutes | None) -> None:
-        """Replayed experts that the logits would have chosen too were counted, and all of them."""
+        """Check the counts of replayed experts that the router would have chosen as well, and of all replayed experts."""
         if replay is None or replay.counts is None:
             return
         logits, bias, _grad = self.drawn()
@@ -89,3 +90,10 @@ ROUTING_CASES = [
     RoutingCase(41, 24, RoutingRule(5, "softmax of the chosen"), replays=True),
     RoutingCase(30, 60, RoutingRule(8, "sigmoid", 2.5), biased=True, replays=True),
 ]
+
+
+def assert_same_order(order: ExpertOrder, expected: ExpertOrder) -> None:
+    for name in ("row_of", "token_of", "pair_of", "counts"):
+        tensor: Tensor = getattr(order, name)
+        assert tensor.dtype == (torch.int64 if name == "pair_of" else torch.int32)
+        assert torch.equal(tensor.cpu(), getattr(expected, name)), name

@@ -1,8 +1,8 @@
-"""MiMo, written down from its published formulas in plain torch: one sequence at a time, no packing, no Megatron.
+"""MiMo from its published formulas in plain PyTorch: one sequence at a time, no packing, no Megatron.
 
 The MTP part follows how inference engines draft: the trunk's state before its final norm and the embedding of the next
 token, each normed, concatenated as [hidden, embedding], projected, through one transformer layer and a norm. The
-embedding at position 0 is zero; a second step in a row stands one position further on, where nothing is.
+embedding at position 0 is zero. Each further drafting step is at the next position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Cache = list[Tensor]
 
 
 def layer(x: Tensor, weights: dict[str, Tensor], at: str, config: dict[str, Any], cache: Cache | None = None) -> Tensor:
-    """One transformer layer on x [T, H], the tokens after those in `cache`, which takes up theirs."""
+    """One transformer layer on x [T, H], the tokens after those in `cache`, to which it appends their keys and values."""
     earlier = cache[0].shape[1] if cache else 0
     heads, kv_heads, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
 
@@ -88,7 +88,7 @@ def forward(
 
 
 def drafted(weights: dict[str, Tensor], config: dict[str, Any], ids: list[int], position: int, steps: int) -> list[Tensor]:
-    """Logits [vocab] of each step of a drafter that stands at `position`, had it drafted the tokens that follow there.
+    """Logits [vocab] of each step of a drafter that starts at `position`, if it drafted the tokens that follow there.
 
     So vLLM 0.32 drafts (v1/spec_decode/llm_base_proposer.py, models/mimo_mtp.py): the first step runs over all tokens; each
     next one over a single token, one position further on, which reads the last step's state and, of the same layer, the keys

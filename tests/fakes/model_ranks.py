@@ -1,4 +1,4 @@
-"""What a layer keeps where ranks share it, each in a process of its own: `python -m tests.fakes.model_ranks OUT`."""
+"""Bytes that a layer split over ranks saves, measured in separate processes: `python -m tests.fakes.model_ranks OUT`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.model.test_memory import CASES, SHARED, kept_bytes
 
 
 def elements(name: str, root: Path) -> float:
-    """That one layer keeps for each token of a rank's sequences; the mean of the ranks."""
+    """Elements per token that one layer saves, averaged over ranks."""
     case, parallel = SHARED[name]
 
     def kept_by(count: int) -> list[tuple[int, int]]:

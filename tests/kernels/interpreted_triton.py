@@ -1,6 +1,7 @@
-"""The Triton kernels under Triton's interpreter: run by `test_triton_backend.py` in a process of its own, since the interpreter is
-chosen at
-import. fp16, because the interpreter has no bf16 products."""
+"""The Triton kernels under Triton's interpreter, in fp16, because the interpreter does not support bf16 products.
+
+`test_triton_backend.py` runs this file in a separate process, because the interpreter is selected at import.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +14,10 @@ from mtpctl.kernels.rows import expert_order_torch
 from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees
 from tests.fakes.head_cases import HEAD_CASES, HeadCase
 from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
-from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, drawn_routes
-from tests.kernels.test_order import assert_same
+from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, assert_same_order, drawn_routes
 
 HALF = torch.float16
-# Columns 203 and tiles of 64: a last tile that is not full. Workspaces: nothing kept, some columns kept, all kept.
+# 203 columns and tiles of 64 leave a partial last tile. Workspaces: no, some or all logits saved.
 RAGGED = {"rows": 37, "hidden": 40, "vocab": 203, "dtype": HALF}
 
 
@@ -33,7 +33,7 @@ RAGGED = {"rows": 37, "hidden": 40, "vocab": 203, "dtype": HALF}
     ],
     ids=str,
 )
-def test_the_kernels_agree_with_the_oracle(case: Case) -> None:
+def test_kernels_agree_with_the_oracle(case: Case) -> None:
     assert_agrees(case, "triton")
 
 
@@ -41,7 +41,7 @@ def test_saved_and_recomputed_columns_give_one_gradient(monkeypatch: pytest.Monk
     from mtpctl.kernels import triton_backend
 
     monkeypatch.setattr(triton_backend, "CHUNK_COLUMNS", 64)
-    spare = 4 * 37 * 40  # the hidden gradient's share
+    spare = 4 * 37 * 40  # reserved for the hidden gradient
     case = Case(**RAGGED, ignored=0.0, workspace=spare + 140 * 37 * 2 + 140 * 4)
     saved = []
     inner = triton_backend.Triton._saved_columns
@@ -50,20 +50,20 @@ def test_saved_and_recomputed_columns_give_one_gradient(monkeypatch: pytest.Monk
     assert saved == [64]
 
 
-def test_logits_of_ten_thousand() -> None:
+def test_large_logits_keep_precision() -> None:
     for workspace in (1, 1 << 20):
         case = Case(**RAGGED, scale=1e4 / 3, workspace=workspace)
         got, *grads = scored(case, "triton")
         exact, *exact_grads = scored(case, "reference")
         assert exact.logprob.abs().max() > 1e4
         assert relative(got.logprob, exact.logprob) < 1e-6
-        for mine, right in zip(grads, exact_grads, strict=True):
-            assert relative(mine, right) < 1e-2
+        for tensor, expected in zip(grads, exact_grads, strict=True):
+            assert relative(tensor, expected) < 1e-2
 
 
-def test_every_element_is_written() -> None:
+def test_all_results_are_initialized() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # new memory is NaN under it
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         for workspace in (1, 1 << 20):
             out, *grads = scored(Case(**RAGGED, padding=3, workspace=workspace), "triton")
@@ -74,7 +74,7 @@ def test_every_element_is_written() -> None:
 
 
 @pytest.mark.parametrize("workspace", [1, 1 << 20], ids=["slices", "one slice"])
-def test_the_policy_loss(workspace: int) -> None:
+def test_policy_loss_matches_the_oracle(workspace: int) -> None:
     hidden, weight, labels, options = Case(**RAGGED, chosen=0.7, temperature="each").tensors()
     options.pop("hit")
     hidden.requires_grad_()
@@ -86,9 +86,9 @@ def test_the_policy_loss(workspace: int) -> None:
     out = linear_policy_loss(hidden, weight, labels, token_loss, workspace_bytes=workspace, implementation="triton", **options)
     got = torch.autograd.grad(out.loss_sum, (hidden, weight))
     exact = linear_logprob(hidden, weight, labels, implementation="reference", **options)
-    right = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(37))[0], (hidden, weight))
-    for mine, exact_grad in zip(got, right, strict=True):
-        assert relative(mine, exact_grad) < 2e-3
+    expected = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(37))[0], (hidden, weight))
+    for tensor, exact_grad in zip(got, expected, strict=True):
+        assert relative(tensor, exact_grad) < 2e-3
 
 
 @pytest.mark.parametrize("workspace", [1 << 20, 15_000], ids=["one slice", "slices"])
@@ -100,7 +100,7 @@ def test_the_policy_loss(workspace: int) -> None:
     ],
     ids=str,
 )
-def test_drafts_that_learn_from_the_policy_s_logits(
+def test_draft_losses_of_one_sweep_match_the_oracle(
     drafts: tuple[dict[str, object], ...], workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtpctl.kernels import triton_backend
@@ -112,7 +112,7 @@ def test_drafts_that_learn_from_the_policy_s_logits(
     assert_sweep_agrees(case, values=2e-4, spare=2e-3, workspace_bytes=workspace, implementation="triton")
 
 
-def test_equally_likely_first_choices_are_told_by_the_first_of_them() -> None:
+def test_greedy_tie_goes_to_the_first_entry() -> None:
     from mtpctl.kernels.policy import linear_draft_loss
 
     teacher, weight = torch.randn(3, 8).half(), torch.randn(300, 8).half()
@@ -122,7 +122,7 @@ def test_equally_likely_first_choices_are_told_by_the_first_of_them() -> None:
     assert torch.allclose(out.greedy.double(), first, rtol=1e-2)
 
 
-def test_what_the_kernels_cannot_take_is_refused() -> None:
+def test_unsupported_tensors_are_rejected() -> None:
     labels = torch.tensor([1, 2])
     with pytest.raises(ValueError, match=r"needs torch.bfloat16 or torch.float16, hidden is torch.float32"):
         linear_logprob(torch.randn(2, 8), torch.randn(9, 8), labels, implementation="triton")
@@ -136,8 +136,8 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
-def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[int], overwrite: bool) -> None:
-    """Widths and groups that fill no tile, groups without rows, buffers that lie apart at equal distances."""
+def test_weight_gradients_are_accumulated_per_group(counts: list[int], overwrite: bool) -> None:
+    """Partial tiles, groups without rows, and buffers at equal strides with gaps."""
     from mtpctl.kernels.grouped import add_weight_grads_triton, weight_grads_refusal
 
     torch.manual_seed(0)
@@ -148,15 +148,15 @@ def test_weight_gradients_are_put_into_the_buffers_group_by_group(counts: list[i
     places = into[:, : m * n].unflatten(1, (m, n))
     assert weight_grads_refusal(grad, x, places) is None
     add_weight_grads_triton(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), overwrite=overwrite)
-    right = before.clone()
+    expected = before.clone()
     if overwrite:
-        right[:, : m * n] = 0.0
+        expected[:, : m * n] = 0.0
     for e, (a, b) in enumerate(zip(grad.float().split(counts), x.float().split(counts), strict=True)):
-        right[e, : m * n] += (a.t() @ b).flatten()
-    assert relative(into, right) < 1e-6
+        expected[e, : m * n] += (a.t() @ b).flatten()
+    assert relative(into, expected) < 1e-6
 
 
-def test_rows_of_a_token_are_added_up_in_fp32() -> None:
+def test_row_sums_accumulate_in_fp32() -> None:
     from mtpctl.kernels.rows import row_sums_triton
 
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_rows_of_a_token_are_added_up_in_fp32() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (40, 300), (0, 8)])
-def test_norms_and_their_gradients(shape: tuple[int, ...], offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_and_gradients_match_the_formula(shape: tuple[int, ...], offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.kernels import norm
     from mtpctl.kernels.norm import rms_norm
 
@@ -174,26 +174,26 @@ def test_norms_and_their_gradients(shape: tuple[int, ...], offset: float, monkey
     torch.manual_seed(0)
     x, weight, grad = torch.randn(shape, dtype=HALF), torch.randn(shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
     leaves = x.double().requires_grad_(), weight.double().requires_grad_()
-    right = rms_norm(*leaves, 1e-5, offset)
-    found = norm.rms_norm_triton(x, weight, 1e-5, offset), *norm.rms_norm_backward_triton(grad, x, weight, 1e-5, offset)
-    for mine, exact in zip(found, (right, *torch.autograd.grad(right, leaves, grad.double())), strict=True):
-        assert (mine.double() - exact).norm() <= 1e-3 * exact.norm()
+    expected = rms_norm(*leaves, 1e-5, offset)
+    actual = norm.rms_norm_triton(x, weight, 1e-5, offset), *norm.rms_norm_backward_triton(grad, x, weight, 1e-5, offset)
+    for tensor, exact in zip(actual, (expected, *torch.autograd.grad(expected, leaves, grad.double())), strict=True):
+        assert (tensor.double() - exact).norm() <= 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("case", HEAD_CASES, ids=str)
-def test_heads_and_their_gradients(case: HeadCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_gradients_match_the_formula(case: HeadCase, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.kernels import qkv
 
     monkeypatch.setattr(qkv, "TILE_ELEMENTS", 64)  # several programs
     mixed, layout, norm, angles, grads = case.drawn(HALF)
-    right = case.by_formula()
-    found = qkv.split_heads_triton(mixed, layout, norm, angles)
+    expected = case.by_formula()
+    actual = qkv.split_heads_triton(mixed, layout, norm, angles)
     gradients = qkv.split_heads_backward_triton(grads, None if norm is None else mixed, layout, norm, angles)
-    case.assert_close([*found, *gradients], right, 2e-3)
+    case.assert_close([*actual, *gradients], expected, 2e-3)
 
 
 @pytest.mark.parametrize("case", ROUTING_CASES, ids=str)
-def test_chosen_experts_and_their_shares(case: RoutingCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_and_probs_match_the_reference(case: RoutingCase, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.kernels import routing
 
     monkeypatch.setattr(routing, "TILE_ELEMENTS", 256)
@@ -207,7 +207,7 @@ def test_chosen_experts_and_their_shares(case: RoutingCase, monkeypatch: pytest.
     assert torch.equal(load - 1, routes.sum(0))
 
 
-def test_a_token_is_sent_to_different_experts_whatever_its_logits_are() -> None:
+def test_nonfinite_logits_still_select_distinct_experts() -> None:
     from mtpctl.kernels import routing
     from mtpctl.kernels.routing import RoutingRule
 
@@ -218,18 +218,18 @@ def test_a_token_is_sent_to_different_experts_whatever_its_logits_are() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "ranks"), [(41, 6, 2, 3), (300, 96, 3, 2), (1, 8, 8, 1)])
-def test_rows_are_ordered_by_expert(monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, k: int, ranks: int) -> None:
-    """Over several blocks of tokens, and several programs of the sums."""
+def test_expert_order_matches_the_portable_version(monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, k: int, ranks: int) -> None:
+    """With several blocks of tokens and several programs for the sums."""
     from mtpctl.kernels import rows
 
     monkeypatch.setattr(rows, "TILE_ELEMENTS", 1024)
     routes = drawn_routes(tokens, experts, k)
-    assert_same(rows.expert_order_triton(routes, k, ranks), expert_order_torch(routes, k, ranks))
+    assert_same_order(rows.expert_order_triton(routes, k, ranks), expert_order_torch(routes, k, ranks))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (5, 3000), (0, 8)])
-def test_gated_products_and_their_gradients(shape: tuple[int, ...], scaled: bool) -> None:
+def test_swiglu_and_gradients_match_the_portable_version(shape: tuple[int, ...], scaled: bool) -> None:
     from mtpctl.kernels import swiglu
 
     torch.manual_seed(0)
@@ -237,8 +237,8 @@ def test_gated_products_and_their_gradients(shape: tuple[int, ...], scaled: bool
     scale = torch.rand(shape[:-1]) if scaled else None
     exact = both.double(), None if scale is None else scale.double()
     assert relative(swiglu.swiglu_triton(both, scale).double(), swiglu.swiglu_torch(*exact)) < 1e-3
-    for found, right in zip(
+    for actual, expected in zip(
         swiglu.swiglu_backward_triton(grad, both, scale), swiglu.swiglu_backward_torch(grad.double(), *exact), strict=True
     ):
-        assert (found is None) == (right is None)
-        assert found is None or relative(found.double(), right) < 1e-3
+        assert (actual is None) == (expected is None)
+        assert actual is None or relative(actual.double(), expected) < 1e-3

@@ -1,4 +1,4 @@
-"""The Triton backend on a card: against the oracle on ragged shapes, with memory as promised, bit-equal from run to run."""
+"""The Triton backend on a GPU: against the oracle on ragged shapes, within its memory bound, bit-identical from run to run."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["b
         Case(777, 1032, 32003, torch.bfloat16, padding=11, temperature="each"),
         Case(777, 1032, 32003, torch.bfloat16, chosen=0.4, temperature="number"),
         Case(1000, 2048, 40000, torch.bfloat16, entropy=False),
-        # Everything kept, some columns kept, many slices of rows: the workspace decides.
+        # The workspace decides: all logits saved, some columns saved, many slices of rows.
         Case(777, 1032, 32003, torch.bfloat16, workspace=1 << 30, temperature="each"),
         Case(2048, 512, 50257, torch.bfloat16, workspace=100 << 20),
         Case(2048, 512, 50257, torch.bfloat16, workspace=150 << 20),
     ],
     ids=str,
 )
-def test_the_kernels_agree_with_the_oracle(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_agree_with_the_oracle(case: Case, dtype: torch.dtype) -> None:
     case = Case(**{**case.__dict__, "dtype": dtype})
     assert_agrees(case, "triton", "cuda")
     assert_agrees(case, "chunked", "cuda")
 
 
-def test_extreme_logits_neither_overflow_nor_lose_the_log_prob() -> None:
+def test_extreme_logits_keep_the_log_prob() -> None:
     case = Case(300, 256, 9001, torch.bfloat16, scale=1e4 / 4)
     got, hidden_grad, weight_grad = scored(case, "triton", "cuda")
     exact, exact_hidden_grad, exact_weight_grad = scored(case, "reference", "cuda")
     assert relative(got.logprob, exact.logprob) < 1e-6
-    # A softmax this sharp is one-hot but for near ties, so that gradients are a few large entries.
+    # A softmax this sharp is one-hot except for near ties, so gradients are a few large entries.
     assert relative(hidden_grad, exact_hidden_grad) < 1e-2
     assert relative(weight_grad, exact_weight_grad) < 1e-2
 
 
-def test_every_element_of_the_gradients_is_written() -> None:
+def test_all_gradients_are_initialized() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is NaN under it
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     try:
         for workspace in (64 << 20, 100 << 20, 1 << 30):
             out, hidden_grad, weight_grad = scored(Case(1000, 512, 32003, torch.bfloat16, padding=5, workspace=workspace), "triton", "cuda")
@@ -60,7 +60,7 @@ def test_every_element_of_the_gradients_is_written() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_two_runs_are_bit_equal() -> None:
+def test_two_runs_are_bit_identical() -> None:
     case = Case(1000, 1024, 32003, torch.bfloat16)
     first, second = scored(case, "triton", "cuda"), scored(case, "triton", "cuda")
     assert torch.equal(first[0].logprob, second[0].logprob)
@@ -69,7 +69,7 @@ def test_two_runs_are_bit_equal() -> None:
 
 
 @pytest.mark.parametrize("workspace_mib", [128, 512, 2048])
-def test_memory_stays_within_the_workspace(workspace_mib: int) -> None:
+def test_peak_memory_is_within_the_workspace(workspace_mib: int) -> None:
     rows, width, vocab = 4096, 1024, 100_000
     hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -80,13 +80,13 @@ def test_memory_stays_within_the_workspace(workspace_mib: int) -> None:
     out = linear_logprob(hidden, weight, labels, entropy=True, workspace_bytes=workspace_mib << 20, implementation="triton")
     grads = torch.autograd.grad(out.logprob.sum(), (hidden, weight))
     used = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
-    # Beside the workspace: the results, and per-row vectors of statistics.
+    # In addition to the workspace: the results, and per-row vectors of statistics.
     assert used <= (workspace_mib << 20) + (8 << 20)
 
 
 @HALF
 @pytest.mark.parametrize("workspace_mib", [64, 1024])
-def test_the_policy_loss_equals_log_probs_and_autograd(dtype: torch.dtype, workspace_mib: int) -> None:
+def test_policy_loss_matches_log_probs_and_autograd(dtype: torch.dtype, workspace_mib: int) -> None:
     case = Case(1500, 512, 32003, dtype, chosen=0.7, temperature="each")
     hidden, weight, labels, options = case.tensors("cuda")
     options.pop("hit")
@@ -97,7 +97,7 @@ def test_the_policy_loss_equals_log_probs_and_autograd(dtype: torch.dtype, works
     def token_loss(logprob, entropy, rows):
         return (-advantage[rows] * (logprob * 0.1).exp() - 0.01 * entropy).sum(), {"tokens": torch.tensor(float(len(rows)))}
 
-    # fp16 gradients want a loss scale, or their small entries lose digits, here as everywhere.
+    # Without a loss scale, small entries of fp16 gradients lose digits.
     scale = 0.01 if dtype == torch.bfloat16 else 64.0
     out = linear_policy_loss(
         hidden, weight, labels, token_loss, grad_scale=scale, workspace_bytes=workspace_mib << 20, implementation="triton", **options
@@ -106,11 +106,11 @@ def test_the_policy_loss_equals_log_probs_and_autograd(dtype: torch.dtype, works
     exact = linear_logprob(hidden, weight, labels, implementation="reference", **options)
     keep = ((labels != -100) & options["rows"]).nonzero().squeeze(1)
     loss = token_loss(exact.logprob[keep], exact.entropy[keep], keep)[0]
-    right = torch.autograd.grad(loss * scale, (hidden, weight))
+    expected = torch.autograd.grad(loss * scale, (hidden, weight))
     assert torch.isclose(out.loss_sum, loss, rtol=1e-5)
     assert out.sums["tokens"] == len(keep)
-    for mine, exact_grad in zip(got, right, strict=True):
-        assert relative(mine, exact_grad) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+    for tensor, exact_grad in zip(got, expected, strict=True):
+        assert relative(tensor, exact_grad) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 DEPTHS = ({"loss": "tv", "mix": 0.9}, {"loss": "kl", "weight": 0.5, "detach_weight": True}, {"loss": "soft_ce", "weight": 0.3})
@@ -118,12 +118,12 @@ DEPTHS = ({"loss": "tv", "mix": 0.9}, {"loss": "kl", "weight": 0.5, "detach_weig
 
 @pytest.mark.parametrize("implementation", ["triton", "chunked"])
 @pytest.mark.parametrize("workspace_mib", [64, 1024])
-def test_drafts_learn_from_the_policy_s_logits(implementation: str, workspace_mib: int) -> None:
+def test_draft_losses_in_the_policy_sweep_match_the_oracle(implementation: str, workspace_mib: int) -> None:
     case = DraftCase(777, 1032, 32003, torch.bfloat16, padding=11, drafts=DEPTHS)
     assert_sweep_agrees(case, "cuda", values=2e-4, workspace_bytes=workspace_mib << 20, implementation=implementation)
 
 
-def test_two_sweeps_with_drafts_are_bit_equal_and_stay_within_the_workspace() -> None:
+def test_sweeps_with_drafts_are_bit_identical_and_within_the_workspace() -> None:
     case = DraftCase(4096, 1024, 100_000, torch.bfloat16, drafts=({"loss": "tv", "detach_weight": True},))
     trunk, weight, labels, drafts, options = case.tensors("cuda")
     states = (trunk, weight, drafts[0].hidden)
@@ -134,13 +134,13 @@ def test_two_sweeps_with_drafts_are_bit_equal_and_stay_within_the_workspace() ->
         torch.cuda.reset_peak_memory_stats()
         out = linear_policy_loss(trunk, weight, labels, token_loss, drafts=drafts, workspace_bytes=256 << 20, **options)
         made.append(torch.autograd.grad(out.loss_sum, states))
-        # Beside the workspace: the selected rows of both states, their gradients before they are spread, and vectors of statistics.
+        # In addition to the workspace: the selected rows of both states, their gradients before scattering, and statistics.
         used = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made[-1])
         assert used <= (256 << 20) + 4 * trunk.nbytes + (8 << 20)
     assert all(torch.equal(first, second) for first, second in zip(*made, strict=True))
 
 
-def test_a_card_that_was_measured_gets_what_was_fastest(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_selects_the_fastest_measured_backend(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import dispatch
 
     dispatch._logged.cache_clear()

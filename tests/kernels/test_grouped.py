@@ -1,4 +1,4 @@
-"""Grouped linear layers: each group of rows with its own weight, and gradients where the trainer wants them."""
+"""Grouped linear layers: products per group, and gradients in `main_grad` buffers or through autograd."""
 
 from __future__ import annotations
 
@@ -26,51 +26,49 @@ def one_by_one(x: Tensor, counts: list[int], weights: list[Tensor]) -> Tensor:
     ("dtype", "inputs", "outputs"), [(torch.float32, 12, 20), (torch.float32, 9, 7), (torch.bfloat16, 16, 24), (torch.bfloat16, 12, 10)]
 )
 @pytest.mark.parametrize("counts", [COUNTS, [4], [0, 0, 2]])
-def test_each_group_is_multiplied_with_its_own_weight_and_so_are_the_gradients(
-    dtype: torch.dtype, inputs: int, outputs: int, counts: list[int]
-) -> None:
+def test_grouped_linear_and_gradients_match_per_group_products(dtype: torch.dtype, inputs: int, outputs: int, counts: list[int]) -> None:
     x, ends, weights = problem(dtype, inputs, outputs, counts)
-    found = grouped_linear(x, ends, WeightStack(weights))
-    right = one_by_one(x.double(), counts, [weight.double() for weight in weights])
-    upstream = torch.randn_like(right)
-    got = torch.autograd.grad(found, [x, *weights], upstream.to(dtype))
-    wanted = torch.autograd.grad(right, [x, *weights], upstream)
+    actual = grouped_linear(x, ends, WeightStack(weights))
+    expected = one_by_one(x.double(), counts, [weight.double() for weight in weights])
+    upstream = torch.randn_like(expected)
+    got = torch.autograd.grad(actual, [x, *weights], upstream.to(dtype))
+    target = torch.autograd.grad(expected, [x, *weights], upstream)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for mine, theirs in zip([found, *got], [right, *wanted], strict=True):
-        assert (mine.double() - theirs).norm() <= tolerance * (1 + theirs.norm())
+    for tensor, reference in zip([actual, *got], [expected, *target], strict=True):
+        assert (tensor.double() - reference).norm() <= tolerance * (1 + reference.norm())
 
 
 @pytest.mark.parametrize("regular", [True, False])
-def test_gradients_are_added_to_the_buffers_of_weights_that_have_some(regular: bool) -> None:
+def test_gradients_are_added_to_main_grad_buffers(regular: bool) -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     whole = torch.ones(len(COUNTS), 20, 12 + 4)
     buffers = [row[:, :12] for row in whole] if not regular else list(torch.ones(len(COUNTS), 20, 12))
     for weight, buffer in zip(weights, buffers, strict=True):
         weight.main_grad = buffer  # type: ignore[attr-defined]
-    right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
+    expected = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
     grouped_linear(x, ends, WeightStack(weights)).sum().backward()
-    for weight, buffer, wanted in zip(weights, buffers, right, strict=True):
+    for weight, buffer, target in zip(weights, buffers, expected, strict=True):
         assert weight.grad is None
-        torch.testing.assert_close(buffer, wanted + 1)
+        torch.testing.assert_close(buffer, target + 1)
 
 
 @pytest.mark.parametrize("regular", [True, False])
-def test_the_first_gradients_replace_what_the_buffers_hold_and_later_ones_are_added(regular: bool) -> None:
+def test_first_gradients_overwrite_stale_buffers_and_later_ones_are_added(regular: bool) -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     whole = torch.full((len(COUNTS), 20, 12 + 4), torch.nan)
     buffers = [row[:, :12] for row in whole] if not regular else list(torch.full((len(COUNTS), 20, 12), torch.nan))
     for weight, buffer in zip(weights, buffers, strict=True):
         weight.main_grad = buffer  # type: ignore[attr-defined]
-    right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
+    expected = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
     stack = WeightStack(weights)
     stack.mark_stale()
     for times in (1, 2):
         grouped_linear(x, ends, stack).sum().backward()
-        for buffer, wanted in zip(buffers, right, strict=True):
-            torch.testing.assert_close(buffer, times * wanted)
+        for buffer, target in zip(buffers, expected, strict=True):
+            torch.testing.assert_close(buffer, times * target)
 
 
-def test_buffers_are_stale_until_a_gradient_came_or_somebody_asked() -> None:
+def test_buffers_stay_stale_until_a_gradient_or_a_query() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     for weight in weights:
         weight.main_grad = torch.full_like(weight, torch.nan).detach()  # type: ignore[attr-defined]
@@ -84,46 +82,46 @@ def test_buffers_are_stale_until_a_gradient_came_or_somebody_asked() -> None:
     assert stack.stale_buffers() == [] and all(torch.isfinite(buffer).all() for buffer in stack.buffers)
 
 
-def test_weights_that_are_frozen_get_no_gradient_and_the_rows_do() -> None:
+def test_frozen_weights_get_no_gradient_but_rows_do() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     grouped_linear(x, ends, WeightStack([weight.detach() for weight in weights])).sum().backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), x)[0])
 
 
-def test_no_rows_at_all_give_no_rows_and_leave_the_graph_whole() -> None:
+def test_zero_rows_keep_the_graph_connected() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, [0, 0])
-    found = grouped_linear(x, ends, WeightStack(weights))
-    assert found.shape == (0, 20)
-    found.sum().backward()
+    actual = grouped_linear(x, ends, WeightStack(weights))
+    assert actual.shape == (0, 20)
+    actual.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 12)
 
 
-def test_tensors_at_equal_distances_are_read_where_they_are() -> None:
+def test_tensors_at_equal_strides_are_stacked_as_a_view() -> None:
     storage = torch.arange(100.0)
     places = [storage[start : start + 6].view(2, 3) for start in (10, 26, 42)]
-    found = stacked(places)
-    assert found.data_ptr() == places[0].data_ptr()
-    torch.testing.assert_close(found, torch.stack(places))
+    actual = stacked(places)
+    assert actual.data_ptr() == places[0].data_ptr()
+    torch.testing.assert_close(actual, torch.stack(places))
 
 
 @pytest.mark.parametrize("starts", [(42, 26, 10), (10, 26, 43), (10, 12, 14)])
-def test_tensors_that_lie_otherwise_are_copied(starts: tuple[int, ...]) -> None:
+def test_tensors_at_other_strides_are_copied(starts: tuple[int, ...]) -> None:
     storage = torch.arange(100.0)
     places = [storage[start : start + 6].view(2, 3) for start in starts]
-    found = stacked(places)
-    assert found.data_ptr() != places[0].data_ptr()
-    torch.testing.assert_close(found, torch.stack(places))
+    actual = stacked(places)
+    assert actual.data_ptr() != places[0].data_ptr()
+    torch.testing.assert_close(actual, torch.stack(places))
 
 
-def test_weights_and_buffers_that_move_are_found_again() -> None:
+def test_moved_weights_and_buffers_are_read_at_their_new_addresses() -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     stack = WeightStack(weights)
     for _ in range(2):
         for weight, value, buffer in zip(weights, torch.randn(len(COUNTS), 20, 12), torch.zeros(len(COUNTS), 20, 12), strict=True):
             weight.data, weight.main_grad = value, buffer  # type: ignore[attr-defined]
-        found = grouped_linear(x, ends, stack)
-        torch.testing.assert_close(found, one_by_one(x, COUNTS, weights))
-        found.sum().backward()
-        right = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
-        for weight, wanted in zip(weights, right, strict=True):
-            torch.testing.assert_close(weight.main_grad, wanted)  # type: ignore[attr-defined]
+        actual = grouped_linear(x, ends, stack)
+        torch.testing.assert_close(actual, one_by_one(x, COUNTS, weights))
+        actual.sum().backward()
+        expected = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
+        for weight, target in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight.main_grad, target)  # type: ignore[attr-defined]

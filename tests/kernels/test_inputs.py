@@ -1,4 +1,4 @@
-"""Bad input gives one ValueError that names the argument and both values, before any kernel sees it."""
+"""Invalid input raises a ValueError that names the argument and both values, before any kernel runs."""
 
 from __future__ import annotations
 
@@ -44,43 +44,43 @@ HIDDEN, WEIGHT, LABELS = torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1,
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_the_argument_and_both_values_are_named(changed: dict[str, Any], message: str) -> None:
+def test_invalid_argument_and_both_values_are_named(changed: dict[str, Any], message: str) -> None:
     given = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **changed}
     with pytest.raises(ValueError, match=message):
         linear_logprob(given.pop("hidden"), given.pop("weight"), given.pop("labels"), **given)
 
 
-def test_topk_beyond_the_vocabulary() -> None:
+def test_topk_larger_than_the_vocabulary_is_rejected() -> None:
     with pytest.raises(ValueError, match="topk: 21, expected 0 to 20"):
         linear_logprob(HIDDEN, WEIGHT, LABELS, topk=21)
 
 
-def test_a_label_that_is_ignored_may_be_anything() -> None:
+def test_ignored_row_may_have_any_label() -> None:
     linear_logprob(HIDDEN, WEIGHT, torch.tensor([1, -100, 3]))
     linear_logprob(HIDDEN, WEIGHT, torch.tensor([1, 99, 3]), rows=torch.tensor([True, False, True]))
 
 
-def test_a_cold_row_that_is_ignored_may_be_cold() -> None:
+def test_ignored_row_may_have_temperature_zero() -> None:
     linear_logprob(HIDDEN, WEIGHT, torch.tensor([1, -100, 3]), temperature=torch.tensor([1.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("training", [False, True])
-def test_hidden_states_that_are_not_finite_are_refused_at_once(value: float, training: bool) -> None:
+def test_nonfinite_hidden_states_are_rejected_in_the_forward_pass(value: float, training: bool) -> None:
     hidden = HIDDEN.clone()
     hidden[1, 4] = value
     with pytest.raises(ValueError, match=rf"hidden: {value} at \[1, 4\], expected finite values in all of \(3, 8\)"):
         linear_logprob(hidden.requires_grad_(training), WEIGHT, LABELS)
 
 
-def test_a_weight_that_is_not_finite_is_refused() -> None:
+def test_nonfinite_weight_is_rejected() -> None:
     weight = WEIGHT.clone()
     weight[7, 0] = float("nan")
     with pytest.raises(ValueError, match=r"weight: nan at \[7, 0\]"):
         linear_logprob(HIDDEN, weight, LABELS)
 
 
-def test_a_weight_that_is_not_finite_is_refused_before_gradients_leave() -> None:
+def test_nonfinite_weight_is_rejected_before_gradients_are_returned() -> None:
     weight = WEIGHT.clone()
     weight[7, 0] = float("nan")
     hidden = HIDDEN.clone().requires_grad_()
@@ -89,8 +89,8 @@ def test_a_weight_that_is_not_finite_is_refused_before_gradients_leave() -> None
 
 
 @pytest.mark.parametrize("policy", [False, True])
-def test_a_weight_that_makes_an_entry_impossible_has_no_entropy(policy: bool) -> None:
-    """Minus infinity in every row of logits: the log-sum-exp is finite, and 0 x infinity is not."""
+def test_infinite_weight_is_rejected_if_entropy_is_requested(policy: bool) -> None:
+    """Minus infinity in every row of logits: the log-sum-exp is finite, but 0 x infinity is not."""
     weight = WEIGHT.clone()
     weight[7] = -float("inf")
 
@@ -104,12 +104,12 @@ def test_a_weight_that_makes_an_entry_impossible_has_no_entropy(policy: bool) ->
             linear_logprob(HIDDEN.abs(), weight, LABELS, entropy=True)
 
 
-def test_logits_that_overflow_are_told() -> None:
+def test_overflowing_logits_are_reported() -> None:
     with pytest.raises(ValueError, match="hidden: logits overflow"):
         linear_logprob(HIDDEN * 1e30, WEIGHT * 1e30, LABELS)
 
 
-def test_the_policy_loss_checks_its_own() -> None:
+def test_policy_loss_rejects_its_own_invalid_arguments() -> None:
     def token_loss(logprob, entropy, rows):
         return logprob.sum(), {}
 

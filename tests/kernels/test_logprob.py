@@ -1,4 +1,4 @@
-"""`linear_logprob` on any device: the chunked backend against the float64 oracle, and what holds for every implementation."""
+"""`linear_logprob` on any device: the chunked backend against the float64 oracle, and properties of every implementation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ cases = st.builds(
     chosen=st.sampled_from([None, 0.5]),
     temperature=st.sampled_from(["one", "number", "each"]),
     entropy=st.booleans(),
-    # One chunk that is kept; several chunks, made anew; the narrowest there are.
+    # One saved chunk; several recomputed chunks; chunks of minimal width.
     workspace=st.sampled_from([1 << 22, 100_000, 1]),
     seed=st.integers(0, 1000),
 )
@@ -37,7 +37,7 @@ def test_chunked_agrees_with_the_oracle(case: Case) -> None:
 
 
 @pytest.mark.parametrize("workspace", [1 << 20, 3 << 20, 1 << 30])
-def test_on_a_cpu_a_row_is_the_same_to_the_bit_whatever_its_company(workspace: int) -> None:
+def test_cpu_results_of_a_row_do_not_depend_on_other_rows(workspace: int) -> None:
     hidden, weight, labels = torch.randn(700, 64), torch.randn(2000, 64), torch.randint(0, 2000, (700,))
 
     def scores(first: int, last: int) -> LogProbOut:
@@ -64,7 +64,7 @@ def test_on_a_cpu_a_row_is_the_same_to_the_bit_whatever_its_company(workspace: i
 
 
 @pytest.mark.parametrize("workspace", [1, 1 << 22])
-def test_gradients_are_those_of_finite_differences(workspace: int) -> None:
+def test_gradients_match_finite_differences(workspace: int) -> None:
     hidden = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(70, 7, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([0, 69, -100, 63, 64])
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_finite_differences(workspace: int) -> None:
     assert torch.autograd.gradcheck(scores, (hidden, weight))
 
 
-def test_a_softmax_known_by_hand() -> None:
+def test_softmax_computed_by_hand() -> None:
     # Logits 0 and log 3: probabilities 1/4 and 3/4.
     out = linear_logprob(
         torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [math.log(3)]]), torch.tensor([0, 1]), entropy=True, hit=True, topk=2
@@ -90,13 +90,13 @@ def test_a_softmax_known_by_hand() -> None:
     assert torch.allclose(out.topk.logprob[0].exp(), torch.tensor([3 / 4, 1 / 4]))
 
 
-def test_what_was_not_asked_for_is_none() -> None:
+def test_unrequested_outputs_are_none() -> None:
     out = linear_logprob(torch.randn(3, 4), torch.randn(9, 4), torch.tensor([1, 2, 3]))
     assert isinstance(out, LogProbOut)
     assert (out.entropy, out.hit, out.topk) == (None, None, None)
 
 
-def test_rows_that_are_not_projected_give_zero_and_take_no_gradient() -> None:
+def test_unselected_rows_give_zero_and_get_no_gradient() -> None:
     hidden = torch.randn(6, 8, requires_grad=True)
     weight = torch.randn(50, 8, requires_grad=True)
     labels = torch.tensor([3, -100, 7, 9, -100, 11])
@@ -110,7 +110,7 @@ def test_rows_that_are_not_projected_give_zero_and_take_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
-def test_with_every_row_masked_all_is_zero_and_backward_works(implementation: str) -> None:
+def test_all_rows_masked_gives_zeros_and_a_backward_pass(implementation: str) -> None:
     hidden = torch.randn(4, 8, requires_grad=True)
     weight = torch.randn(50, 8, requires_grad=True)
     out = linear_logprob(hidden, weight, torch.full((4,), -100), entropy=True, hit=True, topk=3, implementation=implementation)
@@ -120,12 +120,12 @@ def test_with_every_row_masked_all_is_zero_and_backward_works(implementation: st
         assert not grad.any()
 
 
-def test_no_rows_at_all() -> None:
+def test_zero_rows_give_empty_results() -> None:
     out = linear_logprob(torch.randn(0, 8), torch.randn(50, 8), torch.zeros(0, dtype=torch.long), entropy=True)
     assert out.logprob.shape == (0,)
 
 
-def test_a_vocabulary_of_one_entry_is_certain() -> None:
+def test_vocabulary_of_one_entry_has_log_prob_zero() -> None:
     hidden = torch.randn(3, 8, requires_grad=True)
     out = linear_logprob(hidden, torch.randn(1, 8), torch.zeros(3, dtype=torch.long), entropy=True, hit=True)
     assert out.logprob.tolist() == [0.0] * 3
@@ -135,7 +135,7 @@ def test_a_vocabulary_of_one_entry_is_certain() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_of_ten_thousand_lose_nothing(dtype: torch.dtype) -> None:
+def test_large_logits_keep_log_prob_and_entropy(dtype: torch.dtype) -> None:
     case = Case(16, 64, 500, dtype, scale=1e4 / 3, workspace=20_000)
     got, *grads = scored(case, "chunked")
     exact, *exact_grads = scored(case, "reference")
@@ -143,14 +143,14 @@ def test_logits_of_ten_thousand_lose_nothing(dtype: torch.dtype) -> None:
     assert relative(got.logprob, exact.logprob) < 1e-6
     assert got.entropy is not None and exact.entropy is not None
     assert (got.entropy - exact.entropy).abs().max() < 1e-3
-    for mine, right in zip(grads, exact_grads, strict=True):
-        assert torch.isfinite(mine).all()
-        assert relative(mine, right) < 1e-2
+    for tensor, expected in zip(grads, exact_grads, strict=True):
+        assert torch.isfinite(tensor).all()
+        assert relative(tensor, expected) < 1e-2
 
 
-def test_every_element_of_results_and_gradients_is_written() -> None:
+def test_all_results_and_gradients_are_initialized() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # new memory is NaN under it
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         for case in (Case(9, 8, 130, torch.bfloat16, padding=5, workspace=1), Case(9, 8, 130, torch.float32, chosen=0.5)):
             out, *grads = scored(case, "chunked")
@@ -160,7 +160,7 @@ def test_every_element_of_results_and_gradients_is_written() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_detached_weight_takes_no_gradient_and_hidden_takes_the_same() -> None:
+def test_detached_weight_gets_no_gradient_and_hidden_is_unchanged() -> None:
     case = Case(9, 8, 130, torch.float32)
     _, with_weight, _ = scored(case, "chunked")
     hidden, weight, labels, options = case.tensors()
@@ -174,7 +174,7 @@ def test_a_detached_weight_takes_no_gradient_and_hidden_takes_the_same() -> None
     assert torch.allclose(hidden.grad, with_weight)
 
 
-def test_a_tied_head_adds_to_the_embedding_gradient() -> None:
+def test_tied_head_adds_to_the_embedding_gradient() -> None:
     table = torch.randn(30, 8, requires_grad=True)
     tokens, labels = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
     grads = []
@@ -184,7 +184,7 @@ def test_a_tied_head_adds_to_the_embedding_gradient() -> None:
     assert torch.allclose(*grads, atol=1e-6)
 
 
-def test_two_backward_passes_over_one_graph_agree() -> None:
+def test_second_backward_pass_over_one_graph_is_equal() -> None:
     hidden, weight, labels, options = Case(9, 8, 130, torch.float32).tensors()
     hidden.requires_grad_()
     out = linear_logprob(hidden, weight, labels, **options)
@@ -192,8 +192,8 @@ def test_two_backward_passes_over_one_graph_agree() -> None:
     assert torch.equal(first, torch.autograd.grad(out.logprob.sum(), hidden)[0])
 
 
-def test_a_second_derivative_is_refused_not_made_up() -> None:
-    """The way back is not differentiable; what autograd would record of it leaves the softmax out."""
+def test_second_derivative_is_rejected() -> None:
+    """The backward pass is not differentiable: autograd would record it without the softmax."""
     hidden, weight, labels, options = Case(9, 8, 130, torch.float32).tensors()
     weight.requires_grad_()
     out = linear_logprob(hidden.requires_grad_(), weight, labels, **options)
@@ -202,7 +202,7 @@ def test_a_second_derivative_is_refused_not_made_up() -> None:
         torch.autograd.grad(grad.square().sum(), weight)
 
 
-def test_main_grad_is_added_to_and_said_to_be() -> None:
+def test_main_grad_is_added_to_and_flagged() -> None:
     case = Case(9, 8, 130, torch.bfloat16, entropy=False, ignored=0.0)
     hidden, weight, labels, _ = case.tensors()
     plain = weight.clone().requires_grad_()
@@ -216,11 +216,11 @@ def test_main_grad_is_added_to_and_said_to_be() -> None:
     assert relative(weight.main_grad - 1, plain.grad) < 1e-2
 
 
-def test_a_tied_heads_main_grad_leaves_the_embeddings_part_of_the_gradient_as_it_is() -> None:
-    """Megatron marks such a weight, and adds what autograd brings to what is in `main_grad` already."""
+def test_tied_heads_main_grad_keeps_the_embedding_gradient() -> None:
+    """Megatron marks such a weight and adds autograd's gradient to `main_grad`."""
     tokens, labels = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # new memory is NaN under it
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         grads = []
         for fused in (False, True):
@@ -234,7 +234,7 @@ def test_a_tied_heads_main_grad_leaves_the_embeddings_part_of_the_gradient_as_it
     assert torch.allclose(*grads, atol=1e-6)
 
 
-def test_auto_says_which_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_its_choice(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import dispatch
 
     dispatch._logged.cache_clear()

@@ -1,4 +1,4 @@
-"""Norms by their formulas, in whatever they run."""
+"""Norms against their formulas, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def by_formula(x: Tensor, gate: Tensor | None, weight: Tensor, offset: float) ->
         pytest.param("cuda", torch.bfloat16, 1e-2, marks=pytest.mark.gpu),
     ],
 )
-def test_a_norm_and_its_gradients_are_those_of_the_formula(
+def test_norm_and_gradients_match_the_formula(
     device: str, dtype: torch.dtype, bound: float, shape: tuple[int, ...], gated: bool, offset: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(size, generator=generator).to(device, dtype) for size in (shape, shape, shape[-1:], shape)]
-    found, right = [], []
-    for leaves, into in ((drawn, found), ([each.double() for each in drawn], right)):
+    actual, expected = [], []
+    for leaves, into in ((drawn, actual), ([each.double() for each in drawn], expected)):
         x, gate, weight, upstream = (each.clone().requires_grad_() for each in leaves)
-        if into is found:
+        if into is actual:
             out = gated_rms_norm(x, gate, weight, EPS) if gated else rms_norm(x, weight, EPS, offset)
         else:
             out = by_formula(x, gate if gated else None, weight, offset)
         into += [out, *torch.autograd.grad(out, [x, weight, gate] if gated else [x, weight], upstream)]
-    assert found[0].dtype == dtype and found[0].shape == shape
-    for mine, theirs in zip(found, right, strict=True):
-        assert (mine.double() - theirs).norm() <= bound * theirs.norm()
+    assert actual[0].dtype == dtype and actual[0].shape == shape
+    for tensor, reference in zip(actual, expected, strict=True):
+        assert (tensor.double() - reference).norm() <= bound * reference.norm()
 
 
-def test_a_small_weight_around_0_keeps_its_digits() -> None:
-    """The rounding of outputs goes in the mean over rows, while that of 1 + weight would stay."""
+def test_small_zero_centered_weight_keeps_its_digits() -> None:
+    """Rounding of outputs averages out over rows; rounding of 1 + weight would not."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 16, generator=generator).bfloat16()
     weight = (0.01 * torch.randn(16, generator=generator)).bfloat16()
     exact = by_formula(x.double(), None, weight.double(), 1.0)
 
-    def off(found: Tensor) -> float:
-        return float(((found.double() * exact).sum(0) / exact.pow(2).sum(0) - 1).abs().max())
+    def off(actual: Tensor) -> float:
+        return float(((actual.double() * exact).sum(0) / exact.pow(2).sum(0) - 1).abs().max())
 
     assert off(rms_norm(x, weight, EPS, 1.0)) < 2e-4 < 1e-3 < off(rms_norm(x, 1 + weight, EPS))

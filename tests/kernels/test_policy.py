@@ -1,4 +1,4 @@
-"""`linear_policy_loss` equals the unfused loss of `rl/`, value, sums and gradients, however rows are sliced."""
+"""`linear_policy_loss` against the unfused loss of `mtpctl.rl`: value, sums and gradients, for any slicing of rows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> L
     ids=lambda settings: str({**settings, "loss": settings["loss"].rpartition("/")[2]}),
 )
 @pytest.mark.parametrize("workspace", [1 << 22, 130 * 3 * 8 * VOCAB, 1], ids=["one slice", "slices of 128", "row by row"])
-def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: int) -> None:
+def test_fused_loss_matches_the_unfused_one(settings: dict[str, Any], workspace: int) -> None:
     config, p, scale = RlConfig(**settings), problem(), 1 / 200
     out = linear_logprob(p["hidden"], p["weight"], p["labels"], entropy=True, rows=p["mask"], implementation="reference")
     inputs = loss_inputs(p, out.logprob, out.entropy)
@@ -72,9 +72,9 @@ def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: 
         if not is_reference(config.loss)
         else loss(out.logprob, out.entropy, token_terms(inputs, config), config)
     )
-    right = torch.autograd.grad(unfused.loss_sum * scale, (p["hidden"], p["weight"]))
+    expected = torch.autograd.grad(unfused.loss_sum * scale, (p["hidden"], p["weight"]))
 
-    with torch.no_grad():  # gspo's first pass: its terms look at whole sequences; the other losses' do not look at log-probs at all
+    with torch.no_grad():  # GSPO's first pass: its terms depend on whole sequences; those of other losses do not depend on log-probs
         first = linear_logprob(p["hidden"], p["weight"], p["labels"], rows=p["mask"]).logprob
     terms = token_terms(loss_inputs(p, first, None), config)
     calls = []
@@ -93,8 +93,8 @@ def test_every_loss_equals_the_unfused_one(settings: dict[str, Any], workspace: 
     assert relative(fused.loss_sum, unfused.loss_sum.detach()) < 1e-9
     for name, value in unfused.sums.items():
         assert torch.isclose(fused.sums[name].double(), value.double(), rtol=1e-9, atol=1e-9), name
-    for mine, exact in zip(got, right, strict=True):
-        assert relative(mine, exact) < 1e-9
+    for tensor, exact in zip(got, expected, strict=True):
+        assert relative(tensor, exact) < 1e-9
     assert torch.allclose(fused.logprob, out.logprob)
     assert fused.entropy is not None and out.entropy is not None
     assert torch.allclose(fused.entropy, out.entropy)
@@ -104,16 +104,16 @@ def summed(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tenso
     return logprob.sum(), {}
 
 
-def test_another_upstream_gradient_than_foretold_is_multiplied_in() -> None:
+def test_other_upstream_gradient_rescales_the_gradients() -> None:
     p = problem()
     out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, grad_scale=0.5)
     got = torch.autograd.grad(out.loss_sum * 3, (p["hidden"], p["weight"]))
-    right = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 3, (p["hidden"], p["weight"]))
-    for mine, exact in zip(got, right, strict=True):
-        assert relative(mine, exact) < 1e-12
+    expected = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 3, (p["hidden"], p["weight"]))
+    for tensor, exact in zip(got, expected, strict=True):
+        assert relative(tensor, exact) < 1e-12
 
 
-def test_a_loss_of_no_weight_gives_no_gradient_and_no_other_can_be_made_of_it() -> None:
+def test_grad_scale_zero_gives_zero_gradients_that_cannot_be_rescaled() -> None:
     p = problem()
     out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, grad_scale=0.0)
     for grad in torch.autograd.grad(out.loss_sum * 0.0, (p["hidden"], p["weight"])):
@@ -124,30 +124,30 @@ def test_a_loss_of_no_weight_gives_no_gradient_and_no_other_can_be_made_of_it() 
 
 
 @pytest.mark.parametrize("workspace", [1 << 22, 1], ids=["one slice", "row by row"])
-def test_greedy_hits_are_those_of_the_log_probs(workspace: int) -> None:
+def test_greedy_hits_match_linear_logprob(workspace: int) -> None:
     p = problem()
     p["labels"][::3] = (p["hidden"] @ p["weight"].T).argmax(1)[::3]
     out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, rows=p["mask"], hit=True, workspace_bytes=workspace)
-    right = linear_logprob(p["hidden"], p["weight"], p["labels"], rows=p["mask"], hit=True).hit
-    assert out.hit is not None and right is not None
+    expected = linear_logprob(p["hidden"], p["weight"], p["labels"], rows=p["mask"], hit=True).hit
+    assert out.hit is not None and expected is not None
     assert 60 < out.hit.sum() < 120
-    assert torch.equal(out.hit, right)
+    assert torch.equal(out.hit, expected)
 
 
-def test_main_grad_is_added_to_for_the_gradient_foretold_and_no_other() -> None:
+def test_main_grad_is_added_to_only_for_the_stated_gradient() -> None:
     p = problem()
-    right = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 0.5, p["weight"])[0]
+    expected = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 0.5, p["weight"])[0]
     weight = torch.nn.Parameter(p["weight"].detach())
     weight.main_grad = torch.ones_like(weight)
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True, workspace_bytes=1)
     (out.loss_sum * 0.5).backward()
-    assert relative(weight.main_grad - 1, right) < 1e-12
+    assert relative(weight.main_grad - 1, expected) < 1e-12
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True)
     with pytest.raises(ValueError, match=r"grad_scale: 0.5, but the loss received a gradient of 1.0"):
         out.loss_sum.backward()
 
 
-def test_its_gradients_serve_one_backward_pass() -> None:
+def test_second_backward_pass_is_rejected() -> None:
     p = problem()
     out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed)
     out.loss_sum.backward(retain_graph=True)
@@ -155,7 +155,7 @@ def test_its_gradients_serve_one_backward_pass() -> None:
         out.loss_sum.backward()
 
 
-def test_without_gradients_it_only_scores() -> None:
+def test_no_grad_call_only_scores() -> None:
     p = problem()
     with torch.no_grad():
         out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], summed, rows=p["mask"], workspace_bytes=1)
@@ -163,14 +163,14 @@ def test_without_gradients_it_only_scores() -> None:
     assert torch.isclose(out.loss_sum, out.logprob.sum())
 
 
-def test_a_loss_that_is_constant_gives_zero_gradients() -> None:
+def test_constant_loss_gives_zero_gradients() -> None:
     p = problem()
     out = linear_policy_loss(p["hidden"], p["weight"], p["labels"], lambda logprob, entropy, rows: (torch.zeros(()), {}))
     for grad in torch.autograd.grad(out.loss_sum, (p["hidden"], p["weight"])):
         assert not grad.any()
 
 
-def test_all_rows_masked() -> None:
+def test_all_rows_masked_gives_zero_loss_and_gradients() -> None:
     p = problem()
     out = linear_policy_loss(p["hidden"], p["weight"], torch.full((ROWS,), -100), summed, entropy=True)
     assert out.loss_sum == 0
@@ -178,12 +178,12 @@ def test_all_rows_masked() -> None:
         assert not grad.any()
 
 
-def test_weights_that_are_not_finite_are_refused() -> None:
+def test_nonfinite_weight_is_rejected() -> None:
     p = problem()
     weight = p["weight"].detach().clone()
     weight[5, 5] = float("inf")
     with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"), torch.no_grad():
         linear_policy_loss(p["hidden"], weight, p["labels"], summed)
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed)
-    with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"):  # the device is waited for where it is anyway
+    with pytest.raises(ValueError, match=r"weight: inf at \[5, 5\]"):  # checked at the next synchronization
         out.loss_sum.backward()

@@ -1,4 +1,4 @@
-"""The choice of experts by a router's logits: on a CPU as upstream makes it, on a card by one kernel."""
+"""Expert selection from router logits (upstream on a CPU, one kernel on CUDA), and fp32 router logits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from mtpctl.kernels.routing import RoutingRule, route
+from mtpctl.kernels.routing import RoutingRule, route, router_logits
 from tests.fakes.kernel_routes import ROUTING_CASES, RoutingCase, plain_route
 
 
 @pytest.mark.parametrize("case", [case for case in ROUTING_CASES if not case.replays], ids=str)
-def test_shares_and_routes_are_upstreams(case: RoutingCase) -> None:
+def test_reference_matches_upstream_routing(case: RoutingCase) -> None:
     logits, bias, _grad = case.drawn()
     rule = case.rule
     shares, routes = topk_routing_with_score_function(
@@ -22,15 +22,15 @@ def test_shares_and_routes_are_upstreams(case: RoutingCase) -> None:
         score_function="sigmoid" if rule.scores == "sigmoid" else "softmax",
         expert_bias=bias,
     )
-    found = plain_route(logits, bias, rule)
-    assert torch.equal(found[1], routes) and torch.allclose(found[0], shares)
+    actual = plain_route(logits, bias, rule)
+    assert torch.equal(actual[1], routes) and torch.allclose(actual[0], shares)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case", [*ROUTING_CASES, RoutingCase(8192, 128, RoutingRule(8, "softmax of the chosen")), RoutingCase(0, 8, RoutingRule(2, "sigmoid"))]
 )
-def test_a_card_chooses_the_same(case: RoutingCase) -> None:
+def test_cuda_routing_matches_the_reference(case: RoutingCase) -> None:
     logits, bias, grad = case.drawn("cuda")
     load = torch.ones(case.experts, dtype=torch.int64, device="cuda")
     replay = case.replay("cuda")
@@ -39,3 +39,28 @@ def test_a_card_chooses_the_same(case: RoutingCase) -> None:
     case.assert_right(shares, routes, gradient)
     case.assert_counted(replay)
     assert torch.equal(load - 1, routes.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(700, 128, 256), (9, 5, 96)])
+def test_router_logits_are_fp32_and_gradients_rounded_once(device: str, dtype: torch.dtype, tokens: int, experts: int, hidden: int) -> None:
+    torch.manual_seed(0)
+    states, weight = (torch.randn(*shape, device=device).to(dtype).requires_grad_() for shape in ((tokens, 1, hidden), (experts, hidden)))
+    upstream = torch.randn(tokens, 1, experts, device=device)
+    logits = router_logits(states, weight)
+    assert logits.dtype == torch.float32 and logits.shape == (tokens, 1, experts)
+    exact = [each.detach().double().requires_grad_() for each in (states, weight)]
+    expected = exact[0] @ exact[1].t()
+    assert (logits.double() - expected).norm() <= 1e-6 * expected.norm()
+    actual, target = torch.autograd.grad(logits, [states, weight], upstream), torch.autograd.grad(expected, exact, upstream.double())
+    for tensor, reference in zip(actual, target, strict=True):
+        assert tensor.dtype == dtype
+        assert (tensor.double() - reference).norm() <= 1.05 * (reference.to(dtype).double() - reference).norm() + 1e-6 * reference.norm()

@@ -1,23 +1,52 @@
-"""Rows at distinct places, and their gradients."""
+"""The order of rows by expert, and gathering distinct rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mtpctl.kernels.rows import distinct_rows
+from mtpctl.kernels.rows import distinct_rows, expert_order, expert_order_torch
+from tests.fakes.kernel_routes import assert_same_order, drawn_routes
+
+
+@pytest.mark.parametrize(("ranks", "target"), [(1, [5, 4, 3, 2, 1, 0]), (2, [2, 1, 0, 5, 4, 3]), (3, [1, 0, 3, 2, 5, 4])])
+def test_rows_are_sorted_by_rank_and_descending_expert(ranks: int, target: list[int]) -> None:
+    routes = drawn_routes(23, 6, 2)
+    actual = expert_order(routes, 2, ranks)
+    visited = [divmod(pair, 6) for pair in actual.pair_of.tolist()]
+    assert actual.token_of.tolist() == [token for token, _ in visited]
+    assert sorted(visited) == [tuple(pair) for pair in routes.nonzero().tolist()]
+    assert visited == sorted(visited, key=lambda pair: (target.index(pair[1]), pair[0]))
+    assert all(actual.token_of[row] == token for token in range(23) for row in actual.row_of[token])
+    assert sorted(actual.row_of.flatten().tolist()) == list(range(46))
+    assert actual.counts.tolist() == [int(routes[:, expert].sum()) for expert in target]
+
+
+def test_zero_tokens_have_no_rows() -> None:
+    actual = expert_order(torch.zeros(0, 4, dtype=torch.bool), 2, 1)
+    assert actual.row_of.shape == (0, 2) and actual.token_of.shape == actual.pair_of.shape == (0,)
+    assert actual.counts.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "ranks"), [(8192, 128, 8, 1), (5000, 512, 10, 4), (131, 6, 2, 3), (1, 96, 96, 2), (0, 8, 2, 1)]
+)
+def test_cuda_order_matches_the_portable_version(tokens: int, experts: int, k: int, ranks: int) -> None:
+    routes = drawn_routes(tokens, experts, k)
+    assert_same_order(expert_order(routes.cuda(), k, ranks), expert_order_torch(routes, k, ranks))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(9,), (9, 3), (9, 2, 3)])
 @pytest.mark.parametrize("places", [[4, 0, 8, 3], [], list(range(9))])
-def test_gradients_go_where_the_rows_came_from(device: str, shape: tuple[int, ...], places: list[int]) -> None:
+def test_distinct_rows_scatter_their_gradients(device: str, shape: tuple[int, ...], places: list[int]) -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=g).to(device).requires_grad_()
     at = torch.tensor(places, dtype=torch.int64, device=device)
     rows = distinct_rows(x, at)
     upstream = torch.randn(rows.shape, generator=g).to(device)
     assert rows.equal(x[at])
-    (found,) = torch.autograd.grad(rows, x, upstream)
-    (right,) = torch.autograd.grad(x[at], x, upstream)
-    assert found.equal(right)
+    (actual,) = torch.autograd.grad(rows, x, upstream)
+    (expected,) = torch.autograd.grad(x[at], x, upstream)
+    assert actual.equal(expected)

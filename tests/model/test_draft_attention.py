@@ -1,4 +1,4 @@
-"""The attention of a drafter: joined from two parts it is one softmax over both, in value and gradient."""
+"""A drafter's attention: joined from two parts it equals one softmax over both, in value and gradient."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LENGTHS = [7, 12, 5]
 
 
 class PlainPrefix:
-    """Causal attention of each sample within itself, every score in memory, and its backward pass as a flash kernel's: from what it is told
-    of the whole softmax."""
+    """Causal attention of each sample within itself with all scores in memory; like a flash kernel's, its backward pass takes the output
+    and log-sum-exp."""
 
     def __init__(self, lengths: list[int], scale: float) -> None:
         sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -39,7 +39,7 @@ class PlainPrefix:
 
 
 @pytest.mark.parametrize("later", [1, 2])
-def test_two_parts_joined_are_one_softmax(later: int) -> None:
+def test_joined_attention_matches_one_softmax(later: int) -> None:
     g = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
     q, k, keys = (
@@ -55,10 +55,10 @@ def test_two_parts_joined_are_one_softmax(later: int) -> None:
     packing = packing.at_depth(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
     whole = module(q, keys[-1], values[-1], None, packed_seq_params=packing).view(tokens, HEADS, VALUES)
     joined = joined_attention(q, k, v, keys, values, PlainPrefix(LENGTHS, module.scale), module.scale)
-    torch.testing.assert_close(joined, whole, atol=1e-6, rtol=0)  # log-sum-exps are kept in fp32
+    torch.testing.assert_close(joined, whole, atol=1e-6, rtol=0)  # log-sum-exps are fp32
     weights = torch.randn(joined.shape, generator=g, dtype=torch.float64)
-    for mine, right in zip(
+    for tensor, expected in zip(
         torch.autograd.grad((joined * weights).sum(), leaves), torch.autograd.grad((whole * weights).sum(), leaves), strict=True
     ):
-        torch.testing.assert_close(mine, right, atol=1e-5, rtol=0)
+        torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=0)
     assert len(packing.earlier.keys) == later + 1

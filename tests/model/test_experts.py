@@ -1,4 +1,4 @@
-"""Grouped experts: what one expert after another would give, from weights that are read where they lie."""
+"""Grouped experts against sequential experts, and stacked weights without copies."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ SPARSE = [name for name, config in TOYS.items() if "moe_intermediate_size" in co
 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=["linear_fc1", "linear_fc2"])], ids=["all-weights", "adapters"])
-def test_loss_and_every_gradient_are_those_of_one_expert_after_another(
+def test_loss_and_gradients_match_sequential_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, lora: LoraConfig | None
 ) -> None:
     folder = HfFolder.open(toy_folder(TOYS[family], tmp_path / "model", 0, "fp32"))
     mode = "off" if lora or not folder.shape.mtp_layers else "joint"
 
     def updated() -> tuple[float, dict[str, torch.Tensor]]:
-        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), lora=lora) as made:
-            made.set_optimizer(GENTLE)
-            return made.update(sequences(), NextToken())["sft/loss"], gradients(made)
+        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), lora=lora) as trainer:
+            trainer.set_optimizer(GENTLE)
+            return trainer.update(sequences(), NextToken())["sft/loss"], gradients(trainer)
 
-    found = updated()
+    actual = updated()
     monkeypatch.setattr(build, "MixtureOfExperts", MoELayer)
     monkeypatch.setattr(build, "Experts", SequentialMLP)
-    right = updated()
-    assert found[0] == pytest.approx(right[0], rel=1e-6)
-    assert any(".experts." in name and value.abs().max() > 0 for name, value in right[1].items())
-    assert_close(found[1], right[1], 1e-5)
+    expected = updated()
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    assert any(".experts." in name and value.abs().max() > 0 for name, value in expected[1].items())
+    assert_close(actual[1], expected[1], 1e-5)
 
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_weights_and_gradient_buffers_of_experts_are_read_where_they_lie(tmp_path: Path, distributed_optimizer: bool) -> None:
-    """Copies would cost a model's worth of memory, and its traffic at every layer."""
+def test_expert_weights_and_buffers_are_stacked_without_copies(tmp_path: Path, distributed_optimizer: bool) -> None:
+    """Copies would cost as much memory as the model, and its bandwidth in every layer."""
     folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"] | {"moe_intermediate_size": 32})
-    with engine(folder, mtp=MtpConfig(mode="off"), distributed_optimizer=distributed_optimizer) as made:
-        assert isinstance(made, MegatronEngine)
-        made.set_optimizer(GENTLE)
-        layers = [module for module in made.module.modules() if isinstance(module, MixtureOfExperts)]
+    with engine(folder, mtp=MtpConfig(mode="off"), distributed_optimizer=distributed_optimizer) as trainer:
+        assert isinstance(trainer, MegatronEngine)
+        trainer.set_optimizer(GENTLE)
+        layers = [module for module in trainer.module.modules() if isinstance(module, MixtureOfExperts)]
         assert layers
         for layer in layers:
             for name in ("linear_fc1", "linear_fc2"):
@@ -65,29 +65,29 @@ def test_weights_and_gradient_buffers_of_experts_are_read_where_they_lie(tmp_pat
 
 
 @pytest.mark.parametrize("frozen_input", [False, True])
-def test_parts_keep_what_goes_in_alone_and_give_the_same_gradients(tmp_path: Path, frozen_input: bool) -> None:
+def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: Path, frozen_input: bool) -> None:
     folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"] | {"moe_intermediate_size": 64})
-    with engine(folder, mtp=MtpConfig(mode="off")) as made:
-        made.model.train()
-        experts = next(module for module in made.module.modules() if isinstance(module, MixtureOfExperts)).experts
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
+        trainer.model.train()
+        experts = next(module for module in trainer.module.modules() if isinstance(module, MixtureOfExperts)).experts
         hidden, count = folder.shape.hidden, 64
         rows, shares = torch.randn(count, hidden, requires_grad=not frozen_input), torch.rand(count, requires_grad=not frozen_input)
         leaves = [] if frozen_input else [rows, shares]
         ends, upstream = torch.tensor([3, 3, 20, 21, 40, 55, 64, 64], dtype=torch.int32), torch.randn(count, hidden)
-        found: list[tuple[int, list[torch.Tensor]]] = []
+        actual: list[tuple[int, list[torch.Tensor]]] = []
         for run in (experts.run, partial(experts.run_in_parts, most=24)):
-            made.gradients.clear()
+            trainer.gradients.clear()
             for leaf in leaves:
                 leaf.grad = None
-            with Kept(rows, shares, *made.module.parameters()) as memory:
+            with Kept(rows, shares, *trainer.module.parameters()) as memory:
                 out = run(rows, ends, shares)
-            kept = memory.bytes
+            saved = memory.bytes
             out.backward(upstream)
             buffers = [weight.main_grad.clone() for name, weight in experts.named_parameters() if name.endswith("weight")]
-            found.append((kept, [out.detach(), *(leaf.grad for leaf in leaves), *buffers]))
-        (whole, right), (kept, mine) = found
-        assert kept <= out.nbytes + 3 * ends.nbytes < whole / 3
-        for a, b in zip(mine, right, strict=True):
+            actual.append((saved, [out.detach(), *(leaf.grad for leaf in leaves), *buffers]))
+        (whole, expected), (saved, tensor) = actual
+        assert saved <= out.nbytes + 3 * ends.nbytes < whole / 3
+        for a, b in zip(tensor, expected, strict=True):
             torch.testing.assert_close(a, b)
         with torch.no_grad():
-            torch.testing.assert_close(experts.run_in_parts(rows, ends, shares, 24), mine[0])
+            torch.testing.assert_close(experts.run_in_parts(rows, ends, shares, 24), tensor[0])

@@ -1,4 +1,4 @@
-"""Attention on a card, a drafter's too: two parts joined around the flash kernel are what one softmax over both gives."""
+"""Attention on a GPU: flash kernel, alone and joined with later depths, against one softmax in fp32."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def attended(dtype: torch.dtype, later: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("later", [0, 1, 2])
-def test_the_flash_kernel_joined_with_later_depths_is_one_softmax(later: int) -> None:
+def test_flash_attention_with_later_depths_matches_one_softmax(later: int) -> None:
     for half, exact in zip(attended(torch.bfloat16, later), attended(torch.float32, later), strict=True):
         assert (half.float() - exact).norm() <= 0.02 * exact.norm()

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass is what the plan counts on.
+"""A layer saves as many bytes for its backward pass as `mtpctl.plan.memory` assumes.
 
 A CPU runs norms and attention in pieces that keep more than a card's kernels do; stand-ins here keep what those keep.
 """
@@ -24,7 +24,7 @@ from tests.fakes.trainer_cases import MODELS
 
 
 class Norm(torch.autograd.Function):
-    """Keeps its input and one number a row."""
+    """Saves its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Norm(torch.autograd.Function):
 
 
 class SplitHeads(torch.autograd.Function):
-    """Keeps the tensor that all heads are split from, where they are normed."""
+    """Saves the tensor that heads are split from if they are normed."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, layout: Any, norm: Any, angles: Any) -> tuple[torch.Tensor, ...]:
@@ -53,7 +53,7 @@ class SplitHeads(torch.autograd.Function):
 
 
 class Flash(torch.autograd.Function):
-    """Keeps queries, keys, values and its output."""
+    """Saves queries, keys, values and its output."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -85,22 +85,22 @@ SHARED = {
 
 
 def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
-    """Alive after a forward pass, and tokens."""
+    """Bytes alive after a forward pass, and its number of tokens."""
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps, offset: Norm.apply(x, weight))
     monkeypatch.setattr(attention, "split_heads", SplitHeads.apply)
     monkeypatch.setattr(core_attention.PackedAttention, "_grouped", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
-    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as made:
-        (micro,) = made._micro_batches(sequences(40, low=60, high=100), 0)
-        made.model.train()
-        with Kept(*made.module.parameters()) as memory:
-            hidden = made.model(micro.input_ids, micro.packing)
-        found = memory.bytes
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as trainer:
+        (micro,) = trainer._micro_batches(sequences(40, low=60, high=100), 0)
+        trainer.model.train()
+        with Kept(*trainer.module.parameters()) as memory:
+            hidden = trainer.model(micro.input_ids, micro.packing)
+        actual = memory.bytes
         hidden.trunk.sum().backward()
-        return found, len(micro.input_ids)
+        return actual, len(micro.input_ids)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_keeps_what_is_planned(tmp_path, monkeypatch, case):
+def test_layer_saves_the_planned_bytes(tmp_path, monkeypatch, case):
     less, more = (mimo(tmp_path / str(count), **CASES[case], num_hidden_layers=count) for count in (1, 2))
     (first, tokens), (second, _) = kept_bytes(monkeypatch, less), kept_bytes(monkeypatch, more)
     a_token = (second - first) / tokens / 4
@@ -117,7 +117,7 @@ def of_ranks(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
-def test_so_does_one_that_ranks_share(tmp_path, of_ranks, name):
-    """Which tokens visit a rank's experts is not planned: here it is as good as even."""
+def test_layer_split_over_ranks_saves_the_planned_bytes(tmp_path, of_ranks, name):
+    """The plan assumes evenly distributed experts, which is nearly true here."""
     case, parallel = SHARED[name]
     assert activation_width(mimo(tmp_path, **CASES[case]).shape, parallel) == pytest.approx(of_ranks[name], rel=0.05)

@@ -1,4 +1,4 @@
-"""Where each sample lies in a packed row, whole and cut into the blocks of context-parallel ranks."""
+"""Layout of samples in a packed row, whole and cut into the blocks of context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def test_shift_stays_within_samples():
     assert Packing.of([3, 1, 2], "cpu").shift(torch.tensor([10, 11, 12, 20, 30, 31]), fill=-1).tolist() == [11, 12, -1, -1, 31, -1]
 
 
-def test_a_rank_holds_a_block_from_the_front_and_one_from_the_back():
+def test_cp_rank_has_a_block_from_the_front_and_one_from_the_back():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1, 6, 7], [2, 3, 4, 5])
     assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([0, 1, 4, 0], [0, 1, 2, 3])
     assert first.local_index.tolist() == [0, 1, -1, -1, -1, -1, 2, 3]
 
 
-def test_blocks_see_back_to_the_start_of_the_sample_they_begin_in():
+def test_block_attends_back_to_the_start_of_its_first_sample():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
     held = torch.cat([first.tokens, second.tokens])
     assert first.visible(held).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert (first.cu_seqlens_q.tolist(), first.cu_seqlens_kv.tolist()) == ([0, 2, 3, 4], [0, 2, 7, 8])
-    # The two blocks of the second rank follow each other; the sample that both have a part of is two parts.
+    # The second rank's blocks are adjacent; the sample that spans both has two parts.
     assert second.visible(held).tolist() == [2, 3, 2, 3, 4, 5]
     assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 2, 4], [0, 2, 6])
 
 
-def test_a_sample_may_span_many_blocks():
+def test_sample_may_span_many_blocks():
     ranks = [Packing.of([1, 22, 1], "cpu", cp_rank=rank, cp=4) for rank in range(4)]
     middle = ranks[1]
     assert middle.tokens.tolist() == [3, 4, 5, 18, 19, 20]
@@ -43,34 +43,34 @@ def test_a_sample_may_span_many_blocks():
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
-def test_ranks_have_equal_shares_of_a_long_samples_attention(cp):
+def test_cp_ranks_have_equally_many_attention_pairs(cp):
     def pairs(packing: Packing) -> int:
-        return sum(count * seen - count * (count - 1) // 2 for count, seen in zip(*packing.lengths, strict=True))
+        return sum(count * visible - count * (count - 1) // 2 for count, visible in zip(*packing.lengths, strict=True))
 
     assert len({pairs(Packing.of([64], "cpu", cp_rank=rank, cp=cp)) for rank in range(cp)}) == 1
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])
-def test_empty_sample(lengths):
+def test_empty_sample_is_rejected(lengths):
     with pytest.raises(ValueError, match="at least one token"):
         Packing.of(lengths, "cpu")
 
 
-def test_tokens_that_do_not_divide():
+def test_indivisible_token_count_is_rejected():
     with pytest.raises(ValueError, match="6 tokens do not divide over the 4 blocks of 2"):
         Packing.of([3, 3], "cpu", cp=2)
 
 
 def over_ranks(lengths: list[int], cp: int, k: Tensor, v: Tensor) -> list[tuple[Packing, Tensor, Tensor]]:
-    """Each rank's packing, and the keys and values that it sees once those of all ranks are gathered."""
+    """Each rank's packing and its visible keys and values after gathering those of all ranks."""
     ranks = [Packing.of(lengths, "cpu", cp_rank=rank, cp=cp) for rank in range(cp)]
     held = torch.cat([rank.tokens for rank in ranks])
     return [(rank, rank.visible(k[held]), rank.visible(v[held])) for rank in ranks]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_groups_attend_like_sample_by_sample(cp):
-    """On a CPU: the grouped form against one causal attention a sample, for every rank."""
+def test_grouped_attention_matches_per_sample_attention(cp):
+    """The grouped form against one causal attention per sample, for every rank."""
     from types import SimpleNamespace
 
     from mtpctl.model.core_attention import PackedAttention
@@ -87,14 +87,14 @@ def test_groups_attend_like_sample_by_sample(cp):
     )
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
     for packing, seen_k, seen_v in over_ranks(lengths, cp, k, v):
-        found = attention._grouped(q[packing.tokens], seen_k, seen_v, packing)
-        torch.testing.assert_close(found, expected[packing.tokens], atol=1e-6, rtol=0)
+        actual = attention._grouped(q[packing.tokens], seen_k, seen_v, packing)
+        torch.testing.assert_close(actual, expected[packing.tokens], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (12, 12), (12, 8), (8, 16), (24, 12)])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp):
-    """One width for all, in eights, and a scale that does not count what was added: held by a stand-in that knows no other."""
+def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim, value_dim, cp):
+    """The stand-in kernel requires one width for all, a multiple of 8, and the scale of the unpadded width."""
     from types import SimpleNamespace
 
     from mtpctl.model.core_attention import PackedAttention
@@ -105,9 +105,9 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, dim, value_dim, cp
         out = torch.empty_like(q)
         for i in range(len(cu_q) - 1):
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-            count, seen = rows.stop - rows.start, keys.stop - keys.start
-            assert count <= max_q and seen <= max_k
-            mask = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
+            count, visible = rows.stop - rows.start, keys.stop - keys.start
+            assert count <= max_q and visible <= max_k
+            mask = torch.ones(count, visible, dtype=torch.bool).tril(visible - count)
             qs, ks, vs = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
             out[rows] = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scale, enable_gqa=True).transpose(0, 1)
         return out, None

@@ -1,4 +1,4 @@
-"""The operator below PyTorch's variable-length attention takes what it is given, and autograd knows it: held by shapes, without a card."""
+"""The operator below PyTorch's variable-length attention accepts our arguments and is differentiable, tested on meta tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packed() -> Packing:
     return Packing.of([30, 10], "meta")
 
 
-def test_queries_keys_and_values_get_gradients_from_the_operator_itself() -> None:
+def test_flash_operator_is_differentiable() -> None:
     q, k, v = leaves()
     out, lse = flash_attention(q, k, v, packed(), 0.1)
     assert out.shape == q.shape and out.requires_grad
@@ -29,7 +29,7 @@ def test_queries_keys_and_values_get_gradients_from_the_operator_itself() -> Non
     assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_a_prefix_tells_the_log_sum_exp_by_token_and_takes_it_back() -> None:
+def test_flash_prefix_converts_the_log_sum_exp_layout() -> None:
     q, k, v = (x.detach() for x in leaves())
     prefix = FlashPrefix(packed(), 0.1)
     out, lse = prefix.forward(q, k, v)

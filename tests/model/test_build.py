@@ -1,4 +1,4 @@
-"""Drawn weights: what several ranks hold is one parameter."""
+"""Random weights: ranks that share a part of a parameter get equal values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = {
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, **at: int) -> dict[str, torch.Tensor]:
-    """The weights of a rank that stands there, of a model with a parameter of every kind."""
+    """The weights of a rank, for a model with a parameter of every kind. `at`: rank per axis."""
     for function, axis in RANKS.items():
         monkeypatch.setattr(parallel_state, function, partial(at.get, axis, 0))
     model = torch.nn.Module()
@@ -37,7 +37,7 @@ def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
     return {name.split(".")[0] for name in a if name.endswith("weight") and torch.equal(a[name], b[name])}
 
 
-def test_ranks_that_hold_the_same_part_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_part_draw_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     first = drawn(monkeypatch)
     assert alike(first, drawn(monkeypatch)) == {"embedding", "split", "router", "expert"}
     assert alike(first, drawn(monkeypatch, tp=1, ep=1)) == {"router"}
@@ -47,9 +47,9 @@ def test_ranks_that_hold_the_same_part_draw_the_same(monkeypatch: pytest.MonkeyP
     assert alike(first, drawn(monkeypatch, pp=1)) == {"embedding"}
 
 
-def test_biases_are_zero_norms_one_and_matrices_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = drawn(monkeypatch)
-    assert not found["split.bias"].any()
-    matrices = [value for name, value in found.items() if name.endswith("weight")]
+def test_biases_are_zero_and_matrices_small_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
+    actual = drawn(monkeypatch)
+    assert not actual["split.bias"].any()
+    matrices = [value for name, value in actual.items() if name.endswith("weight")]
     assert len({matrix.flatten()[0].item() for matrix in matrices}) == len(matrices)
-    assert 0 < found["router.weight"].abs().max() < 0.2
+    assert 0 < actual["router.weight"].abs().max() < 0.2

@@ -1,4 +1,4 @@
-"""`linear_draft_loss` equals its equations in float64, value, gradients and rows, however rows are sliced and the vocabulary is split."""
+"""`linear_draft_loss` against its equations in float64, for any slicing of rows and sharding of the vocabulary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(p: dict[str, Any], **options: Any) -> tuple[DraftLossOut, Tensor, Tensor
 
 
 def by_hand(p: dict[str, Any], loss: str, mix: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The equations, written out once more, without what the oracle shares with the code."""
+    """The equations, written independently of the oracle."""
     keep = p["labels"] != -100
     t = p["temperature"].double()[keep, None]
     q = ((p["hidden"][keep] @ p["weight"][:VOCAB].T) / t).softmax(1)
@@ -68,17 +68,17 @@ def by_hand(p: dict[str, Any], loss: str, mix: float) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("implementation", ["reference", "auto"])
 @pytest.mark.parametrize(("loss", "mix"), MIXES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_value_and_gradients_are_those_of_the_equations(layout: str, loss: str, mix: float, implementation: str) -> None:
+def test_value_and_gradients_match_the_equations(layout: str, loss: str, mix: float, implementation: str) -> None:
     p = problem()
-    value, *right = by_hand(p, loss, mix)
+    value, *expected = by_hand(p, loss, mix)
     out, *got = run(p, loss=loss, mix=mix, implementation=implementation, **LAYOUTS[layout])
     assert relative(out.loss_sum.detach(), value) < 1e-12
-    for mine, exact in zip(got, right, strict=True):
-        assert relative(mine, exact) < 1e-11
+    for tensor, exact in zip(got, expected, strict=True):
+        assert relative(tensor, exact) < 1e-11
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_tell_how_both_kinds_of_drafts_are_accepted(layout: str) -> None:
+def test_rows_report_acceptance_of_sampled_and_greedy_drafts(layout: str) -> None:
     p = problem()
     out = run(p, **LAYOUTS[layout])[0]
     exact = run(p, implementation="reference")[0]
@@ -87,20 +87,20 @@ def test_rows_tell_how_both_kinds_of_drafts_are_accepted(layout: str) -> None:
     assert torch.equal(out.hit, exact.hit) and out.hit.any()
     ignored = p["labels"] == -100
     assert not out.overlap[ignored].any() and not out.logprob[ignored].any()
-    # The chance that rejection sampling keeps a draft, told by drawing drafts, and by the tokens that it keeps.
-    kept = (~ignored).nonzero().squeeze(1)
+    # The acceptance probability of rejection sampling, estimated by sampling drafts.
+    saved = (~ignored).nonzero().squeeze(1)
     q, target = (
-        ((p[name][kept] @ p["weight"][:VOCAB].T) / p["temperature"].double()[kept, None]).softmax(1).detach()
+        ((p[name][saved] @ p["weight"][:VOCAB].T) / p["temperature"].double()[saved, None]).softmax(1).detach()
         for name in ("hidden", "teacher")
     )
     drawn = torch.multinomial(q, 4000, replacement=True, generator=torch.Generator().manual_seed(2))
     kept_share = (target.gather(1, drawn) / q.gather(1, drawn)).clamp(max=1).mean()
-    assert abs(float(kept_share) - float(out.overlap[kept].mean())) < 0.005
-    assert torch.allclose(out.greedy[kept], target.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
+    assert abs(float(kept_share) - float(out.overlap[saved].mean())) < 0.005
+    assert torch.allclose(out.greedy[saved], target.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_rows_without_a_label_cost_and_change_nothing(loss: str) -> None:
+def test_ignored_rows_add_no_loss_and_no_gradient(loss: str) -> None:
     p = problem()
     p["labels"] = torch.full_like(p["labels"], -100)
     out, *grads = run(p, loss=loss)
@@ -110,9 +110,9 @@ def test_rows_without_a_label_cost_and_change_nothing(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_errors_in_half_precision_are_within_those_of_plain_torch(loss: str) -> None:
+def test_half_precision_error_is_within_that_of_plain_torch(loss: str) -> None:
     p, exact = problem(torch.bfloat16), problem(torch.bfloat16)
-    _, *right = run(exact, loss=loss, implementation="reference")
+    _, *expected = run(exact, loss=loss, implementation="reference")
     _, *got = run(p, loss=loss)
     keep = p["labels"] != -100
     t = p["temperature"][keep, None]
@@ -125,53 +125,53 @@ def test_errors_in_half_precision_are_within_those_of_plain_torch(loss: str) -> 
         "tv": 1 - torch.minimum(logp.exp(), logq.exp()).sum(1),
     }
     plain = torch.autograd.grad(values[loss].sum() * 0.25, (p["hidden"], p["weight"]))
-    for mine, theirs, oracle in zip(got, plain, right, strict=True):
-        assert relative(mine, oracle) <= 1.5 * relative(theirs, oracle) + torch.finfo(torch.bfloat16).eps
+    for tensor, reference, oracle in zip(got, plain, expected, strict=True):
+        assert relative(tensor, oracle) <= 1.5 * relative(reference, oracle) + torch.finfo(torch.bfloat16).eps
 
 
-def test_a_detached_weight_takes_no_gradient_and_main_grad_is_added_to() -> None:
+def test_detached_weight_gets_no_gradient_and_main_grad_accumulates() -> None:
     p = problem()
     out = linear_draft_loss(p["hidden"], p["teacher"], p["weight"], p["labels"], valid_vocab=VOCAB, detach_weight=True)
     assert torch.autograd.grad(out.loss_sum, p["weight"], allow_unused=True) == (None,)
-    right = run(p, temperature=1.0, grad_scale=0.5)[2]
+    expected = run(p, temperature=1.0, grad_scale=0.5)[2]
     weight = torch.nn.Parameter(p["weight"].detach())
     weight.main_grad = torch.ones_like(weight)
     out = linear_draft_loss(
         p["hidden"], p["teacher"], weight, p["labels"], valid_vocab=VOCAB, grad_scale=0.5, main_grad=True, workspace_bytes=1
     )
     (out.loss_sum * 0.5).backward(retain_graph=True)
-    assert relative(weight.main_grad - 1, right) < 1e-12
+    assert relative(weight.main_grad - 1, expected) < 1e-12
     with pytest.raises(RuntimeError, match="one backward pass"):
         out.loss_sum.backward()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_vocabulary_split_over_ranks_gives_the_same(loss: str) -> None:
-    """Over three ranks, of which the last holds padding alone."""
+def test_sharded_vocabulary_gives_the_same(loss: str) -> None:
+    """Over three ranks, the last of which has only padding."""
     p = problem()
     out, by_hidden, by_weight = run(p, loss=loss, mix=0.7)
     split = 66
 
     def rank(place: Any) -> dict[str, Any]:
-        mine = torch.zeros(split, WIDTH, dtype=torch.float64)
+        tensor = torch.zeros(split, WIDTH, dtype=torch.float64)
         rows = p["weight"].detach()[place.rank * split : (place.rank + 1) * split]
-        mine[: len(rows)] = rows
-        local = p | {"weight": mine.requires_grad_(), "hidden": p["hidden"].detach().requires_grad_()}
-        found, hidden_grad, weight_grad = run(local, loss=loss, mix=0.7, group=torch.distributed.group.WORLD, **LAYOUTS["slices of rows"])
-        return {"out": [x.tolist() for x in found], "hidden": hidden_grad.tolist(), "weight": weight_grad.tolist()}
+        tensor[: len(rows)] = rows
+        local = p | {"weight": tensor.requires_grad_(), "hidden": p["hidden"].detach().requires_grad_()}
+        actual, hidden_grad, weight_grad = run(local, loss=loss, mix=0.7, group=torch.distributed.group.WORLD, **LAYOUTS["slices of rows"])
+        return {"out": [x.tolist() for x in actual], "hidden": hidden_grad.tolist(), "weight": weight_grad.tolist()}
 
     answers, error = run_ranks(3, in_group(rank), 60)
     assert not error, error
     for answer in answers:
-        for mine, exact in zip(answer["out"], out, strict=True):
-            assert torch.allclose(torch.tensor(mine, dtype=torch.float64), exact.detach().double(), atol=1e-12)
+        for tensor, exact in zip(answer["out"], out, strict=True):
+            assert torch.allclose(torch.tensor(tensor, dtype=torch.float64), exact.detach().double(), atol=1e-12)
         assert relative(torch.tensor(answer["hidden"], dtype=torch.float64), by_hidden) < 1e-11
     joined = torch.cat([torch.tensor(answer["weight"], dtype=torch.float64) for answer in answers])[: VOCAB + PADDING]
     assert relative(joined, by_weight) < 1e-11
 
 
 def in_group(work: Any) -> Any:
-    """`work` in a process group over gloo, on the rank that it is given."""
+    """Run `work` in a gloo process group."""
 
     def joined(place: Any) -> Any:
         store = join_store(place.master, place.deadline_s)
@@ -185,7 +185,7 @@ def in_group(work: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"loss": "mse"}, "loss: 'mse', expected one of ce, soft_ce, kl, tv"),
         ({"mix": 1.5}, "mix: 1.5, expected 0 to 1"),
@@ -193,7 +193,7 @@ def in_group(work: Any) -> Any:
         ({"teacher": torch.zeros(2, WIDTH)}, "teacher: "),
     ],
 )
-def test_what_does_not_fit_is_named(options: dict[str, Any], told: str) -> None:
+def test_invalid_argument_is_named(options: dict[str, Any], message: str) -> None:
     p = problem()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         linear_draft_loss(p["hidden"], options.pop("teacher", p["teacher"]), p["weight"], p["labels"], **options)

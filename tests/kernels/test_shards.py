@@ -1,4 +1,4 @@
-"""Tensor parallel over gloo: two ranks with half the vocabulary each agree with one that holds it all."""
+"""Tensor parallelism over gloo: two ranks with half the vocabulary each against one rank with all of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def name(implementation: str, workspace: int) -> str:
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     labels = torch.randint(0, VOCAB - PADDING, (ROWS,), generator=g)
-    labels[:6] = torch.tensor([0, 31, 32, VOCAB - PADDING - 1, -100, 33])  # both sides of the shards' border, and both ends
+    labels[:6] = torch.tensor([0, 31, 32, VOCAB - PADDING - 1, -100, 33])  # both sides of the shard boundary, and both ends
     return torch.randn(ROWS, WIDTH, generator=g).to(dtype), torch.randn(VOCAB, WIDTH, generator=g).to(dtype), labels
 
 
@@ -42,7 +42,7 @@ def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[T
 
 
 def unlike_shards(rank: int) -> dict[str, float]:
-    """Padding leaves the last rank so few columns that its workspace would hold twice as many rows of logits as the first one's."""
+    """Padding leaves the last rank so few columns that its workspace would fit twice as many rows as the first one's."""
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(ROWS, WIDTH, generator=g), torch.randn(132, WIDTH, generator=g)
     labels = torch.randint(0, 126, (ROWS,), generator=g)
@@ -51,10 +51,10 @@ def unlike_shards(rank: int) -> dict[str, float]:
     shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
     common: dict[str, Any] = {"entropy": True, "valid_vocab": 126}
     exact = linear_logprob(whole_h, whole_w, labels, implementation="reference", **common)
-    right = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(ROWS))[0], (whole_h, whole_w))
+    expected = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(ROWS))[0], (whole_h, whole_w))
     fused = linear_policy_loss(shard_h, shard_w, labels, token_loss, group=dist.group.WORLD, workspace_bytes=3 * 3 * 4 * 128, **common)
     grads = torch.autograd.grad(fused.loss_sum, (shard_h, shard_w))
-    return {"hidden": relative(grads[0], right[0]), "weight": relative(grads[1], right[1][half])}
+    return {"hidden": relative(grads[0], expected[0]), "weight": relative(grads[1], expected[1][half])}
 
 
 def _rank(rank: int, meeting: str, folder: str) -> None:
@@ -77,24 +77,24 @@ def _rank(rank: int, meeting: str, folder: str) -> None:
         exact = linear_logprob(whole_h, whole_w, labels, hit=True, topk=topk, implementation="reference", **common)
         got = linear_logprob(shard_h, shard_w, labels, hit=True, topk=topk, **common, **parallel)
         every = torch.arange(ROWS)
-        right = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, every)[0], (whole_h, whole_w))
+        expected = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, every)[0], (whole_h, whole_w))
         grads = torch.autograd.grad(token_loss(got.logprob, got.entropy, every)[0], (shard_h, shard_w))
         answer = {
             "logprob": (got.logprob - exact.logprob).abs().max().item(),
             "entropy": (got.entropy - exact.entropy).abs().max().item(),
             "hit": (got.hit != exact.hit).sum().item(),
-            "hidden": relative(grads[0], right[0]),
-            "weight": relative(grads[1], right[1][half]),
+            "hidden": relative(grads[0], expected[0]),
+            "weight": relative(grads[1], expected[1][half]),
         }
         if topk:
             answer["topk"] = (got.topk.ids != exact.topk.ids)[labels != -100].sum().item()
         if implementation != "reference":
             fused = linear_policy_loss(shard_h, shard_w, labels, token_loss, **common, **parallel)
             grads = torch.autograd.grad(fused.loss_sum, (shard_h, shard_w))
-            answer |= {"policy hidden": relative(grads[0], right[0]), "policy weight": relative(grads[1], right[1][half])}
+            answer |= {"policy hidden": relative(grads[0], expected[0]), "policy weight": relative(grads[1], expected[1][half])}
         answers[name(implementation, workspace)] = answer
     answers["unlike shards"] = unlike_shards(rank)
-    # A shard that is all padding has no part in the softmax.
+    # A shard that is all padding contributes nothing to the softmax.
     shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
     few = labels.clamp(max=VOCAB // WORLD - 3)
     alone = linear_logprob(hidden, weight, few, valid_vocab=VOCAB // WORLD - 2, entropy=True)
@@ -128,7 +128,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
     folder = tmp_path_factory.mktemp("ranks")
     meeting = host_store("127.0.0.1")
     before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"  # in the ranks, which are fresh processes
+    os.environ["TRITON_INTERPRET"] = "1"  # inherited by the spawned ranks
     try:
         mp.spawn(_rank, args=(address_of(meeting), str(folder)), nprocs=WORLD)
     finally:
@@ -141,8 +141,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: name(*o))
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_shards_agree_with_the_whole(answers: list[dict[str, dict[str, float]]], rank: int, options: tuple[str, int]) -> None:
-    # fp16 gradients are rounded where logits' gradients are made, shares are added in fp32.
+def test_sharded_results_match_unsharded_ones(answers: list[dict[str, dict[str, float]]], rank: int, options: tuple[str, int]) -> None:
+    # fp16 rounds the gradients of logits; parts are summed over ranks in fp32.
     gradient = 2e-3 if options[0] == "triton" else 2e-6
     for what, error in answers[rank][name(*options)].items():
         bound = {"hit": 0, "topk": 0}.get(what, gradient if "hidden" in what or "weight" in what else 1e-4)
@@ -151,25 +151,25 @@ def test_shards_agree_with_the_whole(answers: list[dict[str, dict[str, float]]],
 
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
-def test_a_shard_that_is_all_padding_has_no_part(answers: list[dict[str, dict[str, float]]], rank: int, implementation: str) -> None:
+def test_padding_shard_contributes_nothing(answers: list[dict[str, dict[str, float]]], rank: int, implementation: str) -> None:
     answer = answers[rank][f"{implementation}, a shard of padding"]
     assert answer["logprob"] < 1e-5
     assert answer["entropy"] < 1e-5
     assert answer["padding"] == 0
 
 
-def test_ranks_with_unlike_columns_take_their_rows_in_the_same_slices(answers: list[dict[str, dict[str, float]]]) -> None:
+def test_ranks_with_unequal_columns_use_equal_slices(answers: list[dict[str, dict[str, float]]]) -> None:
     for answer in answers:
         for what, error in answer["unlike shards"].items():
             assert error < 2e-6, what
 
 
-def test_labels_are_held_against_the_whole_vocabulary(answers: list[dict[str, dict[str, float]]]) -> None:
+def test_labels_are_checked_against_the_whole_vocabulary(answers: list[dict[str, dict[str, float]]]) -> None:
     for answer in answers:
         assert list(answer["refused"]) == [f"labels: {VOCAB} is outside the vocabulary of {VOCAB} entries (ignore_index is -100)"]
 
 
-def test_joining_parts_equals_one_softmax() -> None:
+def test_joined_statistics_match_one_softmax() -> None:
     z = torch.randn(5, 12, dtype=torch.float64) * 50
     parts = []
     for block in (z[:, :1], z[:, 1:7], z[:, 7:]):
