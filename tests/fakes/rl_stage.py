@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from mtpctl.rl.rewards.outcome import Answered, Outcome, Reward
-
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.rollout_loop import Score
@@ -18,6 +16,7 @@ from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rl.rewards.function import Answered, Outcome, Reward
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.sample_log import SampleRow
 from mtpctl.telemetry.session import Telemetry
