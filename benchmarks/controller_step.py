@@ -191,7 +191,7 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
         return {"sync/seconds": 0.0}
 
     async with contextlib.AsyncExitStack() as stack:
-        rewards = await start_rewards(recipe, stack, tell=print, log=folder / "reward.log")
+        rewards = await start_rewards(recipe, stack, report=print, log=folder / "reward.log")
         settle_heap()  # as a run does
         state = RunState(folder, recipe.train)
         stage = RlStage(recipe, prepared, trainer, cast(Generator, engines), sync, rewards, cast(Telemetry, rows), state, engines.score)

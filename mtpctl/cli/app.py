@@ -1,4 +1,4 @@
-"""The `mtpctl` command: its subcommands, and how errors become one line and an exit code."""
+"""The `mtpctl` command: its subcommands, the one-line errors with exit codes, and its role as process 1 of a container."""
 
 from __future__ import annotations
 
@@ -40,21 +40,18 @@ COMMANDS = {
     "bench": ("bench:app", "Measure throughput, latency, memory and learning."),
     "recipe": ("recipe:app", "List, show, check and compare recipes."),
 }
-"""Each command: its module and function, imported when it is used, and its line in the list of commands."""
+"""Each command: its module and function, imported on use, and its line in the list of commands."""
 
 ANYWHERE = ("--debug", "--verbose", "-v")
-"""Options that may stand anywhere on the line. Each of them also shows warnings that are known to be idle."""
+"""Options that may appear anywhere on the line. Each of them also enables warnings that are known to be harmless."""
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is used, and prints errors of this package in one line.
-
-    The parser itself reports mistakes on the command line, with exit code 2.
-    """
+    """Imports a command on use, and prints errors of this package in one line. The parser reports its own errors, with exit code 2."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        # The parser lists these, and suggests their names for misspelt ones; `resolve_command` gets the command itself.
+        # For the list of commands, and for suggestions for misspelled names; `resolve_command` imports the command.
         self.commands = {name: TyperCommand(name, short_help=line) for name, (_, line) in COMMANDS.items()}
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
@@ -62,7 +59,7 @@ class _Commands(TyperGroup):
         return name, _imported(name) if name and listed else None, rest
 
     def invoke(self, ctx: Context) -> object:
-        # SIGTERM from a scheduler and a closed terminal end a command as Ctrl-C does, together with all processes that it started.
+        # SIGTERM and a closed terminal end a command and its child processes, as Ctrl-C.
         with raising_on_stop():
             return self._invoked(ctx)
 
@@ -97,12 +94,12 @@ app = typer.Typer(
     help="Asynchronous RL post-training for language models that carry multi-token-prediction heads.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Its panels cost 0.2 s at every start.
+    rich_markup_mode=None,  # Importing rich takes 0.2 s.
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         answer(f"mtpctl {version('mtpctl')}")
@@ -117,7 +114,7 @@ def _everywhere(
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    # `_Commands` reads --debug; this declares it to the parser, and for --help.
+    # `_Commands` reads --debug; it is declared here for the parser and --help.
     if verbose:
         import logging
 
@@ -133,22 +130,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if os.getpid() == 1:
         fork_command()
     arguments = sys.argv[1:] if arguments is None else arguments
-    asked = [option for option in ANYWHERE if option in arguments]
-    arguments = [*asked, *(argument for argument in arguments if argument not in ANYWHERE)]
-    if not asked:
-        # megatron-core warns at import of optional packages that are missing. Warnings of its compiled code name a path, not a module.
+    options = [option for option in ANYWHERE if option in arguments]
+    arguments = [*options, *(argument for argument in arguments if argument not in ANYWHERE)]
+    if not options:
+        # megatron-core warns of missing optional packages. Warnings of its compiled code name a path instead of a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
-        # torch warns of its own deprecations at every tensor that it reads from a checkpoint.
+        # torch warns of its own deprecations for every tensor that it reads from a checkpoint.
         warnings.filterwarnings("ignore", module=r"(.*/)?torch[./]distributed[./]checkpoint[./]")
     app(arguments, prog_name="mtpctl")
     raise AssertionError("a command line ends by exiting")
 
-
-# The command as the first process of a container.
-#
-# The kernel discards signals to process 1 that it has no handler for, so a second SIGTERM would never end it. Processes whose parents have
-# ended become its children, and stay as zombies until it waits for them. So process 1 only forwards signals and reaps children, and the
-# command runs in a child process.
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 END_S = 10.0
@@ -157,7 +148,12 @@ _LOOK_S = 0.05
 
 
 def fork_command() -> None:
-    """Fork, and return in the child, which is the command. The caller waits for it, and exits with its exit code."""
+    """Run the command in a child process, since this process is the first of a container. Returns in the child.
+
+    The kernel discards signals to process 1 that it has no handler for, so a second SIGTERM would not end it. Orphaned processes become its
+    children, and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's
+    exit code.
+    """
     awaited = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGTTOU})
     command = os.fork()
@@ -173,7 +169,7 @@ def fork_command() -> None:
         else:
             with suppress(ProcessLookupError):
                 os.kill(command, number)
-    # The watchdog of the command may still be at work.
+    # The watchdog of the command may still be running.
     deadline = time.monotonic() + END_S
     while _reap_one() is not None and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -182,9 +178,9 @@ def fork_command() -> None:
 
 
 def _lead_group() -> None:
-    """Become the leader of a process group, in the foreground if there is a terminal, so that signals arrive only from process 1."""
+    """Lead a process group, in the foreground if there is a terminal, so that signals arrive only from process 1."""
     os.setpgid(0, 0)
-    with suppress(OSError):  # no terminal, or that of another session
+    with suppress(OSError):  # no terminal, or one of another session
         os.tcsetpgrp(0, os.getpgid(0))
 
 

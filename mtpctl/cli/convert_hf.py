@@ -50,16 +50,16 @@ def convert_hf(
         raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to make")
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder")
-    # A conversion needs no card, and must not take memory of one.
+    # A conversion needs no GPU, and must not take memory of one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if logging.root.level > logging.INFO:  # without -v
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it looks for that card
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if there is no GPU
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if target is None:
         from mtpctl.convert.source import inspect as look
 
-        found = look(source, model)
-        answer(json.dumps(found, indent=2) if as_json else _listed(found))
+        contents = look(source, model)
+        answer(json.dumps(contents, indent=2) if as_json else _list(contents))
         return
     from mtpctl.convert.hf_folder import check_target
 
@@ -71,26 +71,26 @@ def convert_hf(
 
     options = ConversionOptions(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]
     with _progress() as progress:
-        made = convert(source, target, options, report=lambda line: print(line, file=sys.stderr), progress=progress)
+        result = convert(source, target, options, report=lambda line: print(line, file=sys.stderr), progress=progress)
     if as_json:
-        answer(json.dumps(asdict(made), indent=2))
+        answer(json.dumps(asdict(result), indent=2))
         return
-    what = "Megatron checkpoint" if made.to == "megatron" else "Hugging Face folder"
-    rate = made.nbytes / made.seconds / 1e6
-    answer(f"{target}: {what} of {made.tensors} tensors, {made.nbytes / 1e9:,.2f} GB in {made.seconds:.1f} s ({rate:,.0f} MB/s)")
-    if made.verified is not None:
-        drafts = "" if made.verified.mtp_logits is None else f", MTP logits by {made.verified.mtp_logits:.1e}"
-        answer(f"verified: {made.verified.tensors} tensors bit-equal; logits differ by {made.verified.logits:.1e}{drafts}")
+    what = "Megatron checkpoint" if result.to == "megatron" else "Hugging Face folder"
+    rate = result.nbytes / result.seconds / 1e6
+    answer(f"{target}: {what} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)")
+    if result.verified is not None:
+        drafts = "" if result.verified.mtp_logits is None else f", MTP logits by {result.verified.mtp_logits:.1e}"
+        answer(f"verified: {result.verified.tensors} tensors bit-equal; logits differ by {result.verified.logits:.1e}{drafts}")
 
 
-def _listed(found: Mapping[str, object]) -> str:
-    lines = [f"{name:14} {', '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in found.items()]
+def _list(contents: Mapping[str, object]) -> str:
+    lines = [f"{name:14} {', '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in contents.items()]
     return "\n".join(lines)
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes, speed and time left on a terminal; elsewhere a line at every tenth."""
+    """A bar with bytes, speed and remaining time on a terminal, otherwise a line at every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -104,14 +104,14 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """Prints a line once for every tenth of the way."""
+    """Prints a line at every tenth of the conversion."""
 
     def __init__(self) -> None:
-        self.told = 0
+        self.printed = 0
 
     def __call__(self, done: int, total: int) -> None:
         tenth = TENTHS * done // max(1, total)
-        if tenth > self.told:
-            self.told = tenth
+        if tenth > self.printed:
+            self.printed = tenth
             size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
             print(f"{done / size:,.2f} of {total / size:,.2f} {unit}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`mtpctl init`: a folder with a task of one's own, which trains as it is."""
+"""`mtpctl init`: write a folder with a user-defined task, which trains without changes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 
 ABOUT = {
     "recipe.yaml": "the run: data, reward, model, training",
-    "rows.jsonl": "what is trained on, one problem a line",
-    "talks.jsonl": "conversations that are imitated first",
-    "held_out.jsonl": "what is evaluated on",
-    "reward.py": "what a response is worth",
+    "rows.jsonl": "training problems, one per line",
+    "talks.jsonl": "conversations for the supervised stage",
+    "held_out.jsonl": "evaluation problems",
+    "reward.py": "the reward function",
     "environment.py": "the tool that replies between the model's turns",
-    "agent.py": "what works on a problem, and what its work is worth",
+    "agent.py": "the agent and its reward",
     "test_mytask.py": "tests of the code above",
     "README.md": "this page",
 }
-"""The files of a template in the order in which they are listed; a template need not have all."""
+"""The files of a template in the order of listing; a template need not have all."""
 
 UNTIL_LOSS = {"agent": "0.1", "coding": "0.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
-"""Where the supervised stage of each template ends: some responses are right by then, and some are not."""
+"""The loss at which the supervised stage of each template ends: by then some responses are right, and some are not."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -66,7 +66,7 @@ def init(
 
 
 def contents(template: str, name: str) -> dict[str, str]:
-    """The texts of a task `name`, by the names of the template's files."""
+    """The texts of the task `name`, by the names of the template's files."""
     source = TEMPLATES / template
     texts = {file: (source / file).read_text(encoding="utf-8") for file in ABOUT if (source / file).is_file()}
     texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8").replace("{until_loss}", UNTIL_LOSS[template])

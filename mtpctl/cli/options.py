@@ -1,4 +1,7 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and their output.
+
+Under `--json`, stdout contains the answer and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 if TYPE_CHECKING:
-    from mtpctl.jobs.targets import Target
     from mtpctl.recipe.loading import Loaded
 
 
@@ -26,7 +28,7 @@ def _overlays(incomplete: str) -> list[str]:
 
 
 def _named(folder: str, incomplete: str) -> list[str]:
-    """Completions for a shell: names of the recipes or overlays that come with mtpctl, YAML files, and folders on the way to them."""
+    """Shell completions: names of the included recipes or overlays, YAML files, and folders."""
     from mtpctl.recipe.loading import RECIPES, available
 
     names = [path.stem for path in available(RECIPES.parent / folder)]
@@ -71,22 +73,13 @@ Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
     """Load the recipe that the shared arguments name; a run stands for its own. Raises UserError for a wrong value."""
-    return load_whole(recipe, overlays, sets).loaded
+    from mtpctl.jobs.targets import load_whole
 
-
-def load_whole(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Target:
-    """Load the recipe with the run that it is from. Raises UserError also for a checkpoint, since the caller takes whole runs."""
-    from mtpctl.errors import UserError
-    from mtpctl.jobs.targets import load_target
-
-    target = load_target(recipe, overlays or [], sets or [])
-    if target.start is not None:
-        raise UserError(f"{recipe} is a checkpoint of {target.run}; name the run, whose newest one is taken")
-    return target
+    return load_whole(recipe, overlays or [], sets or []).loaded
 
 
 def made(folder: Path, option: str) -> Path:
-    """Make the folder where it does not exist, and return it. Raises UserError where it cannot be made."""
+    """Create the folder if it does not exist, and return it. Raises UserError if that fails."""
     from mtpctl.errors import UserError
 
     try:
@@ -95,8 +88,6 @@ def made(folder: Path, option: str) -> Path:
         raise UserError(f"{option}: {folder} cannot be made a folder ({error.strerror}); name another") from error
     return folder
 
-
-# Print the answer of a command to stdout, and keep stdout free of everything else under `--json`.
 
 _answers: TextIO | None = None
 """The stream for answers while `stdout_is_for_answers` is active."""
@@ -108,13 +99,13 @@ def answer(text: str = "", *, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def stdout_is_for_answers() -> Iterator[None]:
-    """Redirect what libraries, native code and child processes write to stdout to stderr; `answer` still writes to stdout."""
+    """Redirect the output of libraries, native code and child processes from stdout to stderr; `answer` still writes to stdout."""
     global _answers
     stdout = sys.stdout
     _flush(stdout)
     before = os.dup(1)
     try:
-        # Under pytest's capture stdout has no descriptor, or another one.
+        # Under pytest's capture, stdout has no descriptor, or another one.
         real = stdout.fileno() == 1
     except io.UnsupportedOperation:
         real = False
@@ -123,7 +114,7 @@ def stdout_is_for_answers() -> Iterator[None]:
         _answers = undo.enter_context(open(os.dup(before), "w", encoding=stdout.encoding)) if real else stdout
         os.dup2(2, 1)
         undo.callback(os.dup2, before, 1)
-        undo.callback(_flush, stdout)  # what is still buffered is no answer either
+        undo.callback(_flush, stdout)  # buffered output is not an answer either
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             yield

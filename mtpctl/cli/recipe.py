@@ -108,7 +108,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
 
     Starts nothing, and uses the network only as far as your code does.
     """
-    from mtpctl.controller.preflight import rehearse
+    from mtpctl.controller.preflight import preflight
     from mtpctl.data.inspection import inspect_sets, leaks_in
     from mtpctl.recipe.checks import cautions_of
     from mtpctl.recipe.checks import validate as check
@@ -116,14 +116,14 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
     reports = inspect_sets(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)
-    looked, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.train.stages)
+    data, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.train.stages)
     sources = [str(path) for path in loaded.sources]
-    cautions = [*cautions_of(loaded.recipe), *rehearse(loaded.recipe), *filter(None, [leaks])]
+    cautions = [*cautions_of(loaded.recipe), *preflight(loaded.recipe), *filter(None, [leaks])]
     if as_json:
-        answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": looked, "cautions": cautions}))
+        answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": data, "cautions": cautions}))
         return
     answer(f"{' + '.join(sources)}: ok")
-    for line in looked:
+    for line in data:
         answer(f"data: {line}")
     for note in loaded.notes:
         answer(f"default: {note}")
@@ -170,7 +170,7 @@ def _end_tokens(recipe: Recipe) -> list[str]:
         return []
     try:
         ends, missing = recipe_end_tokens(recipe.model, recipe.rollout)
-    except MtpctlError as error:  # the rest of the recipe can still be shown
+    except MtpctlError as error:  # the rest of the recipe is shown anyway
         return [f"end tokens: {error}"]
     return [f"end token {token}" for token in ends.tokens] + ([f"end tokens: {missing}"] if missing else [])
 
@@ -186,11 +186,11 @@ def _about(text: str) -> str:
 
 def _nested(values: dict[str, object], tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     """The part of `tree` whose dotted keys are among `values`."""
-    kept: dict[str, object] = {}
+    nested: dict[str, object] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in values:
-            kept[name] = value
+            nested[name] = value
         elif isinstance(value, dict) and (below := _nested(values, value, f"{key}.")):
-            kept[name] = below
-    return kept
+            nested[name] = below
+    return nested

@@ -1,4 +1,4 @@
-"""`mtpctl rollout`: answer a file of prompts with the recipe's model and engines, or serve them to agents."""
+"""`mtpctl rollout` and `mtpctl eval`: generate with the recipe's engines, serve them to agents, or evaluate held-out sets."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def rollout(
     from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(recipe, start, overlay or [], sets or []) as target, _progress() as progress:
-        found = generate(target.recipe, prompts, out, n=n, say=print_progress, progress=progress, start=target.start)
-    answer(json.dumps(found, indent=2) if as_json else _rendered(found))
+        summary = generate(target.recipe, prompts, out, n=n, report=print_progress, progress=progress, start=target.start)
+    answer(json.dumps(summary, indent=2) if as_json else _render(summary))
 
 
 def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | None, overlays: list[str], sets: list[str]) -> None:
@@ -63,28 +63,28 @@ def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | Non
     from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(recipe, start, overlays, sets) as target:
-        finished = serve(target.recipe, out, host=host, port=port, say=print_progress, start=target.start)
+        finished = serve(target.recipe, out, host=host, port=port, report=print_progress, start=target.start)
     answer(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
 
 
-def _rendered(found: Summary) -> str:
-    lines = [f"{found['samples']} samples in {found['out']}, {found['made']} of them made now"]
-    if found["tokens_per_s"] is not None:
-        lines.append(f"{found['tokens_per_s']:,.0f} tokens/s over {found['seconds']:.1f} s")
-    if found["samples"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in found["finish_reasons"].items())
-        lines.append(f"mean length {found['length_mean']:.1f} tokens; ended by {reasons}")
-    if found["drafted"]:
-        drafts = f"{found['accepted']:,} of {found['drafted']:,} drafts"
-        lines.append(f"acceptance {found['accept_rate']:.1%} ({drafts}), {found['accept_length']:.2f} tokens a step")
-    if found["reward_mean"] is not None:
-        lines.append(f"mean reward {found['reward_mean']:.3f} over {found['rewarded']} samples with an answer to compare with")
+def _render(summary: Summary) -> str:
+    lines = [f"{summary['samples']} samples in {summary['out']}, {summary['made']} of them made now"]
+    if summary["tokens_per_s"] is not None:
+        lines.append(f"{summary['tokens_per_s']:,.0f} tokens/s over {summary['seconds']:.1f} s")
+    if summary["samples"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items())
+        lines.append(f"mean length {summary['length_mean']:.1f} tokens; ended by {reasons}")
+    if summary["drafted"]:
+        drafts = f"{summary['accepted']:,} of {summary['drafted']:,} drafts"
+        lines.append(f"acceptance {summary['accept_rate']:.1%} ({drafts}), {summary['accept_length']:.2f} tokens a step")
+    if summary["reward_mean"] is not None:
+        lines.append(f"mean reward {summary['reward_mean']:.3f} over {summary['rewarded']} samples with an answer to compare with")
     return "\n".join(lines)
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere a line at every tenth."""
+    """A progress bar on a terminal, otherwise a line at every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -92,12 +92,12 @@ def _progress() -> Iterator[Progress]:
     if not console.is_terminal:
         yield _lines
         return
-    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}"))
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[status]}"))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, told="starting the engines")
+        task = bar.add_task("", total=None, status="starting the engines")
 
         def show(done: int, total: int, tally: Tally) -> None:
-            bar.update(task, completed=done, total=total, told=f"acceptance {tally.speculation.accept_rate:.0%}")
+            bar.update(task, completed=done, total=total, status=f"acceptance {tally.speculation.accept_rate:.0%}")
 
         yield show
 
@@ -105,9 +105,6 @@ def _progress() -> Iterator[Progress]:
 def _lines(done: int, total: int, tally: Tally) -> None:
     if done == total or done % max(1, total // 10) == 0:
         print(f"{done}/{total} samples, acceptance {tally.speculation.accept_rate:.1%}", file=sys.stderr)
-
-
-# `mtpctl eval`: measure weights on the recipe's held-out sets.
 
 
 def evaluate(
@@ -119,9 +116,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
-    from mtpctl.jobs.evaluate import evaluate_weights, rendered
+    from mtpctl.jobs.evaluate import evaluate_weights, render
     from mtpctl.jobs.targets import target_with_weights
 
-    with target_with_weights(target, start, overlay or [], sets or []) as found:
-        measured = evaluate_weights(found.recipe, n=n, say=print_progress, start=found.start)
-    answer(json.dumps(measured, indent=2) if as_json else rendered(measured))
+    with target_with_weights(target, start, overlay or [], sets or []) as selected:
+        evaluation = evaluate_weights(selected.recipe, n=n, report=print_progress, start=selected.start)
+    answer(json.dumps(evaluation, indent=2) if as_json else render(evaluation))

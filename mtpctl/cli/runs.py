@@ -1,4 +1,4 @@
-"""`mtpctl runs`: list runs."""
+"""Commands on existing runs: `runs`, `status`, `scale`, `samples`, `report` and `clean`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from mtpctl.cli.options import Json, answer
 
 if TYPE_CHECKING:
     from mtpctl.telemetry.runs import RunOverview
-if TYPE_CHECKING:
-    from mtpctl.telemetry.runs import RunOverview
-if TYPE_CHECKING:
     from mtpctl.telemetry.sample_log import SampleRow
 
 
@@ -30,31 +27,28 @@ def runs(
 
     if not folder.is_dir():
         raise UserError(f"FOLDER: no folder {folder}; name one with runs in it")
-    found = find_runs(folder)
+    overviews = find_runs(folder)
     if as_json:
-        answer(json.dumps([asdict(run) | {"path": str(run.path)} for run in found], indent=2))
+        answer(json.dumps([asdict(run) | {"path": str(run.path)} for run in overviews], indent=2))
     else:
-        answer(_run_table(found, folder) if found else f"no runs below {folder}")
+        answer(_run_table(overviews) if overviews else f"no runs below {folder}")
 
 
-def _run_table(found: list[RunOverview], folder: Path) -> str:
+def _run_table(runs: list[RunOverview]) -> str:
     from mtpctl.telemetry.names import format_duration
 
     def number(value: float | None) -> str:
         return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
 
     rows = [("run", "state", "step", "reward", "unfiltered", "held-out", "age")]
-    for run in found:
+    for run in runs:
         of = "" if run.steps is None else f"/{run.steps}"
         step = f"{run.stage} {run.step}{of}" if run.stage else "–"
         values = (number(run.reward), number(run.unfiltered_reward), number(run.accuracy))
         rows.append((str(run.path), run.state, step, *values, format_duration(run.age_s)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"unreadable: {run.fault}" for run in found if run.fault)])
-
-
-# `mtpctl clean`: remove what killed runs left on this machine.
+    return "\n".join([*lines, *(f"unreadable: {run.fault}" for run in runs if run.fault)])
 
 
 def clean(as_json: Json = False) -> None:
@@ -80,9 +74,6 @@ def clean(as_json: Json = False) -> None:
         answer(f"left alone: {path} was made elsewhere, in another container or before this boot; remove it by hand once no run uses it")
 
 
-# `mtpctl report`: show a run as one HTML page.
-
-
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several to compare.")],
     out: Annotated[
@@ -99,9 +90,6 @@ def report(
     from mtpctl.telemetry.report import write_report
 
     print(write_report(runs[0], out))
-
-
-# `mtpctl scale`: change the number of rollout replicas of a run that goes on.
 
 
 def scale(
@@ -133,9 +121,6 @@ def scale(
     answer(reply.told)
 
 
-# `mtpctl status`: how one run is doing.
-
-
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: Json = False) -> None:
     """Tell the state of a run, its step, how long ago it wrote, and what became of trainers and replicas that were lost."""
     from mtpctl.errors import UserError
@@ -144,25 +129,22 @@ def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run direct
 
     if not RunDirectory(run).recipe.is_file():
         raise UserError(f"RUN: {run} is no run directory; mtpctl runs lists those below a folder")
-    found = describe_run(run)
-    answer(json.dumps(asdict(found) | {"path": str(run)}, indent=2) if as_json else _status_lines(found))
+    overview = describe_run(run)
+    answer(json.dumps(asdict(overview) | {"path": str(run)}, indent=2) if as_json else _status_lines(overview))
 
 
-def _status_lines(found: RunOverview) -> str:
+def _status_lines(overview: RunOverview) -> str:
     from mtpctl.telemetry.names import format_duration
 
-    of = "" if found.steps is None else f" of {found.steps}"
-    step = f", {found.stage} step {found.step}{of}" if found.stage else ""
-    reward = "" if found.reward is None else f", reward {found.reward:.3f}"
-    reward += "" if found.unfiltered_reward is None else f", unfiltered {found.unfiltered_reward:.3f}"
-    accuracy = "" if found.accuracy is None else f", held-out accuracy {found.accuracy:.3f}"
-    replicas = "" if found.replicas is None else f", {found.replicas} rollout replica(s)"
-    replicas += "" if found.asked_replicas is None else f", {found.asked_replicas} asked for by mtpctl scale"
-    lines = [f"{found.path}: {found.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(found.age_s)} ago"]
-    return "\n".join([*lines, *(f"restart: {line}" for line in found.restarts)])
-
-
-# `mtpctl samples`: what the model of a run wrote, in the terminal.
+    of = "" if overview.steps is None else f" of {overview.steps}"
+    step = f", {overview.stage} step {overview.step}{of}" if overview.stage else ""
+    reward = "" if overview.reward is None else f", reward {overview.reward:.3f}"
+    reward += "" if overview.unfiltered_reward is None else f", unfiltered {overview.unfiltered_reward:.3f}"
+    accuracy = "" if overview.accuracy is None else f", held-out accuracy {overview.accuracy:.3f}"
+    replicas = "" if overview.replicas is None else f", {overview.replicas} rollout replica(s)"
+    replicas += "" if overview.asked_replicas is None else f", {overview.asked_replicas} asked for by mtpctl scale"
+    lines = [f"{overview.path}: {overview.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(overview.age_s)} ago"]
+    return "\n".join([*lines, *(f"restart: {line}" for line in overview.restarts)])
 
 
 def samples(
@@ -196,7 +178,7 @@ def samples(
 
 def _chosen(rows: list[SampleRow], n: int, worst: bool) -> list[SampleRow]:
     if worst:
-        # A sample without a reward is none of the worst.
+        # Samples without a reward are excluded.
         return sorted((row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], -row["step"]))[:n]
     return rows[::-1][:n]
 
@@ -214,9 +196,9 @@ def _sample_lines(row: SampleRow) -> str:
         lines += [f"  wanted: {first}", *(f"          {line}" for line in others)]
     if row["note"]:
         lines.append(f"  {row['note']}")
-    return "\n".join(map(_harmless, lines))
+    return "\n".join(map(_escaped, lines))
 
 
-def _harmless(line: str) -> str:
-    """A line without control characters, which a model may write and a terminal would obey."""
+def _escaped(line: str) -> str:
+    """The line with control characters escaped, which a terminal would otherwise interpret."""
     return "".join(character if character.isprintable() or character == "\t" else f"\\x{ord(character):02x}" for character in line)

@@ -1,10 +1,9 @@
-"""`mtpctl sync-weights`: one weight sync by hand, or its plan."""
+"""`mtpctl sync-weights`: sync weights manually, or print the plan of a sync."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a sync by section. `bytes_once`: base weights, which only the first sync of an adapter sends."""
+    """The buckets of a sync, by section. `bytes_once`: base weights, which only the first sync of an adapter sends."""
 
     sync: SyncConfig
     sections: dict[str, list[Bucket]]
@@ -64,18 +63,18 @@ def sync_weights(
     if plan and source is None:
         _print(_plan(loaded), as_json)
         return
-    # This imports torch, which a plan of the recipe's own model does not need.
+    # Imports torch, which a plan of the recipe's own model does not need.
     from mtpctl.jobs.sync import Source, render, sync_by_hand
     from mtpctl.jobs.sync import as_json as results_as_json
 
-    found = Source.parse(source)
+    weights = Source.parse(source)
     if plan:
         _print(_plan(loaded), as_json)
         return
     if not as_json:
         answer(_rendered(_plan(loaded)))
-    done = sync_by_hand(loaded, found, to or [], verify=verify, repeat=repeat, say=partial(print, flush=True))
-    answer(results_as_json(done) if as_json else render(done))
+    results = sync_by_hand(loaded, weights, to or [], verify=verify, repeat=repeat)
+    answer(results_as_json(results) if as_json else render(results))
 
 
 def _print(plan: Plan, as_json: bool) -> None:
@@ -83,7 +82,7 @@ def _print(plan: Plan, as_json: bool) -> None:
 
 
 def _plan(recipe: Recipe) -> Plan:
-    """Buckets by section, from the model's shape alone."""
+    """The buckets by section, computed from the model's shape alone."""
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
     from mtpctl.plan.buckets import base_weight_bytes, section_buckets

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, answer, load_whole
+from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, answer
 from mtpctl.jobs.progress import print_progress
-
-if TYPE_CHECKING:
-    from mtpctl.jobs.targets import StartWeights, Target
 
 
 def train(
@@ -38,6 +32,7 @@ def train(
 ) -> None:
     """Train by a recipe. The same command on the same run directory resumes, and so does the directory itself as RECIPE."""
     from mtpctl.errors import UserError
+    from mtpctl.jobs.targets import START, convert_start, training_target
     from mtpctl.recipe.checks import validate
 
     if as_json and not dry_run:
@@ -45,11 +40,11 @@ def train(
     if over and (start is not None or dry_run):
         raise UserError(f"--start-over: cannot be combined with {'--from; name a new run_dir' if start is not None else '--dry-run'}")
     sets = [*(sets or []), *(["telemetry.profile=true"] if profile else [])]
-    found, beginning = _asked(recipe, start, overlay, sets)
-    loaded = found.loaded
+    target, weights = training_target(recipe, start, overlay or [], sets)
+    loaded = target.loaded
     validate(loaded.recipe)
-    if found.run is not None and not over:
-        print_progress(found.told)
+    if target.run is not None and not over:
+        print_progress(target.summary)
     for note in loaded.notes:
         print_progress(note)
     if dry_run:
@@ -61,59 +56,18 @@ def train(
         if plan.errors:
             raise first_of(plan.errors)
         return
-    if beginning is not None:
-        print_progress(f"{loaded.recipe.run_path} begins from the weights of {beginning.told}")
-        if beginning.checkpoint is not None:
-            folder = _converted(beginning, loaded.recipe.run_path.absolute())
-            found, _ = _asked(recipe, start, overlay, sets, folder)
-            loaded = found.loaded
+    if weights is not None:
+        print_progress(f"{loaded.recipe.run_path} begins from the weights of {weights.name}")
+        if weights.checkpoint is not None:
+            folder, code = convert_start(weights, loaded.recipe.run_path.absolute())
+            if code:
+                raise typer.Exit(code)
+            loaded = training_target(recipe, start, overlay or [], sets, folder)[0].loaded
     from mtpctl.controller.launch import run
 
     if over:
         from mtpctl.controller.resuming import start_over
-        from mtpctl.jobs.targets import START
 
-        if (kept := start_over(loaded.recipe, [START])) is not None:
-            print_progress(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {kept}")
+        if (previous := start_over(loaded.recipe, [START])) is not None:
+            print_progress(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {previous}")
     raise typer.Exit(run(loaded.recipe, plain=plain))
-
-
-def _asked(
-    recipe: str | None, start: str | None, overlay: list[str] | None, sets: list[str], converted: Path | None = None
-) -> tuple[Target, StartWeights | None]:
-    """The recipe that the command line asks for, and the weights of `--from`, if any. converted: the folder with those."""
-    from mtpctl.errors import UserError
-    from mtpctl.jobs.targets import Target, run_of, start_weights
-
-    if start is None:
-        if recipe is None:
-            raise UserError("RECIPE: name a recipe or a run, or a run with --from")
-        return load_whole(recipe, overlay, sets), None
-    beginning = start_weights(start)
-    if recipe is None and (run := run_of(start)) is None:
-        raise UserError(f"--from: {start} has no recipe with it; name a recipe before it")
-    named = recipe or str(run)
-    found = load_whole(named, overlay, sets)
-    place = found.recipe.run_path
-    if run_of(place) is not None:
-        by_name = "--set name=NAME or " if "{name}" in found.recipe.run_dir else ""
-        raise UserError(f"--from: {place} holds a run that has begun already; name a new one with {by_name}--set run_dir=FOLDER")
-    return Target(load_whole(named, overlay, [*sets, *beginning.sets(converted)]).loaded, found.run, changed=found.changed), beginning
-
-
-def _converted(beginning: StartWeights, run: Path) -> Path:
-    """Convert the checkpoint to a Hugging Face folder in the run directory, an adapter merged in.
-
-    Another process converts it, since the conversion imports torch and hides the cards from its process.
-    """
-    from mtpctl.jobs.targets import START
-
-    folder = run / START
-    run.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "mtpctl", "convert-hf", str(beginning.checkpoint), str(folder), "--force"]
-    if beginning.adapter:
-        command.append("--merge")
-    done = subprocess.run(command, stdout=sys.stderr)
-    if done.returncode:
-        raise typer.Exit(done.returncode)
-    return folder

@@ -1,4 +1,4 @@
-"""The sample buffer between rollout and trainer: it collects samples into groups, hands out whole groups, and is part of a checkpoint."""
+"""The sample buffer between rollout and trainer: it collects samples into groups, and is part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from mtpctl.samples import Sample
 
 @dataclass
 class Group:
-    """The `size` responses to one prompt. `number` counts the prompts that were drawn, from 0, and orders deterministic runs.
+    """The `size` responses to one prompt.
 
-    `version` is the weight version that was published when the group was sent out. A group that got too old is discarded, which sets
-    `unwanted`, and its prompt is sent out again as a new group of the same number; `retries` counts how often that has happened.
+    number: index of the prompt in the order of drawing, which orders deterministic runs. version: the latest published weight version when
+    the group was sent out. A group that becomes too old is discarded, which sets `unwanted`, and its prompt is sent out again as a new
+    group of the same number, with one more of `retries`.
     """
 
     number: int
@@ -35,12 +36,12 @@ class Group:
 
     @property
     def group_id(self) -> str:
-        """A name that differs for each retry, so that late samples of a discarded group are not taken for those of the next one."""
+        """Unique for each retry, so that late samples of a discarded group are not added to its successor."""
         return f"{self.number}.{self.retries}" if self.retries else str(self.number)
 
     @property
     def oldest(self) -> int:
-        """Weight version of the oldest token; for a group that is not complete, the oldest version that a token can have."""
+        """Weight version of the oldest token; for an incomplete group, the oldest version that a token can have."""
         versions = [span.version for sample in self.samples for part in sample.parts for span in part.version_spans]
         return min(versions) if self.complete and versions else self.version
 
@@ -52,11 +53,11 @@ class Group:
 class SampleBuffer:
     """Groups in flight, and complete groups that wait for the trainer.
 
-    The trainer gets groups with the oldest tokens first, and of equally old ones the one that was completed first; if `ordered`, in the
-    order in which their prompts were drawn. A group is in flight from `begin` until it has its rewards and is `put` or dropped.
-    `requeued` holds groups whose prompts are to be sent out again: those that got too old, and those that a checkpoint left unfinished.
+    The trainer gets the groups with the oldest tokens first, equally old ones in the order of completion; if `ordered`, in the order in
+    which their prompts were drawn. A group is in flight from `begin` until it has its rewards and is `put` or dropped. `requeued`: groups
+    whose prompts are to be sent out again, because they became too old or were unfinished in a checkpoint.
 
-    Groups that were taken are kept until a checkpoint holds their update (`saved`): the trainer may be lost, and its updates with it.
+    Taken groups are kept until a checkpoint contains their update (`saved`), in case the trainer is lost.
     """
 
     def __init__(self, *, ordered: bool = False) -> None:
@@ -78,18 +79,18 @@ class SampleBuffer:
         return len(self._ready)
 
     def begin(self, group: Group) -> None:
-        """Note that the group is sent out, and in flight."""
+        """Mark a group as in flight."""
         self._open[group.group_id] = group
 
     def problem_of(self, sample: Sample) -> Problem | None:
-        """The problem that the sample is a response to; None where its group is in flight no more."""
+        """The problem that the sample answers; None if its group is no longer in flight."""
         group = self._open.get(sample.group_id)
         return None if group is None else group.problem
 
     def add(self, sample: Sample) -> Group | None:
-        """Add a finished sample to its group. Returns the group where it is complete now: the caller puts or drops it.
+        """Add a finished sample to its group, unless that is no longer in flight.
 
-        A sample whose group is not in flight is ignored.
+        Returns the group if it is now complete: the caller puts or drops it.
         """
         group = self._open.get(sample.group_id)
         if group is None:
@@ -101,7 +102,7 @@ class SampleBuffer:
         return group
 
     def expire(self, least: int) -> int:
-        """Discard and requeue all groups that have, or may get, tokens of versions before `least`. Returns how many."""
+        """Discard and requeue all groups that have, or may get, tokens of versions before `least`. Returns their number."""
         old = [group for group in (*self._open.values(), *self._ready) if group.oldest < least]
         for group in old:
             group.unwanted.set()
@@ -117,7 +118,7 @@ class SampleBuffer:
             if group.unwanted.is_set():
                 return
             self._open.pop(group.group_id, None)
-            # Behind its equals: of these the one that was completed first comes first.
+            # After its equals, so that equally old groups stay in the order of completion.
             insort(self._ready, group, key=self._order)
             self._changed.notify_all()
 
@@ -125,16 +126,16 @@ class SampleBuffer:
         return (group.number, 0) if self._ordered else (group.oldest, -group.retries)
 
     async def drop(self, group: Group) -> bool:
-        """Remove a complete group that is not to be trained on. Returns whether it was still in flight, and not discarded before."""
+        """Remove a complete group that is not to be trained on. Returns whether it was still in flight."""
         async with self._changed:
             self._changed.notify_all()
             return self._open.pop(group.group_id, None) is not None
 
     async def wait(self, count: int, *, due: int = -1, later: int = 0) -> None:
-        """Return once `count` groups can be taken, and if `ordered`, once no group that was drawn before them is missing.
+        """Return once `count` groups can be taken and, if `ordered`, no earlier group is missing.
 
-        A batch also waits for retried groups of version `due` or before, which would be too old for the next version, except for `later`
-        of them, which the batches after this one can still train on.
+        A batch also waits for retried groups of version `due` or before, which would be too old for the next version, except for `later` of
+        them, which later batches can still take.
         """
 
         def batch_is_ready() -> bool:
@@ -153,47 +154,47 @@ class SampleBuffer:
             await self._changed.wait_for(batch_is_ready)
 
     def take(self, count: int, step: int = 0) -> list[Group]:
-        """Remove and return the next `count` groups, for which the caller has waited, for the update `step`."""
-        taken, self._ready = self._ready[:count], self._ready[count:]
-        self._taken += [(step, group) for group in taken]
-        return taken
+        """Remove and return the next `count` groups for the update `step`, after `wait`."""
+        batch, self._ready = self._ready[:count], self._ready[count:]
+        self._taken += [(step, group) for group in batch]
+        return batch
 
     def saved(self, step: int) -> None:
-        """Forget the groups of updates up to `step`, which a checkpoint holds."""
+        """Forget the groups of updates up to `step`, which a checkpoint contains."""
         self._taken = [(of, group) for of, group in self._taken if of > step]
 
     async def take_back(self) -> int:
-        """Make the groups of updates that no checkpoint holds available again. Returns how many.
+        """Return the groups of updates that no checkpoint contains to the buffer. Returns their number.
 
-        If `ordered`, all prompts are sent out again: under the weights that they were sampled by before, so that the updates are the same.
+        If `ordered`, all prompts are sent out again instead, under the weights that sampled them before, so that the updates are the same.
         """
         async with self._changed:
-            back, self._taken = [group for _, group in self._taken], []
-            self._ready += back
+            groups, self._taken = [group for _, group in self._taken], []
+            self._ready += groups
             if self._ordered:
                 self.expire(sys.maxsize)
             self._ready.sort(key=self._order)
             self._changed.notify_all()
-        return len(back)
+        return len(groups)
 
     def unfinished(self) -> list[Group]:
-        """Groups in flight and requeued ones, in the order in which they were drawn: a restarted run sends their prompts out again."""
+        """Groups in flight and requeued groups, in the order of drawing: a resumed run sends out their prompts again."""
         return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
 
     def saving(self, path: Path) -> Callable[[], Entry]:
-        """What writes the buffer as it is now, in any thread: the waiting groups with their samples, and the problems of unfinished ones.
+        """A function that writes a snapshot of the buffer, in any thread, and returns the file's size and checksum.
 
-        It returns the file's size and checksum. One line of JSON per group, written atomically. Complete groups are immutable.
+        One line of JSON per group: waiting groups with their samples, and the problems of unfinished ones. The file is written atomically.
         """
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 
     def save(self, path: Path) -> None:
-        """Write the buffer here and now."""
+        """Write the buffer now."""
         self.saving(path)()
 
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
-        """Read what `save` wrote: the complete groups, and the unfinished ones, whose prompts have to be sent out again."""
+        """Read a saved buffer: its complete groups, and the unfinished ones, whose prompts have to be sent out again."""
         complete: list[Group] = []
         unfinished: list[Group] = []
         for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in object storage (`train.checkpoint_copy`): written beside training, fetched by a run that has no checkpoint."""
+"""Copies of checkpoints in object storage (`train.checkpoint_copy`): written during training, fetched by a run without a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 
 FIRST_S, MOST_S = 1.0, 60.0
-"""Seconds between two tries: after the first failure, and at most."""
+"""Seconds between two attempts: after the first failure, and at most."""
 END_S = 300.0
-"""Seconds for which a run that ends goes on trying where the store fails."""
+"""Seconds for which a run that ends keeps retrying a failing store."""
 FETCH_TRIES = 5
 LOOK_S = 0.05
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Copies:
-    """Copies checkpoints from a thread of its own, always the newest one that waits.
+    """Copies the newest waiting checkpoint in a background thread.
 
-    A store that fails stops nothing: it is tried again, after longer and longer pauses, and `tell` gets a line when it begins to fail and
-    when it is back.
+    If the store fails, training continues and the copy is retried with increasing pauses. `report` gets a line when the store begins to
+    fail and when it recovers.
     """
 
-    def __init__(self, store: ObjectStore, run_dir: Path, keep: int, tell: Tell) -> None:
-        self.store, self._tell = store, tell
+    def __init__(self, store: ObjectStore, run_dir: Path, keep: int, report: Report) -> None:
+        self.store, self._report = store, report
         self._writer = CopyWriter(store, run_dir, keep)
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         self._copying: Path | None = None
-        self._ending: float | None = None  # until when a store that fails is tried
-        self._failed_since_told = 0  # tries
+        self._ending: float | None = None  # deadline of retries
+        self._failures_since_report = 0
         self._failures, self._behind = 0, 0
         self._seconds: float | None = None
         self._error: BaseException | None = None
@@ -50,7 +50,7 @@ class Copies:
         self._thread.start()
 
     def take(self, checkpoint: Path) -> None:
-        """Have a whole checkpoint copied, in place of one that still waits. Returns at once."""
+        """Queue a complete checkpoint, in place of one that still waits. Returns at once."""
         with self._changed:
             self._waiting = checkpoint
             self._behind += 1
@@ -58,36 +58,36 @@ class Copies:
 
     @property
     def needed(self) -> Sequence[str]:
-        """Names of the checkpoints that must not be deleted: the one that is copied, and the one that waits."""
+        """Names of the checkpoints that must not be deleted: the one being copied, and the one that waits."""
         with self._changed:
             return [path.name for path in (self._copying, self._waiting) if path is not None]
 
     def metrics(self) -> dict[str, float]:
-        """How many checkpoints the copy lacks, the tries that failed since the last call, and the seconds of a copy that was made since."""
+        """The number of checkpoints that are not copied yet; failed attempts and the duration of a copy since the last call."""
         with self._changed:
-            found = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._behind)}
+            metrics = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._behind)}
             if self._seconds is not None:
-                found["timing_s/checkpoint_copy"] = self._seconds
+                metrics["timing_s/checkpoint_copy"] = self._seconds
             self._failures, self._seconds = 0, None
-        return found
+        return metrics
 
     async def finish(self) -> None:
-        """Return once the newest checkpoint is copied, or the store has failed for `END_S`, which is told."""
+        """Wait until the newest checkpoint is copied. Gives up, and reports it, if the store fails for `END_S`."""
         with self._changed:
             self._ending = time.monotonic() + END_S
             self._changed.notify_all()
-        while self._thread.is_alive():  # `to_thread` would make a second Ctrl-C wait for it.
+        while self._thread.is_alive():  # With `to_thread`, a second Ctrl-C would wait for the thread.
             await asyncio.sleep(LOOK_S)
         if self._error is not None:
             raise self._error
         if self._behind:
-            self._tell(f"the newest checkpoint was not copied to {self.store.url}; start the same command again once it answers")
+            self._report(f"the newest checkpoint was not copied to {self.store.url}; start the same command again once it answers")
 
     def _run(self) -> None:
         try:
             while (checkpoint := self._next()) is not None:
                 self._copy(checkpoint)
-        except BaseException as error:  # a bug: `finish` raises it
+        except BaseException as error:  # a bug, which `finish` raises
             self._error = error
 
     def _next(self) -> Path | None:
@@ -97,10 +97,10 @@ class Copies:
             return self._copying
 
     def _copy(self, checkpoint: Path) -> None:
-        """Copy it, in as many tries as it takes; one that fails gives way to a newer one that waits."""
+        """Copy a checkpoint, with retries, until a newer one waits."""
         pause = FIRST_S
         with self._changed:
-            owed = self._behind
+            behind = self._behind
         while True:
             began = time.monotonic()
             try:
@@ -108,10 +108,10 @@ class Copies:
             except (StoreFailed, OSError) as error:
                 self._note_failure(error)
             except Damaged as damage:
-                self._give_up(f"{checkpoint.parent.parent}/{damage}; {checkpoint.name} is not copied", owed)
+                self._give_up(f"{checkpoint.parent.parent}/{damage}; {checkpoint.name} is not copied", behind)
                 return
             else:
-                self._note_copied(checkpoint, sent, time.monotonic() - began, owed)
+                self._note_copied(checkpoint, sent, time.monotonic() - began, behind)
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None, pause if self._ending is None else min(pause, FIRST_S))
@@ -122,38 +122,38 @@ class Copies:
     def _note_failure(self, error: Exception) -> None:
         with self._changed:
             self._failures += 1
-            self._failed_since_told += 1
-            first = self._failed_since_told == 1
+            self._failures_since_report += 1
+            first = self._failures_since_report == 1
         if first:
-            self._tell(f"{error}; training goes on, and it is tried again")
+            self._report(f"{error}; training goes on, and it is tried again")
 
-    def _give_up(self, message: str, owed: int) -> None:
+    def _give_up(self, message: str, behind: int) -> None:
         """Report that a checkpoint is not copied, because it is damaged."""
         with self._changed:
-            self._behind -= owed
+            self._behind -= behind
             self._copying = None
-        self._tell(message)
+        self._report(message)
 
-    def _note_copied(self, checkpoint: Path, sent: int, seconds: float, owed: int) -> None:
+    def _note_copied(self, checkpoint: Path, sent: int, seconds: float, behind: int) -> None:
         with self._changed:
-            tries, self._failed_since_told = self._failed_since_told, 0
-            self._behind -= owed
+            tries, self._failures_since_report = self._failures_since_report, 0
+            self._behind -= behind
             self._copying = None
             self._seconds = seconds
         if tries:
-            self._tell(f"{checkpoint.name} is in {self.store.url}, after {tries} tries that failed")
+            self._report(f"{checkpoint.name} is in {self.store.url}, after {tries} tries that failed")
 
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
-    """The place of the recipe's copies, None where it asks for none. Raises what `ObjectStore` does."""
+    """The store of the recipe's copies; None if it has none. Raises as `ObjectStore`."""
     return None if recipe.copy_url is None else ObjectStore(recipe.copy_url)
 
 
 def check_copies(recipe: Recipe) -> None:
-    """Check that copies can be written, and are of this run.
+    """Check that copies can be written, and belong to this run.
 
-    Raises UserError where there is no such bucket, or the copy is another run's; EnvironmentMissing where a package is missing, the
-    credentials are refused, or the store does not answer although the run has no checkpoint here that it could go on from.
+    Raises UserError if there is no such bucket, or the copy is another run's; EnvironmentMissing if a package is missing, the credentials
+    are rejected, or the store does not answer and the run has no local checkpoint to resume from.
     """
     store = store_of(recipe)
     if store is None:
@@ -163,9 +163,9 @@ def check_copies(recipe: Recipe) -> None:
         text = store.read(RECIPE)
     except StoreFailed as error:
         if _has_checkpoint(RunDirectory(recipe.run_path)):
-            return  # The run goes on, and says that it cannot be copied yet.
-        told = f"{store.url} does not answer ({error.reason}), and may hold the checkpoint that this run goes on from"
-        raise EnvironmentMissing(f"{FIELD}: {told}; start again once it does, or remove the key") from error
+            return  # The run continues, and reports that it cannot be copied yet.
+        problem = f"{store.url} does not answer ({error.reason}), and may hold the checkpoint that this run goes on from"
+        raise EnvironmentMissing(f"{FIELD}: {problem}; start again once it does, or remove the key") from error
     if text is not None:
         name = yaml12.parse(text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
         if isinstance(name, dict) and name.get("name") != recipe.name:
@@ -175,17 +175,17 @@ def check_copies(recipe: Recipe) -> None:
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:
-    """Whether the run has a whole checkpoint."""
+    """Whether the run has a complete checkpoint."""
     try:
         return newest(directory.checkpoints) is not None
     except UserError:  # All checkpoints are damaged.
         return False
 
 
-def fetch_if_lost(recipe: Recipe, tell: Tell) -> str:
-    """Where the run directory has no checkpoint and the copy has one, fetch it. Returns a line that says so, empty where nothing was done.
+def fetch_if_lost(recipe: Recipe, report: Report) -> str:
+    """Fetch the copied checkpoint if the run directory has none. Returns a message, empty if nothing was fetched.
 
-    Raises UserError where no checkpoint of the copy is whole, EnvironmentMissing where the store fails.
+    Raises UserError if no checkpoint of the copy is complete, EnvironmentMissing if the store fails.
     """
     store, directory = store_of(recipe), RunDirectory(recipe.run_path)
     if store is None or _has_checkpoint(directory):
@@ -196,22 +196,22 @@ def fetch_if_lost(recipe: Recipe, tell: Tell) -> str:
                 return ""
             began = time.monotonic()
             with RunDirectory.create(directory.path, dump_resolved(recipe)):
-                name = fetch(store, directory.path, tell)
+                name = fetch(store, directory.path, report)
             return f"{name} was fetched from {store.url} in {time.monotonic() - began:.0f} s" if name else ""
         except StoreFailed as error:
             if tries == FETCH_TRIES:
                 raise EnvironmentMissing(f"{FIELD}: {error}; start again once it answers, and what was fetched is kept") from error
-            tell(f"{error}; trying again")
+            report(f"{error}; trying again")
             time.sleep(FIRST_S * 2**tries)
     raise AssertionError("the last try returns or raises")
 
 
-def copies_of(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, tell: Tell) -> Copies | None:
-    """The copies of a run, which begin with the checkpoint that it resumes from; None if the recipe has none."""
+def copies_of(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> Copies | None:
+    """The copies of a run, beginning with the checkpoint that it resumes from; None if the recipe has none."""
     store = store_of(recipe)
     if store is None:
         return None
-    copies = Copies(store, directory.path, recipe.train.keep_checkpoints, tell)
+    copies = Copies(store, directory.path, recipe.train.keep_checkpoints, report)
     if checkpoint is not None:
         copies.take(checkpoint)
     return copies

@@ -1,9 +1,8 @@
-"""Keeps a run at the number of rollout replicas that is asked for, as far as hosts have room (`rollout.replicas: {min, max}`).
+"""Keeps a run at the requested number of rollout replicas, as far as hosts have room (`rollout.replicas: {min, max}`).
 
-Once a second the controller answers requests of `mtpctl scale`, has those replicas leave whose host is gone or is being drained and those
-that are too many, and has replicas join on hosts with room where some are missing. The trainer and the log-prob server come first: while
-one of their actors waits for a host no replica joins, and after a while one leaves for it. The training loop goes on meanwhile; all that
-changes for it is how many responses the pool takes at once.
+Once a second the controller answers requests of `mtpctl scale`, removes replicas that are too many or whose host is lost or draining, and
+adds missing replicas on hosts with room. The trainer and the log-prob server take precedence: while one of their actors waits for a host,
+no replica joins, and after a while one leaves for it. Training continues meanwhile; only the number of concurrent responses changes.
 """
 
 from __future__ import annotations
@@ -24,26 +23,25 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
 
 LOOK_S = 1.0
-"""Seconds between two looks at requests and hosts."""
+"""Interval of the checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
-"""Seconds that an actor of the plan waits for a host, which may be about to join, before a replica beyond the least leaves for it."""
+"""Seconds that another actor waits for a host, which may be about to join, before a replica above the minimum leaves for it."""
 
 
 class ElasticRollout:
-    """Answers requests inside of `watching`, and has replicas join and leave a pool inside of `following`.
+    """Answers requests inside of `watching`, and adds and removes replicas of a pool inside of `following`.
 
-    `asked`: the number of replicas to have: what `mtpctl scale` asked for last, within the recipe's bounds, or as many as these allow.
-    `on_wait` is called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop, which waits for their
-    responses, does not take them for stuck.
+    requested: the number that `mtpctl scale` requested last, within the recipe's bounds; by default the maximum. on_wait: called
+    once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop does not consider generation stuck.
     """
 
     def __init__(
-        self, rollout: RolloutBase, directory: RunDirectory, bundles: Bundles, state: RunState, waits: Waits, tell: Callable[[str], None]
+        self, rollout: RolloutBase, directory: RunDirectory, bundles: Bundles, state: RunState, waits: Waits, report: Callable[[str], None]
     ) -> None:
         self.rollout, self._before = rollout, remembered(directory)
-        self.asked = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
+        self.requested = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
         self.on_wait: Callable[[], None] = lambda: None
-        self._directory, self._bundles, self._state, self._waits, self._tell = directory, bundles, state, waits, tell
+        self._directory, self._bundles, self._state, self._waits, self._report = directory, bundles, state, waits, report
         self._membership: Membership | None = None
         self._claim = Claim("", 0.0)
         self._looking_for_room: asyncio.Task[None] | None = None
@@ -55,11 +53,11 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look once a second while the block runs. An error of a look is raised at the end of the block."""
+        """Check once a second while the block runs. An error of a check is raised at the end of the block."""
         forget_requests(self._directory)
         if self._before:
-            bounds = "" if self.asked == self._before else f", and rollout.replicas allows {self.asked}"
-            self._tell(f"{self._before} replica(s) are asked for, since mtpctl scale did so before{bounds}")
+            bounds = "" if self.requested == self._before else f", and rollout.replicas allows {self.requested}"
+            self._report(f"{self._before} replica(s) are asked for, since mtpctl scale did so before{bounds}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
             yield
@@ -70,16 +68,16 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def following(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
-        """Have replicas join and leave a pool while the block runs. `claim`: what each of them takes."""
+        """Add and remove replicas of a pool while the block runs. `claim`: the resources of one replica."""
         self._membership, self._claim = membership, claim
         try:
             yield
         finally:
             self._membership = None
-            under_way = [*self._leaving.values()] + ([] if self._looking_for_room is None else [self._looking_for_room])
-            for task in under_way:
+            tasks = [*self._leaving.values()] + ([] if self._looking_for_room is None else [self._looking_for_room])
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         try:
@@ -89,46 +87,46 @@ class ElasticRollout:
                     # If Ray's server has ended, Ray reports it only after a minute. The run saves its checkpoint in the meantime.
                     alive, drained = await in_thread(lambda: (living(), draining()))
                     if self._membership is not None:
-                        self._look(self._membership, alive, drained)
+                        self._check(self._membership, alive, drained)
                 await asyncio.sleep(LOOK_S)
         except Exception as error:
-            self._tell(f"replicas neither join nor leave any more: {one_line(error)}")
+            self._report(f"replicas neither join nor leave any more: {one_line(error)}")
             raise
 
     def _answer_requests(self) -> None:
         for request in take_requests(self._directory):
-            answer = self._taken(request.replicas)
+            answer = self._set_requested(request.replicas)
             try:
                 request.answer(answer)
             except OSError as error:
-                self._tell(f"mtpctl scale gets no answer ({error.strerror}): {answer.told}")
+                self._report(f"mtpctl scale gets no answer ({error.strerror}): {answer.told}")
 
-    def _taken(self, replicas: int) -> Answer:
-        """Have this number from now on, where the recipe allows it and the run directory takes it."""
+    def _set_requested(self, replicas: int) -> Answer:
+        """Set the requested number, if the recipe allows it and it can be saved in the run directory."""
         try:
             check_scale(self.rollout, replicas)
             remember(self._directory, replicas)
         except UserError as refusal:
             return Answer(str(refusal), refused=True)
-        self.asked = replicas
+        self.requested = replicas
         serving = 0 if self._membership is None else self._membership.serving
-        told = f"{self.asked} replica(s) are asked for, and {serving} serve"
-        self._tell(told)
-        return Answer(told)
+        message = f"{self.requested} replica(s) are asked for, and {serving} serve"
+        self._report(message)
+        return Answer(message)
 
-    def _look(self, membership: Membership, alive: set[str], drained: set[str]) -> None:
+    def _check(self, membership: Membership, alive: set[str], drained: set[str]) -> None:
         for index in membership.taken:
             node = self._bundles.by_actor[_actor(index)].node
             if node not in alive or node in drained:
                 self._leave(membership, index, "its host is being drained" if node in alive else "its host is gone")
-        for index in membership.taken[: -self.asked]:
-            self._leave(membership, index, f"{self.asked} are asked for")
+        for index in membership.taken[: -self.requested]:
+            self._leave(membership, index, f"{self.requested} are asked for")
         if (actor := self._late_other()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
             self._leave(membership, membership.taken[0], f"{actor} has no place on any other host")
         for index in [index for index in self._joining if membership.serves(index)]:
-            self._tell(f"replica {index} serves")
+            self._report(f"replica {index} serves")
             self._joining.remove(index)
-        # In a task of its own: where somebody else was faster, it takes Ray a while to refuse a place.
+        # In a separate task: if another job was faster, Ray needs a while to reject a reservation.
         if (looking := self._looking_for_room) is None or looking.done():
             if looking is not None:
                 looking.result()
@@ -137,38 +135,38 @@ class ElasticRollout:
 
     def _leave(self, membership: Membership, index: int, why: str) -> None:
         if index not in self._leaving:
-            self._tell(f"replica {index} leaves: {why}")
+            self._report(f"replica {index} leaves: {why}")
             self._joining.discard(index)
             self._leaving[index] = asyncio.create_task(self._left(membership, index))
 
     async def _left(self, membership: Membership, index: int) -> None:
         try:
             await membership.leave(index)
-            self._tell(f"replica {index} has left")
-        except Exception as error:  # The replica has ended all the same, and its requests go on elsewhere.
-            self._tell(f"replica {index} left in disorder: {one_line(error)}")
+            self._report(f"replica {index} has left")
+        except Exception as error:  # The replica has ended anyway, and its requests continue on others.
+            self._report(f"replica {index} left in disorder: {one_line(error)}")
         finally:
             del self._leaving[index]
             self._bundles.release(_actor(index))
             self._left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
-        """Have replicas join until none is missing, or no host has room for another one."""
-        while len(membership.taken) < self.asked and not self._state.lost and not self._others_awaited():
-            index = next(i for i in range(self.asked + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
+        """Add replicas until none is missing, or no host has room."""
+        while len(membership.taken) < self.requested and not self._state.lost and not self._others_awaited():
+            index = next(i for i in range(self.requested + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
             if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
                 return
-            self._tell(f"replica {index} joins, on host {self._bundles.host(actor)}")
+            self._report(f"replica {index} joins, on host {self._bundles.host(actor)}")
             membership.join(index)
             self._joining.add(index)
 
     def _others_awaited(self) -> dict[str, float]:
-        """The actors of the trainer and the log-prob server that wait for a place, and since when."""
+        """The actors of the trainer and the log-prob server that wait for a bundle, and since when."""
         return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
     def _late_other(self) -> str:
-        """One of them whose host is gone and that has waited for `YIELD_S`, also since a replica left; empty where there is none."""
+        """An actor of those whose host is gone and that has waited for `YIELD_S`, also since a replica left; empty if there is none."""
         late = time.monotonic() - YIELD_S
         lost = self._bundles.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
         return lost[0] if lost else ""
@@ -181,12 +179,12 @@ class ElasticRollout:
         if (placed < least) != self._waits_for_room:
             self._waits_for_room = placed < least
             if self._waits_for_room:
-                told = f"rollout: {placed} of at least {least} replica(s) have a host (rollout.replicas.min), waiting for room"
-                self._waiting.enter_context(self._waits.on(told))
+                message = f"rollout: {placed} of at least {least} replica(s) have a host (rollout.replicas.min), waiting for room"
+                self._waiting.enter_context(self._waits.on(message))
             else:
                 self._waiting.close()
 
 
 def _actor(index: int) -> str:
-    """The name of a replica's seat in the plan."""
+    """The name of a replica in the placement."""
     return f"rollout-{index}"

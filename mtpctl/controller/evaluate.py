@@ -1,59 +1,64 @@
-"""Held-out sets, measured on the rollout engines: accuracy, avg@n and pass@k, and drafter acceptance."""
+"""Evaluation of held-out sets on the rollout engines: accuracy, avg@n and pass@k, and drafter acceptance."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from mtpctl.controller.metrics import cut_share, speculation
+from mtpctl.cluster.deadlines import finished_before
+from mtpctl.controller.metrics import SampleRecorder, cut_share, speculation
 from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.rollout_loop import RolloutLoop, request_of
+from mtpctl.controller.state import RunState
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.evaluation import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import mean_pass_at_k
 from mtpctl.rl.rewards.function import Reward
-from mtpctl.rollout.protocol import DEADLINE, Generator, request_for
+from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
+from mtpctl.telemetry.session import Telemetry
 
-TakeAnswers = Callable[[Mapping[str, list[tuple[Problem, list[Sample]]]]], None]
-"""Takes the responses to the problems of each held-out set, by the name of the set."""
+Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
+"""The problems of each held-out set with their responses, by the name of the set."""
 
 
 @dataclass(slots=True)
 class HeldOut:
-    """One held-out set in an evaluation: its problems, the responses to each so far, and how many of them could not be rewarded."""
+    """One held-out set in an evaluation: its problems, the responses to each so far, and the number of failed rewards."""
 
     name: str
     config: EvaluationSetConfig
     problems: list[Problem]
-    answers: list[list[Sample]] = field(init=False)
+    responses: list[list[Sample]] = field(init=False)
     errors: int = 0
 
     def __post_init__(self) -> None:
-        self.answers = [[] for _ in self.problems]
+        self.responses = [[] for _ in self.problems]
 
     @property
     def samples(self) -> list[Sample]:
-        """All responses, problem after problem."""
-        return [sample for each in self.answers for sample in each]
+        """All responses, in the order of their problems."""
+        return [sample for responses in self.responses for sample in responses]
 
     def metrics(self) -> dict[str, float]:
-        """`eval/*` of the set of the section `data`, `eval/NAME/*` of a set by name."""
+        """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set."""
         prefix, samples, n = f"eval/{self.name}/" if self.name else "eval/", self.samples, self.config.n
-        rewards = [[sample.reward or 0.0 for sample in each] for each in self.answers]
+        rewards = [[sample.reward or 0.0 for sample in responses] for responses in self.responses]
         mean = sum(map(sum, rewards)) / len(samples)
-        found = {"accuracy": mean} if self.name == UNNAMED else {}
+        values = {"accuracy": mean} if self.name == UNNAMED else {}
         if self.name != UNNAMED or n > 1:
-            right = [sum(reward >= self.config.right_from for reward in each) for each in rewards]
-            found |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(right, n).items()}
-        found |= {"problems": float(len(self.problems)), "length_mean": sum(len(s.response_ids) for s in samples) / len(samples)}
-        found |= {"truncated_fraction": cut_share(samples, "length"), "deadline_fraction": cut_share(samples, DEADLINE)}
+            correct = [sum(reward >= self.config.right_from for reward in each) for each in rewards]
+            values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct, n).items()}
+        values |= {"problems": float(len(self.problems)), "length_mean": sum(len(s.response_ids) for s in samples) / len(samples)}
+        values |= {"truncated_fraction": cut_share(samples, "length"), "deadline_fraction": cut_share(samples, DEADLINE)}
         if self.errors:
-            found["reward_errors"] = float(self.errors)
-        metrics = {prefix + name: value for name, value in found.items()}
+            values["reward_errors"] = float(self.errors)
+        metrics = {prefix + name: value for name, value in values.items()}
         return metrics | {name.replace("rollout/", prefix): value for name, value in speculation(samples).items()}
 
 
@@ -65,18 +70,20 @@ async def evaluate(
     *,
     version: int = 0,
     n: int | None = None,
-    asked: Callable[[], None] = lambda: None,
-    sampled: Callable[[Sample], None] = lambda sample: None,
-    progressed: Callable[[], None] = lambda: None,
-    answered: TakeAnswers = lambda answers: None,
+    on_request: Callable[[], None] = lambda: None,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+    on_progress: Callable[[], None] = lambda: None,
+    on_end: Callable[[Responses], None] = lambda responses: None,
 ) -> dict[str, float]:
-    """`eval/*`: what the responses to all held-out problems are worth, and draft acceptance over them. Empty without such problems.
+    """Answer and reward all held-out problems. Returns `eval/*`; empty without held-out problems.
 
-    Responses are sampled as in rollout, but where their set says otherwise, and rewarded while others are generated; `rewards` are by the
-    names of sets, and that of `UNNAMED` serves those that have none. A reward that failed counts as 0. `version` is the weight version
-    that the engines have at the begin: `eval/mixed_fraction` is the share of responses with a token of another one. `n` replaces the
-    number of responses that the sets ask for. `asked` is called at every request, `sampled` with every response, `progressed` whenever one
-    gets further, `answered` at the end, with all of them.
+    Responses are sampled as in rollout unless their set configures otherwise, and rewarded while others are generated. A failed reward
+    counts as 0.
+
+    Args:
+        rewards: by the name of the set; that of `UNNAMED` serves sets without their own.
+        version: the weight version of the engines at the start. `eval/mixed_fraction` is the share of responses with a token of another.
+        n: replaces the number of responses to each problem.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
@@ -84,64 +91,62 @@ async def evaluate(
         sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems))
     if not sets:
         return {}
-    places: dict[str, tuple[HeldOut, int]] = {}
+    problem_of: dict[str, tuple[HeldOut, int]] = {}
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for held_out in sets:
             for number, problem in enumerate(held_out.problems):
                 group = f"eval-{held_out.name}-{number}" if held_out.name else f"eval-{number}"
-                places[group] = held_out, number
+                problem_of[group] = held_out, number
                 for index in range(held_out.config.n):
-                    asked()
+                    on_request()
                     yield _request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
 
     async def reward(sample: Sample) -> None:
-        held_out, number = places[sample.group_id]
+        held_out, number = problem_of[sample.group_id]
         text = await prepared.text_of(sample)
         outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
         sample.reward, sample.reward_parts = outcome.reward or 0.0, outcome.parts
         held_out.errors += bool(outcome.error)
-        held_out.answers[number].append(sample)
-        progressed()
+        held_out.responses[number].append(sample)
+        on_progress()
 
     try:
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(generator.generate(requests())) as samples:
             async for sample in samples:
-                sampled(sample)
-                progressed()
+                on_sample(sample)
+                on_progress()
                 tasks.create_task(reward(sample))
     except ExceptionGroup as group:
-        raise _first(group) from group
-    answered({each.name: list(zip(each.problems, each.answers, strict=True)) for each in sets})
-    every = [sample for held_out in sets for sample in held_out.samples]
-    mixed = sum(any(span.version != version for span in sample.version_spans) for sample in every)
-    metrics = {"eval/version": float(version), "eval/mixed_fraction": mixed / len(every)}
+        error: Exception = group
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
+    on_end({held_out.name: list(zip(held_out.problems, held_out.responses, strict=True)) for held_out in sets})
+    responses = [sample for held_out in sets for sample in held_out.samples]
+    mixed = sum(any(span.version != version for span in sample.version_spans) for sample in responses)
+    metrics = {"eval/version": float(version), "eval/mixed_fraction": mixed / len(responses)}
     for held_out in sets:
         metrics |= held_out.metrics()
     return metrics
 
 
 def cut_responses(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
-    """How many responses of an evaluation `rollout.deadline_s` cut, and how many there were."""
-    cut = all_ = 0
+    """The number of responses of an evaluation that `rollout.deadline_s` cut, and of all its responses."""
+    cut = total = 0
     for name, share in metrics.items():
         if name.endswith("/deadline_fraction"):
             prefix = name.removesuffix("deadline_fraction")
-            each = recipe.evaluation.sets.get(prefix.removeprefix("eval/").strip("/"), EvaluationSetConfig())
-            responses = round(metrics[f"{prefix}problems"]) * each.n
-            cut, all_ = cut + round(share * responses), all_ + responses
-    return cut, all_
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error
+            config = recipe.evaluation.sets.get(prefix.removeprefix("eval/").strip("/"), EvaluationSetConfig())
+            responses = round(metrics[f"{prefix}problems"]) * config.n
+            cut, total = cut + round(share * responses), total + responses
+    return cut, total
 
 
 def _request(
     recipe: Recipe, prepared: Prepared, config: EvaluationSetConfig, problem: Problem, group: str, index: int, seed: int
 ) -> GenerationRequest:
-    """The request for one response, sampled as the set says."""
+    """The request for one response, with the sampling parameters of the set."""
     request = request_of(recipe, prepared, problem, group_id=group, index=index, seed=seed)
     if config.temperature is not None:
         request = replace(request, temperature=config.temperature)
@@ -151,8 +156,89 @@ def _request(
     return request
 
 
-def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
-    """The request for one response to one problem, with the sampling parameters of the recipe."""
-    prompt = prepared.prompt_ids(problem, recipe.data)
-    sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
-    return request_for(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, seed=seed, problem=problem)
+class Evaluations:
+    """The evaluations of the RL stage, one at a time, and concurrent with training unless the recipe configures otherwise."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        generator: Generator,
+        rewards: Mapping[str, Reward],
+        telemetry: Telemetry,
+        state: RunState,
+        rollout: RolloutLoop,
+        recorder: SampleRecorder,
+    ) -> None:
+        self.recipe, self.prepared, self.generator, self.rewards = recipe, prepared, generator, rewards
+        self.telemetry, self.state, self.rollout, self.recorder = telemetry, state, rollout, recorder
+        self._current: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether an evaluation has begun whose result `wait` has not returned."""
+        return self._current is not None
+
+    def due(self) -> bool:
+        """Whether `train.eval_every` requires an evaluation after the last update. The one after the final update always takes place."""
+        every, step = self.recipe.train.eval_every, self.state.step
+        return bool(every) and step % every == 0 and step < self.recipe.train.rl.steps
+
+    async def start(self, *, background: bool = False) -> None:
+        """Evaluate the published weights for the current step, after the evaluation in progress.
+
+        With `background`, training continues meanwhile unless the recipe makes it wait. A sync during the evaluation changes the weights of
+        responses in flight, as in rollout.
+        """
+        await self.wait()
+        if self.state.stopping.is_set():
+            return
+        self._current = asyncio.create_task(self._run(self.state.step, self.state.version), name="evaluation")
+        if not background or self.recipe.evaluation.wait or self.recipe.async_.deterministic:
+            await self.wait()
+
+    async def raise_if_failed(self) -> None:
+        """Raise the error of the evaluation in progress if it has failed."""
+        if self._current is not None and self._current.done():
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Wait until the evaluation in progress ends, or until a stop is requested. Raises its error."""
+        if self._current is not None and await finished_before(self._current, self.state.stopping):
+            self._current.result()
+            self._current = None
+
+    async def cancel(self) -> None:
+        """Cancel the evaluation in progress, if any, since the stage ends before it."""
+        if self._current is None:
+            return
+        self._current.cancel()
+        (error,) = await asyncio.gather(self._current, return_exceptions=True)
+        self._current = None
+        if error is not None:
+            reason = "the stage ended first" if isinstance(error, asyncio.CancelledError) else str(error)
+            self.telemetry.event("eval", f"the evaluation under way has no result: {reason}")
+
+    async def _run(self, step: int, version: int) -> None:
+        """Log the metrics of all held-out sets under `step`."""
+        began = time.perf_counter()
+        metrics = await evaluate(
+            self.recipe,
+            self.prepared,
+            self.generator,
+            self.rewards,
+            version=version,
+            on_request=self.rollout.request_sent,
+            on_sample=self.rollout.response_received,
+            # Engines that are busy with held-out problems are not stuck.
+            on_progress=self.rollout.progressed,
+            on_end=lambda responses: self.recorder.record_evaluation(step, responses),
+        )
+        if not metrics:
+            return
+        metrics["timing_s/evaluation"] = time.perf_counter() - began
+        cut, responses = cut_responses(self.recipe, metrics)
+        if cut:
+            message = f"{cut} of {responses} held-out responses were cut by rollout.deadline_s"
+            self.telemetry.event("eval", f"{message}: {self.recipe.rollout.deadline_s:g}, and count as they are; raise it")
+        self.telemetry.log(step, metrics, "rl")

@@ -6,42 +6,38 @@ import asyncio
 import contextlib
 import shutil
 import socket
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import choose
+from mtpctl.checkpoint.finding import BUFFER, choose
 from mtpctl.cluster.bundles import Bundles
-from mtpctl.cluster.deadlines import finished_before, within
+from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import Daemons, check_room, cluster
 from mtpctl.cluster.process import settle_heap
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
 from mtpctl.controller.elastic import ElasticRollout
-from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, prepare, store_in
-from mtpctl.controller.resuming import Start, find_start, report_ended
+from mtpctl.controller.prepare import Prepared, prepare, store_in
+from mtpctl.controller.resuming import REFERENCE, Start, changed_old_logprobs, check_drawn, find_start, report_ended
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
 from mtpctl.controller.sft import SftStage
-from mtpctl.controller.starting import engine_claim, seated, start_rewards, start_teacher
+from mtpctl.controller.starting import Services, engine_claim, reserve_bundles, start_rewards
 from mtpctl.controller.state import RunState, check_stages, resumed_from, saved_state
 from mtpctl.controller.status import Waits, status_app, status_socket
 from mtpctl.controller.stopping import Stops
 from mtpctl.controller.trainers import Revival, TrainerGroup, TrainerLost
 from mtpctl.controller.weights import WeightSync
 from mtpctl.environments.agents import gateway_socket, playing
-from mtpctl.environments.turns import turns_for
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.logprob.server import LogprobServer, answer_deadline, start_server
+from mtpctl.logprob.server import LogprobServer, answer_deadline
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.start import start_pool
-from mtpctl.routes import RouteShape
 from mtpctl.signals import exit_code, raise_on_stop
 from mtpctl.telemetry.live import ReplicaCounts
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -49,26 +45,28 @@ from mtpctl.telemetry.session import Resumed, Telemetry
 from mtpctl.telemetry.trackers import check_packages
 from mtpctl.web.server import address_of, serving
 
+StartingActors = asyncio.Task[tuple[ReplicaPool, LogprobServer | None]]
+
 
 def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Run the recipe. Returns the exit code: 0, or that of the signal that stopped the run."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     check_copies(recipe)
-    tell = partial(print, flush=True)
-    fetched = fetch_if_lost(recipe, tell)
+    report = partial(print, flush=True)
+    fetched = fetch_if_lost(recipe, report)
     earlier = RunDirectory(recipe.run_path)
     checkpoint = choose(earlier.checkpoints, contents=False).path
     resumed = resumed_from(checkpoint, recipe.train)
-    if report_ended(recipe, earlier, checkpoint, resumed, tell):
+    if report_ended(recipe, earlier, checkpoint, resumed, report):
         return 0
     if "rl" in recipe.train.stages:
         check_engine(recipe)
     check_packages(recipe.telemetry)
-    # Which hosts a cluster has, and what is free of them, is known only after joining it: here its hosts count as boundless.
+    # The hosts of a cluster, and their free resources, are known only after joining it: until then they count as unlimited.
     place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus = gpus = 0.0
     if recipe.cluster.address is None:
-        # No host ever joins a cluster that the run starts itself, so it has to have room for all engines from the start.
+        # No host joins a cluster that the run starts itself, so it needs room for all engines from the start.
         most = place(recipe, engines=recipe.rollout.replica_range.max)
         cpus, gpus = most.cpus, most.gpus
     check_room(recipe.cluster, cpus=cpus, gpus=gpus)
@@ -77,7 +75,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     check_drawn(recipe, earlier)
     changed = changed_old_logprobs(recipe, earlier)
     text = dump_resolved(recipe)
-    # Actors get absolute paths: in a cluster that the run joins their working directory is another one.
+    # Actors get absolute paths: in a joined cluster they have another working directory.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
     with RunDirectory.create(recipe.run_path, text) as directory, contextlib.ExitStack() as open_sockets:
         try:
@@ -85,12 +83,12 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             if status is not None:
                 open_sockets.enter_context(contextlib.closing(status))
             prepared = prepare(recipe, directory.path)
-            start = find_start(recipe, directory, tell)
+            start = find_start(recipe, directory, report)
         except MtpctlError:
             if fresh:
                 shutil.rmtree(directory.path)
             raise
-        # Only now, so that a recipe that is refused is not recorded as one that ran.
+        # Recorded last, so that a rejected recipe is not recorded as one that ran.
         changed_keys = directory.record(text)
         before = Resumed(start.state["stage"], start.state["step"], start.state["ended"])
         early = ["sft"] if recipe.train.sft.until_loss else []
@@ -114,16 +112,19 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
 
 
 class Run:
-    """The actors of one run, where they sit, and the order in which its stages use them.
+    """The actors of one run, and the order in which its stages use them.
 
-    `changed`: how RL by this recipe differs from RL in the run so far, which the line of the resume says; empty where it does not.
-    `status`: the socket of the status page, where there is one. `daemons`: those of a cluster that the run has started. `start`: the
-    checkpoint that the run resumes from; by default it has none.
+    Args:
+        changed: how RL by this recipe differs from RL in the run so far, for the resume message; empty if it does not.
+        status: the bound socket of the status page, if any.
+        daemons: the Ray daemons that the run has started.
+        start: the checkpoint that the run resumes from; by default none.
     """
 
     placement: Placement
     bundles: Bundles
     revival: Revival
+    services: Services
     gateway: socket.socket | None = None
     pool: ReplicaPool | None = None
     elastic: ElasticRollout | None = None
@@ -143,19 +144,21 @@ class Run:
         self.changed, self.status = changed, status
         self.start = start or Start(None, saved_state(None))
         self.waits = Waits(telemetry.waiting, directory.logs)
-        self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on, tell=partial(telemetry.event, "checkpoint"))
+        self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on, report=partial(telemetry.event, "checkpoint"))
         self.stops = Stops(self.state, partial(telemetry.event, "stop"), daemons)
         self.store = store_in(directory.path, recipe, prepared.model.shape)
+        self.reference = directory.path / REFERENCE
+        self.trains_rl = "rl" in recipe.train.stages
 
     async def drive(self) -> int | None:
-        """Run all stages. If a signal asks for a stop, returns its number, after a checkpoint unless the recipe keeps none."""
+        """Run all stages. If a signal requests a stop, returns its number, after a checkpoint unless the recipe keeps none."""
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self.stops.handled())
             self.store.claim()
             stack.callback(self.store.close)
-            if "rl" in self.recipe.train.stages and (bound := gateway_socket(self.recipe.rollout)) is not None:
+            if self.trains_rl and (bound := gateway_socket(self.recipe.rollout)) is not None:
                 self.gateway = stack.enter_context(contextlib.closing(bound))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
             if self.status is not None:
@@ -163,28 +166,23 @@ class Run:
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
             if (copies := copies_of(self.recipe, self.directory, self.start.checkpoint, partial(self.telemetry.event, "copy"))) is not None:
                 self.state.copies = copies
-                stack.push_async_callback(self._copied, copies)
-            found = await seated(self.recipe, self.waits, self.state.stopping)
-            if found is None:
+                stack.push_async_callback(self._finish_copies, copies)
+            reserved = await reserve_bundles(self.recipe, self.waits, self.state.stopping)
+            if reserved is None:
                 return self.stops.number
-            self.placement, self.bundles = found
-            self.telemetry.event("start", f"placement: {self.bundles.summary()}")
-            if "rl" in self.recipe.train.stages and self.recipe.rollout.elastic:
-                told = partial(self.telemetry.event, "rollout")
-                self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, told)
+            self.placement, self.bundles = reserved
+            self.telemetry.event("start", f"places: {self.bundles.summary()}")
+            if self.trains_rl and self.recipe.rollout.elastic:
+                report = partial(self.telemetry.event, "rollout")
+                self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, report)
                 await stack.enter_async_context(self.elastic.watching())
             trainer = TrainerGroup(self.recipe, self.placement, self.bundles)
             self.revival = Revival(
-                self.recipe,
-                trainer,
-                self.state,
-                self.telemetry,
-                self.waits,
-                folder=self.prepared.model.path,
-                reference=self.directory.path / "reference",
+                self.recipe, trainer, self.state, self.telemetry, self.waits, folder=self.prepared.model.path, reference=self.reference
             )
-            # Engines take a while to start. The supervised stage does not need them, and runs meanwhile.
-            starting = asyncio.create_task(self._start_actors(stack)) if "rl" in self.recipe.train.stages else None
+            self.services = Services(self.recipe, self.prepared, self.placement, self.bundles, self.store, self.waits, self.telemetry)
+            # The supervised stage does not need the engines, and runs while they start.
+            starting = asyncio.create_task(self._start_actors(stack)) if self.trains_rl else None
             try:
                 await self._stages(trainer, starting)
             except MtpctlError:
@@ -194,21 +192,20 @@ class Run:
                 if starting is not None and not starting.done():
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
-            # A stage that has ended has its checkpoint; trainers that found nothing left to do have no optimizer to save.
+            # A stage that has ended has its checkpoint already; a trainer with nothing left to do has no optimizer to save.
             if self.state.stopping.is_set() and self.state.within_stage:
                 path = await self.state.until_saved(lambda: self.state.checkpoint(trainer))
-                kept = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
-                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {kept}")
+                saved = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
+                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {saved}")
                 return self.stops.number
         return None
 
-    async def _copied(self, copies: Copies) -> None:
-        """Wait until the newest checkpoint is copied too."""
+    async def _finish_copies(self, copies: Copies) -> None:
         with self.waits.on(f"checkpoints: copying to {copies.store.url}"):
             await copies.finish()
 
     async def _rescue(self, trainer: TrainerGroup) -> None:
-        """Save the updates of a stage that has failed as a checkpoint, where the trainer can still write it."""
+        """Save the updates of a stage that has failed, if the trainer can still write a checkpoint."""
         try:
             path = await self.state.rescue(trainer)
         except (RuntimeFailure, OSError) as error:
@@ -218,70 +215,26 @@ class Run:
                 self.telemetry.event("stop", f"failed in {self.state.stage} at step {self.state.step}; checkpoint {path}")
 
     async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
-        """Start what RL needs besides the trainer: the rollout engines, and the log-prob server where the recipe has one."""
+        """Start the rollout engines and, if configured, the log-prob server."""
         if not self.recipe.logprob.standalone:
             return await self._start_rollout(stack), None
-        return await asyncio.gather(self._start_rollout(stack), self._start_logprob(stack))
-
-    async def _start_logprob(self, stack: contextlib.AsyncExitStack) -> LogprobServer:
-        first = self.placement.of("logprob")[0]
-        starting = start_server(
-            self.recipe,
-            self.prepared.model.path,
-            device=self.placement.device,
-            cpus=first.cpus,
-            gpus=first.gpus,
-            bundles=self.bundles,
-            published=self.store,
-            log=self._tell_restart,
-        )
-        with self._starting("log-prob server", [f"log-prob replica {i} rank 0" for i in range(self.recipe.logprob.replicas)]):
-            server = await within(starting, self.recipe.cluster.actor_deadline_s, "log-prob server, start")
-        stack.push_async_callback(server.close)
-        return server
+        return await asyncio.gather(self._start_rollout(stack), self.services.start_logprob(stack))
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
-        folder, shape = str(self.prepared.model.path), self.prepared.model.shape
-        routes = RouteShape.of(shape) if self.recipe.replay(shape) == "rollout" else None
-        replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replica_range.min)]
-        with self._starting(f"rollout, {len(replicas)} replica(s)", replicas):
-            pool = await start_pool(
-                self.recipe,
-                model=folder,
-                context=self.prepared.context,
-                placement=self.placement,
-                bundles=self.bundles,
-                published=self.store,
-                tokenizer=self.prepared.tokenizer.name,
-                turns=turns_for(self.recipe.rollout, self.prepared.tokenizer),
-                routes=routes.layers if routes is not None else (),
-                log=self._tell_restart,
-            )
-        stack.push_async_callback(pool.close)
-        self.pool = pool
+        self.pool = await self.services.start_rollout(stack)
         if self.elastic is not None:
-            await stack.enter_async_context(self.elastic.following(pool.membership, engine_claim(self.placement)))
-        return pool
-
-    def _tell_restart(self, line: str) -> None:
-        self.telemetry.event("restart", line)
+            await stack.enter_async_context(self.elastic.following(self.pool.membership, engine_claim(self.placement)))
+        return self.pool
 
     def _replica_counts(self) -> ReplicaCounts | None:
-        """What the status page says of rollout replicas; None until they are started."""
+        """The counts of rollout replicas for the status page; None before they are started."""
         if self.pool is None:
             return None
         bounds, membership = self.recipe.rollout.replica_range, self.pool.membership
-        asked = bounds.max if self.elastic is None else self.elastic.asked
-        return ReplicaCounts(membership.serving, asked, bounds.min, bounds.max, membership.restarts)
+        requested = bounds.max if self.elastic is None else self.elastic.requested
+        return ReplicaCounts(membership.serving, requested, bounds.min, bounds.max, membership.restarts)
 
-    @contextlib.contextmanager
-    def _starting(self, what: str, actors: list[str]) -> Iterator[None]:
-        """Show that these actors are starting while the block runs, and log how long it took."""
-        with self.waits.on(f"{what}: starting", *actors) as wait:
-            yield
-        self.telemetry.event("start", f"{what}: ready after {wait.seconds:.0f} s")
-
-    async def _stages(self, trainer: TrainerGroup, starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None) -> None:
+    async def _stages(self, trainer: TrainerGroup, starting: StartingActors | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
         with self.waits.on("trainer: loading the model", "trainer rank 0"):
             try:
@@ -308,33 +261,26 @@ class Run:
                     await self._stage(stage, trainer, starting, resumed)
                     break
                 except TrainerLost as lost:
-                    resumed, begun = await self.revival(lost, anew=True), True
+                    resumed, begun = await self.revival(lost, redraw=True), True
             if self.state.stopping.is_set():
                 return
 
     async def _begin(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
-        """Have the trainer begin a stage, or go on with it from a checkpoint."""
-        reference = self.directory.path / "reference"
-        await self.state.until_saved(lambda: trainer.begin_stage(stage, reference, resumed=resumed is not None))
+        """Begin a stage in the trainer, or continue it from a checkpoint."""
+        await self.state.until_saved(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed is not None))
         if resumed is not None:
             await self._restore(trainer, resumed)
             changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
             self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
 
-    async def _stage(
-        self,
-        stage: str,
-        trainer: TrainerGroup,
-        starting: asyncio.Task[tuple[ReplicaPool, LogprobServer | None]] | None,
-        resumed: Path | None,
-    ) -> None:
-        """Run a stage to its end, with its checkpoint, or until a stop is asked for.
+    async def _stage(self, stage: str, trainer: TrainerGroup, starting: StartingActors | None, resumed: Path | None) -> None:
+        """Run a stage to its end, checkpoint included, or until a stop is requested.
 
-        `resumed`: the checkpoint of this stage from which it goes on. Raises TrainerLost where the trainer is lost outside its updates: the
-        caller has to run the stage again from the newest checkpoint.
+        `resumed`: the checkpoint of this stage that it continues from. Raises TrainerLost if the trainer is lost outside an update: the
+        caller then runs the stage again from the newest checkpoint.
         """
         if stage == "sft":
-            await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, beside=starting, revive=self.revival).run()
+            await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, background=starting, revive=self.revival).run()
         else:
             assert starting is not None
             if await finished_before(starting, self.state.stopping):
@@ -348,47 +294,43 @@ class Run:
             await trainer.restore(checkpoint)
 
     async def _rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, restored: Path | None) -> None:
-        replay = self.recipe.replay(self.prepared.model.shape)
-        scoring = (
-            None
-            if server is None
-            else Scoring(server, self.recipe.rollout.temperature, answer_deadline(self.recipe.cluster), replay=replay)
-        )
+        recipe, prepared, event = self.recipe, self.prepared, self.telemetry.event
+        scoring: Scoring | None = None
+        if server is not None:
+            replay = recipe.replay(prepared.model.shape)
+            scoring = Scoring(server, recipe.rollout.temperature, answer_deadline(recipe.cluster), replay=replay)
 
-        def beside() -> dict[str, float]:
+        def service_metrics() -> dict[str, float]:
             return {"rollout/replicas": float(rollout.membership.serving)} | ({} if scoring is None else scoring.metrics())
 
-        sync = WeightSync(self.recipe, trainer, rollout, server, self.store.root, metrics=beside)
+        sync = WeightSync(recipe, trainer, rollout, server, self.store.root, metrics=service_metrics)
 
-        async def revive(lost: TrainerLost, *, anew: bool = False) -> None:
-            await self.revival(lost, anew=anew)
+        async def revive(lost: TrainerLost, *, redraw: bool = False) -> None:
+            await self.revival(lost, redraw=redraw)
             await sync.forget()
 
         async with contextlib.AsyncExitStack() as stack:
-            log = self.directory.logs / "reward.log"
-            rewards = await start_rewards(self.recipe, stack, tell=lambda line: self.telemetry.event("reward", line), log=log)
+            rewards = await start_rewards(recipe, stack, report=partial(event, "reward"), log=self.directory.logs / "reward.log")
             generator = await stack.enter_async_context(
                 playing(
-                    self.recipe.rollout,
+                    recipe.rollout,
                     rollout,
-                    self.prepared.tokenizer,
-                    context=self.prepared.context,
-                    name=self.recipe.name,
-                    tell=lambda line: self.telemetry.event("agent", line),
+                    prepared.tokenizer,
+                    context=prepared.context,
+                    name=recipe.name,
+                    tell=partial(event, "agent"),
                     log=self.directory.logs / "agent.log",
                     key_file=self.directory.path / "gateway.key",
                     bound=self.gateway,
                 )
             )
-            teacher = await start_teacher(self.recipe, self.prepared, stack, self.placement, self.bundles, server, self._starting)
+            teacher = await self.services.start_teacher(stack, server)
             settle_heap()
-            stage = RlStage(
-                self.recipe, self.prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher
-            )
+            stage = RlStage(recipe, prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher)
             if self.elastic is not None:
                 self.elastic.on_wait = stage.rollout.progressed
-            if restored is not None and (restored / "buffer.jsonl").exists():
-                await stage.resume_buffer(*SampleBuffer.load(restored / "buffer.jsonl"))
+            if restored is not None and (restored / BUFFER).exists():
+                await stage.resume_buffer(*SampleBuffer.load(restored / BUFFER))
             with self.waits.on("weights: the first sync"):
                 await stage.publish()
             await stage.run()

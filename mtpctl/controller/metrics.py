@@ -1,11 +1,11 @@
-"""Metrics of the samples of one update."""
+"""What the RL loop records: metrics of the samples of an update, busy times, and some samples as text."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from mtpctl.controller.buffer import Group
 from mtpctl.data.problems import Problem
@@ -17,7 +17,7 @@ from mtpctl.telemetry.session import Telemetry
 
 
 def speculation(samples: list[Sample]) -> dict[str, float]:
-    """`rollout/spec_*`: accepted share of the draft tokens, in all and by position, and tokens a decoding step. Empty without drafts."""
+    """`rollout/spec_*`: acceptance of draft tokens, overall and by position, and tokens per decoding step. Empty without drafts."""
     drafted = sum(s.speculation.drafted for s in samples)
     steps = sum(s.speculation.steps for s in samples)
     if not drafted:
@@ -45,13 +45,13 @@ def prefix_cache(samples: list[Sample]) -> dict[str, float]:
 
 
 def reward_parts(samples: list[Sample]) -> dict[str, float]:
-    """`reward/<part>`: the mean of each part over the trajectories whose reward came with it."""
+    """`reward/<part>`: the mean of each part over the trajectories whose reward has it."""
     names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
     return {f"reward/{name}": statistics.fmean(s.reward_parts[name] for s in samples if name in s.reward_parts) for name in names}
 
 
 def cut_share(samples: list[Sample], reason: str) -> float:
-    """Share of responses that ended for `reason`. An agent's trajectory counts by its last sample."""
+    """Share of responses with this finish reason. An agent's trajectory counts by its last sample."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
@@ -66,36 +66,39 @@ def environment_use(samples: list[Sample]) -> dict[str, float]:
         "environment/errors": statistics.fmean(use.errors for use in uses),
         "environment/timeouts": statistics.fmean(use.timeouts for use in uses),
     }
-    if became := sum(use.samples for use in uses):  # of agents
-        metrics["environment/samples"] = became / len(uses)
-        metrics["environment/rewritten"] = sum(use.rewritten for use in uses) / became
+    if count := sum(use.samples for use in uses):  # of agents
+        metrics["environment/samples"] = count / len(uses)
+        metrics["environment/rewritten"] = sum(use.rewritten for use in uses) / count
     if rewards := [sample.environment_reward for sample in samples if sample.environment_reward is not None]:
         metrics["environment/reward"] = statistics.fmean(rewards)
     return metrics
 
 
 def teacher_kl(samples: list[Sample]) -> dict[str, float]:
-    """`teacher/kl`: the mean over sampled tokens of the policy's log-prob less the teacher's, an estimate of the KL. Empty without one."""
-    taught = [(sample, sample.teacher_logprobs) for sample in samples if sample.teacher_logprobs is not None]
-    if not taught:
+    """`teacher/kl`: mean of policy log-prob minus teacher log-prob over sampled tokens (a KL estimate). Empty without a teacher."""
+    scored = [(sample, sample.teacher_logprobs) for sample in samples if sample.teacher_logprobs is not None]
+    if not scored:
         return {}
     import numpy as np
 
-    apart = 0.0
-    for sample, logprobs in taught:
+    difference = 0.0
+    for sample, logprobs in scored:
         mask = np.asarray(sample.loss_mask, np.float32)
-        apart += float(np.dot(mask, np.asarray(sample.behaviour_logprobs) - np.asarray(logprobs)))
-    return {"teacher/kl": apart / max(sum(sample.sampled for sample, _ in taught), 1)}
+        difference += float(np.dot(mask, np.asarray(sample.behaviour_logprobs) - np.asarray(logprobs)))
+    return {"teacher/kl": difference / max(sum(sample.sampled for sample, _ in scored), 1)}
 
 
 def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
-    """Reward, length and staleness of one update, from its trajectories: each its last sample, with the others in `earlier`.
+    """Reward, length and staleness of one update.
 
     Rewards and finish reasons count once per trajectory. Lengths, staleness and speculation include all samples.
 
-    `version` was published last, `ahead` updates before this one; versions are published every `sync_every` updates. Staleness in versions
-    is from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and takes each version as `sync_every`
-    updates, which is too many for a version that a resumed run published between two syncs.
+    Args:
+        trajectories: each is its last sample, with the others in `earlier`.
+        version: the latest published version, `ahead` updates before this one; one is published every `sync_every` updates.
+
+    Staleness in versions is from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and counts each version
+    as `sync_every` updates, which is too many for a version that a resumed run published between two syncs.
     """
     samples = [part for trajectory in trajectories for part in trajectory.parts]
     rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
@@ -122,11 +125,8 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
     return metrics | environment_use(trajectories)
 
 
-# How long trainer, rollout and rewards were busy between two readings: who waited for whom.
-
-
 class BusyClock:
-    """Adds up the seconds in which `trainer` and `rollout` were busy, each by itself and both at once, and those of `reward` alone."""
+    """Adds up the seconds in which `trainer` and `rollout` were busy, separately and both at once, and those in which only `reward` was."""
 
     def __init__(self) -> None:
         self._busy = {"trainer": False, "rollout": False, "reward": False}
@@ -143,15 +143,15 @@ class BusyClock:
         self._seconds["reward alone"] += elapsed * (self._busy["reward"] and not (self._busy["trainer"] or self._busy["rollout"]))
 
     def set(self, side: Literal["trainer", "rollout", "reward"], busy: bool) -> None:
-        """Note that one side begins or stops working."""
+        """Record that one side starts or stops working."""
         self._advance()
         self._busy[side] = busy
 
     def read(self) -> dict[str, float]:
-        """Idle shares and overlap since the last reading, `timing_s/step`, the seconds since then, and those that rewards alone took."""
+        """Idle shares, overlap, wall time (`timing_s/step`) and time spent in rewards alone, all since the last reading."""
         self._advance()
         wall = max(self._seconds["wall"], 1e-9)
-        shares = {
+        times = {
             "async/trainer_idle": 1 - self._seconds["trainer"] / wall,
             "async/rollout_idle": 1 - self._seconds["rollout"] / wall,
             "async/overlap": self._seconds["both"] / wall,
@@ -159,47 +159,40 @@ class BusyClock:
             "timing_s/reward_wait": self._seconds["reward alone"],
         }
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        return shares
+        return times
 
 
-# Which samples of a run are kept to be read: some of each update, each evaluation, and of the groups that were dropped.
-
-
-class Keeper:
-    """Passes at most `count` samples of each occasion to the telemetry, as text. With a `count` of 0 it does nothing.
-
-    Decoding so few of the samples costs less than their rewards did; writing is not done here.
-    """
+class SampleRecorder:
+    """Records samples as text: at most `count` of each update, of each evaluated set, and of the groups dropped before an update."""
 
     def __init__(self, telemetry: Telemetry, tokenizer: Tokenizer, count: int) -> None:
         self.telemetry, self.tokenizer, self.count = telemetry, tokenizer, count
-        self._dropped = (-1, 0)  # step, and how many of its samples were kept
+        self._dropped = (-1, 0)  # step, and the number of its samples
 
-    def updated(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep samples that the update `step` was made with."""
+    def record_update(self, step: int, groups: Sequence[Group]) -> None:
+        """Record samples of the groups that the update `step` trained on."""
         if not self.count:
             return
         problems = {group.group_id: group.problem for group in groups}
         chosen = spread([sample for group in groups for sample in group.samples], self.count)
-        decode = self.tokenizer.decode
-        rows = [sample_row(each, decode, step=step, kind="update", answer=problems[each.group_id].answer) for each in chosen]
-        self.telemetry.samples(rows)
+        self._record(chosen, [problems[sample.group_id] for sample in chosen], step=step, kind="update")
 
-    def evaluated(self, step: int, answers: Mapping[str, Iterable[tuple[Problem, list[Sample]]]]) -> None:
-        """Keep answers of an evaluation after the update `step`: of each held-out set, by its name, as many."""
-        for name, pairs in answers.items() if self.count else ():
-            problems = [(problem, sample) for problem, samples in pairs for sample in samples]
-            of = {id(sample): problem for problem, sample in problems}
-            chosen = spread([sample for _, sample in problems], self.count)
-            decode = self.tokenizer.decode
-            rows = [sample_row(s, decode, step=step, kind="eval", answer=of[id(s)].answer, held_out=name) for s in chosen]
-            self.telemetry.samples(rows)
+    def record_evaluation(self, step: int, responses: Mapping[str, Sequence[tuple[Problem, list[Sample]]]]) -> None:
+        """Record responses to each held-out set, by its name, in an evaluation after the update `step`."""
+        for name, pairs in responses.items() if self.count else ():
+            problems = {id(sample): problem for problem, samples in pairs for sample in samples}
+            samples = [sample for _, each in pairs for sample in each]
+            chosen = spread(samples, self.count)
+            self._record(chosen, [problems[id(sample)] for sample in chosen], step=step, kind="eval", held_out=name)
 
-    def dropped(self, step: int, group: Group, why: str) -> None:
-        """Keep one sample of a group that was left out before the update `step`, up to `count` for each update."""
+    def record_dropped(self, step: int, group: Group, reason: str) -> None:
+        """Record one sample of a group that was dropped before the update `step`."""
         before = self._dropped[1] if self._dropped[0] == step else 0
         if before < self.count and group.samples:
             self._dropped = (step, before + 1)
-            self.telemetry.samples(
-                [sample_row(group.samples[0], self.tokenizer.decode, step=step, kind="dropped", answer=group.problem.answer, note=why)]
-            )
+            self._record(group.samples[:1], [group.problem], step=step, kind="dropped", note=reason)
+
+    def _record(self, samples: Sequence[Sample], problems: Sequence[Problem], **fields: Any) -> None:
+        decode = self.tokenizer.decode
+        pairs = zip(samples, problems, strict=True)
+        self.telemetry.samples([sample_row(sample, decode, answer=problem.answer, **fields) for sample, problem in pairs])

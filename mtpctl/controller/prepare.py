@@ -1,14 +1,12 @@
-"""What a run needs before its actors start: the model folder, the tokenizer and the problems, checked against each other."""
+"""Prepares a run before its actors start: model folder, tokenizer and problems, checked against each other."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pydantic import ValidationError
 
 from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, read_listing, write_listing
 from mtpctl.controller.preflight import try_code
@@ -24,16 +22,12 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
-from mtpctl.recipe import yaml12
 from mtpctl.recipe.data import DataConfig
-from mtpctl.recipe.fields import KeyPath
-from mtpctl.recipe.loading import dump_resolved, flatten
-from mtpctl.recipe.model import hf_config, path_in_full
+from mtpctl.recipe.model import hf_config
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
 from mtpctl.sync.store import VersionStore, default_root, name_of
-from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
@@ -41,19 +35,18 @@ if TYPE_CHECKING:
 KEPT_PROMPTS = 1 << 16
 
 
-AT_ONCE = 16
-"""Responses that one job of the thread decodes. Each job wakes the event loop once; the last of it waits for all of it."""
+DECODED_AT_ONCE = 16
+"""Responses that one thread job decodes. Each job wakes the event loop once."""
 
 
 class Decoder:
-    """Decodes in one thread at a time, which takes whatever waits for it: with many, the loop would wait for each whenever it goes on."""
+    """Decodes responses outside the event loop, in one thread at a time: a long response takes milliseconds, and a step has thousands."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Ids, asyncio.Future[str]]] = []
         self._working: asyncio.Task[None] | None = None
 
     async def text(self, tokenizer: Tokenizer, ids: Ids) -> str:
-        """The text of these ids."""
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, done))
         if self._working is None:
@@ -63,7 +56,7 @@ class Decoder:
     async def _work(self, tokenizer: Tokenizer) -> None:
         try:
             while self._waiting:
-                taken, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+                taken, self._waiting = self._waiting[:DECODED_AT_ONCE], self._waiting[DECODED_AT_ONCE:]
                 try:
                     texts = await asyncio.to_thread(_texts, tokenizer, [ids for ids, _ in taken])
                 except Exception as error:
@@ -72,7 +65,7 @@ class Decoder:
                             done.set_exception(error)
                     continue
                 for (_, done), text in zip(taken, texts, strict=True):
-                    if not done.done():  # nobody waits for a response of a run that ends
+                    if not done.done():  # cancelled when the run ends
                         done.set_result(text)
         finally:
             self._working = None
@@ -84,11 +77,11 @@ def _texts(tokenizer: Tokenizer, responses: list[Ids]) -> list[str]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What all stages of a run work on. `context` bounds a prompt with its response, in tokens.
+    """The inputs of all stages of a run.
 
-    `tools` are the JSON schemas that the environment has for the chat template. `warnings`: about problems whose own solution the reward
-    function does not accept, held-out problems that are trained on, and end tokens. `teacher`: the model of a teacher that the run serves.
-    `ends`: the tokens that end a response; by default the tokenizer's.
+    context: limit of a prompt with its response, in tokens. warnings: about solutions that the reward function rejects, held-out problems
+    that are trained on, and end tokens. tools: JSON schemas of the environment for the chat template. teacher: the model of a teacher that
+    the run serves. ends: the tokens that end a response; by default the tokenizer's.
     """
 
     model: HfFolder
@@ -108,27 +101,27 @@ class Prepared:
         return (self.tokenizer.eos_id,) if self.ends is None else self.ends.ids
 
     async def text_of(self, sample: Sample) -> str:
-        """The response as text, decoded beside the event loop."""
+        """The response as text."""
         return await self._decoder.text(self.tokenizer, sample.response_ids)
 
     def prompt_ids(self, problem: Problem, config: DataConfig) -> Ids:
-        """Token ids of the problem's prompt, which its responses share. Those asked for lately are kept."""
-        if (found := self._prompts.pop(problem, None)) is None:
-            found = ids_of(encode_prompt(self.tokenizer, problem, config, self.tools))
-        self._prompts[problem] = found  # the newest stands last
+        """Token ids of the problem's prompt, which its responses share. The latest ones are cached."""
+        if (ids := self._prompts.pop(problem, None)) is None:
+            ids = ids_of(encode_prompt(self.tokenizer, problem, config, self.tools))
+        self._prompts[problem] = ids  # the latest is last
         if len(self._prompts) > KEPT_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
-        return found
+        return ids
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
-    """Find, download or make what the recipe names.
+    """Find, download or create the inputs that the recipe names.
 
-    Raises UserError for what is missing or does not fit, EnvironmentMissing where the engine here cannot serve the model's family.
+    Raises UserError for inputs that are missing or do not fit, EnvironmentMissing if the installed engine cannot serve the model's family.
     """
     from mtpctl.convert.model_weights import ModelWeights
 
-    # What is read in a moment comes first, and with it the most common mistakes.
+    # Fast checks first, which find the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     tried = try_code(recipe, problems, compare=True)
     model = model_of(recipe, run_dir)
@@ -168,7 +161,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
 
 def ends_of(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
-    """The tokens that end a response of the recipe's `model`, which may lie in a run directory. Raises UserError as `config_end_ids`."""
+    """The tokens that end a response of `model`, which may be in a run directory. Raises UserError as `config_end_ids`."""
     return end_tokens(tokenizer, recipe.rollout, config_end_ids(recipe.model, model.config), vocab=model.shape.vocab)
 
 
@@ -186,7 +179,7 @@ def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
 
 
 def _other_ends(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> str:
-    """A warning if the teacher's model names end tokens of which the run has none; empty if not."""
+    """A warning if the run has none of the end tokens of the teacher's model, else empty."""
     if teacher is None:
         return ""
     theirs = config_end_ids(recipe.model.model_copy(update={"path": str(teacher.path)}), teacher.config)
@@ -201,7 +194,7 @@ def _other_ends(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> st
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     """The folder of the recipe's model: created in the run directory, or the folder or hub id that the recipe names.
 
-    Its path is absolute, since actors of a cluster that is joined have another working directory.
+    Its path is absolute, since actors of a joined cluster have another working directory.
     """
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 
@@ -212,14 +205,14 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
             _verify_created(folder)
             return HfFolder.open(folder)
         fields = hf_config(config)
-        assert fields is not None, "the hub was asked"
+        assert fields is not None, "the hub was contacted"
         return create_hf_folder(fields, folder, recipe.seed)
-    assert config.path is not None, "the recipe's checks let no model without path and config through"
+    assert config.path is not None, "the recipe's checks reject a model without path and config"
     return HfFolder.open(local_folder(config.path, "model.path"))
 
 
 def _verify_created(folder: Path) -> None:
-    """Compare a folder that the run has created with its list of checksums. Raises UserError if it is damaged."""
+    """Compare a folder that the run has created with its checksums. Raises UserError if it is damaged."""
     try:
         if (listing := read_listing(folder)) is not None:
             check_listing(folder, listing, contents=True)
@@ -227,68 +220,10 @@ def _verify_created(folder: Path) -> None:
         raise UserError(f"{folder}/{damage}; restore the file, or remove {folder}: the run creates it again") from damage
 
 
-def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
-    """Raise UserError where the run began with random weights of another model or seed than the recipe's."""
-    folder = run.path / "model"
-    if not recipe.model.drawn or not folder.is_dir() or (tree := run.read_recipe()) is None:
-        return
-    earlier = _drawn_from(tree)
-    asked = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
-    for key in [*asked, *earlier]:
-        if (before := earlier.get(key)) != (now := asked.get(key)):
-            raise UserError(
-                f"{'.'.join(key)}: {now!r} is asked for, and {folder} was made with {before!r}; restore it, or name another run_dir"
-            )
-
-
-def _drawn_from(tree: Mapping[str, object]) -> dict[KeyPath, object]:
-    """The values of a resolved recipe that its random weights depend on, by key."""
-    values = flatten(tree)
-    found = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}
-    path = values.get(("model", "path"))
-    return {**found, ("model", "path"): path_in_full(None if path is None else str(path))}
-
-
-def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
-    """Say that the recipe takes the policy ratio against other old log-probs than the run did before; empty where it does not.
-
-    A release with another default changes them although the user's recipe is the same.
-    """
-    if (tree := run.read_recipe()) is None:
-        return ""
-    before = flatten(tree).get(("train", "rl", "old_logprobs"))
-    if before == "auto":
-        try:
-            before = Recipe.model_validate(tree).old_logprobs
-        except ValidationError:  # of a release with other keys: what it took is not known
-            return ""
-    if before in (None, recipe.old_logprobs):
-        return ""
-    return f"train.rl.old_logprobs comes to {recipe.old_logprobs} now, and came to {before} before; set it to {before} to keep that"
-
-
-def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """The keys in which the recipe asks for another task than the run was trained on: its rows, reward or environment.
-
-    Of files the name counts, since a run may have been moved together with them.
-    """
-    if (tree := run.read_recipe()) is None:
-        return []
-    before = flatten(tree)
-    now = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
-    environment = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
-    asked = [key for key in now if key[0] in ("data", "reward") or key[:2] in environment]
-    return [".".join(key) for key in asked if _without_folder(now[key]) != _without_folder(before.get(key))]
-
-
-def _without_folder(value: object) -> object:
-    return value.rpartition("/")[2] if isinstance(value, str) else value
-
-
 def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
-    """The version store of a run in `folder`. Called when Ray is connected, which knows whether readers are on other hosts.
+    """The version store of a run in `folder`. Requires a connection to Ray, which knows whether readers are on other hosts.
 
-    Where replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts see.
+    If replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts share.
     """
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions")
@@ -297,9 +232,9 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
 
 
 def local_folder(named: str, field: str) -> Path:
-    """A model folder with its whole path: that of the name, or the one that the hub gives. `field`: what the user calls it.
+    """The absolute path of a model folder, given by its path or hub id. `field`: its recipe key, for messages.
 
-    Raises UserError where there is neither, EnvironmentMissing where the hub does not answer.
+    Raises UserError if there is neither, EnvironmentMissing if the hub does not answer.
     """
     return Path(named).absolute() if Path(named).is_dir() else _download(named, field)
 

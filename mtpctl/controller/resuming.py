@@ -1,28 +1,36 @@
-"""Handles the existing checkpoints when a run starts: resume from the newest whole one, report a completed run, or start over."""
+"""Decides how a run starts: resume from the newest complete checkpoint, report a completed run, or start over.
+
+Also compares the recipe with the one that the run had before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from mtpctl.checkpoint.copying import newest_copy
 from mtpctl.checkpoint.finding import check, choose, settle
 from mtpctl.checkpoint.listing import Damaged
 from mtpctl.controller.copies import copies_of, store_of
-from mtpctl.controller.prepare import changed_task
 from mtpctl.controller.state import SavedState, check_stages, resumed_from
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.fields import KeyPath
+from mtpctl.recipe.loading import dump_resolved, flatten
+from mtpctl.recipe.model import path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import BEGUN, RunDirectory
 from mtpctl.telemetry.session import show_ended
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 REFERENCE = "reference"
-"""Folder with the initial policy of RL in a run directory, if there is a KL penalty."""
+"""Folder in a run directory with the initial policy of RL, if there is a KL penalty."""
 _LONG = 4 << 30
 """Size from which verification takes more than a few seconds and is announced, in bytes."""
 
@@ -36,7 +44,7 @@ class Start:
     lines: Sequence[str] = ()
 
 
-def find_start(recipe: Recipe, directory: RunDirectory, tell: Tell) -> Start:
+def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start:
     """Verify the newest checkpoint of a locked run directory. If it is damaged, it is set aside, and the one before is taken.
 
     Raises UserError if every checkpoint is damaged, if the checkpoint is within a stage that the recipe leaves out, or if the initial
@@ -44,7 +52,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, tell: Tell) -> Start:
     """
     candidate = choose(directory.checkpoints, contents=False).path
     if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _LONG:
-        tell(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
+        report(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
     choice = settle(directory.checkpoints)
     state = resumed_from(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
@@ -86,14 +94,14 @@ def check_reference(path: Path) -> None:
         raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the initial policy of RL: {ways}") from damage
 
 
-def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, tell: Tell) -> bool:
+def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, report: Report) -> bool:
     """If all stages have ended, show the summary of the run and bring its copy up to date. Returns whether they have."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
     another = changed_task(recipe, directory)
     hint = _for_another_task(another) if another else _to_go_on(recipe, state["stage"])
     show_ended(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
-    if (copies := copies_of(recipe, directory, checkpoint, tell)) is not None:
+    if (copies := copies_of(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copies.finish())
     return True
 
@@ -146,3 +154,61 @@ def _linked(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
+    """Raise UserError if the run began with random weights of another model or seed than the recipe's."""
+    folder = run.path / "model"
+    if not recipe.model.drawn or not folder.is_dir() or (tree := run.read_recipe()) is None:
+        return
+    earlier = _drawn_from(tree)
+    current = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
+    for key in [*current, *earlier]:
+        if (before := earlier.get(key)) != (now := current.get(key)):
+            raise UserError(
+                f"{'.'.join(key)}: {now!r} is asked for, and {folder} was made with {before!r}; restore it, or name another run_dir"
+            )
+
+
+def _drawn_from(tree: Mapping[str, object]) -> dict[KeyPath, object]:
+    """The values of a resolved recipe that determine its random weights, by key."""
+    values = flatten(tree)
+    drawn = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}
+    path = values.get(("model", "path"))
+    return {**drawn, ("model", "path"): path_in_full(None if path is None else str(path))}
+
+
+def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
+    """A message if the recipe uses other old log-probs for the policy ratio than the run before, else empty.
+
+    A release with another default changes them although the user's recipe is the same.
+    """
+    if (tree := run.read_recipe()) is None:
+        return ""
+    before = flatten(tree).get(("train", "rl", "old_logprobs"))
+    if before == "auto":
+        try:
+            before = Recipe.model_validate(tree).old_logprobs
+        except ValidationError:  # written by a release with other keys
+            return ""
+    if before in (None, recipe.old_logprobs):
+        return ""
+    return f"train.rl.old_logprobs comes to {recipe.old_logprobs} now, and came to {before} before; set it to {before} to keep that"
+
+
+def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
+    """The keys in which the recipe's task (rows, reward or environment) differs from the one that the run was trained on.
+
+    Files are compared by name, since a run may have been moved together with them.
+    """
+    if (tree := run.read_recipe()) is None:
+        return []
+    before = flatten(tree)
+    now = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
+    environment = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
+    keys = [key for key in now if key[0] in ("data", "reward") or key[:2] in environment]
+    return [".".join(key) for key in keys if _without_folder(now[key]) != _without_folder(before.get(key))]
+
+
+def _without_folder(value: object) -> object:
+    return value.rpartition("/")[2] if isinstance(value, str) else value

@@ -9,29 +9,26 @@
     RlStage.publish ◄─┴── every sync_every updates ◄── update ◄──────── batch
     Sync                                               TrainerGroup      prompts_per_step groups
 
-`RlStage` is the lower half: it takes batches of whole groups out of the buffer, has the trainer update on them, and publishes the
-weights, which the engines take over without ending the responses under way.
+`RlStage` is the lower half: it takes batches of whole groups out of the buffer, updates the trainer on them, and publishes the weights.
+The engines load them without ending the responses in flight.
 
-Staleness is bounded twice. `Admission` bounds how many groups are generated ahead (`async.staleness_threshold`). `publish` bounds how old
-a trained token can be: at most `async.max_staleness` versions older than the version that the trainer has published. After each sync,
-groups that could only exceed this bound are discarded, whether in flight or complete, and their prompts are the first to be sent out
-again, under the new weights. The trainer does not publish a version that would make such a repeated group too old before it has trained
-on the group (`SampleBuffer.wait`, `due`). So a group is normally discarded once, and a prompt whose responses always take longer than the
-bound is still trained on.
+Staleness is bounded twice. `Admission` bounds how many groups are generated ahead (`async.staleness_threshold`). `publish` bounds the age
+of a trained token: at most `async.max_staleness` versions older than the latest published version. After each sync, groups that could only
+exceed this bound are discarded, whether in flight or complete, and their prompts are the first to be sent out again under the new weights.
+The trainer publishes no version that would make such a retried group too old before it has trained on the group (`SampleBuffer.wait`,
+`due`). So a group is normally discarded at most once, and a prompt whose responses always take longer than the bound is still trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
-from mtpctl.controller.evaluate import cut_responses, evaluate
-from mtpctl.controller.metrics import BusyClock, Keeper, of_trajectories
+from mtpctl.controller.evaluate import Evaluations
+from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
 from mtpctl.controller.sft import check_applied
@@ -41,7 +38,6 @@ from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_re
 from mtpctl.data.sets import UNNAMED
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards.function import Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
@@ -55,7 +51,7 @@ Sync = Callable[[int], Awaitable[dict[str, float]]]
 
 
 class RlStage:
-    """Runs the updates of `train.rl.steps` that `state` has not seen yet."""
+    """Runs the updates of `train.rl.steps` that `state` does not have yet."""
 
     def __init__(
         self,
@@ -71,11 +67,11 @@ class RlStage:
         revive: Revive = not_revived,
         teach: Teach | None = None,
     ) -> None:
-        self.recipe, self.prepared, self.trainer, self.generator = recipe, prepared, trainer, generator
-        self.sync, self.rewards, self.telemetry, self.state = sync, rewards, telemetry, state
+        self.recipe, self.trainer, self.generator, self.sync = recipe, trainer, generator, sync
+        self.telemetry, self.state, self.revive = telemetry, state, revive
         self.buffer = SampleBuffer(ordered=recipe.async_.deterministic)
         self.clock = BusyClock()
-        self.keeper = Keeper(telemetry, prepared.tokenizer, recipe.telemetry.samples)
+        self.recorder = SampleRecorder(telemetry, prepared.tokenizer, recipe.telemetry.samples)
         self.rollout = RolloutLoop(
             recipe,
             prepared,
@@ -86,23 +82,22 @@ class RlStage:
             self.buffer,
             self.clock,
             score,
-            keeper=self.keeper,
+            recorder=self.recorder,
             teach=teach,
         )
-        self.revive = revive
-        self._going_back = False  # the updates since the newest checkpoint are to be made again
+        self.evaluations = Evaluations(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
         self.stability = StabilityWatch(recipe)
-        self._evaluating: asyncio.Task[None] | None = None
+        self._replaying = False  # the updates since the newest checkpoint are to be repeated
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
-        self._reported_choices = {""}  # of draft tokens, in the words of the engines
+        self._reported_choices = {""}  # of draft tokens, as the engines describe them
         self._deadline_cuts_reported = False
         self._cold_cache_reported = False
 
     async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
-        # The recipe may have another teacher now, or its first one.
+        # The recipe may have another teacher than at the checkpoint, or its first one.
         await asyncio.gather(*(self.rollout.taught(sample, group.problem) for group in complete for sample in group.samples))
         for group in complete:
             await self.buffer.put(group)
@@ -110,22 +105,22 @@ class RlStage:
         self.rollout.admission.synced(len(complete))
 
     async def run(self) -> None:
-        """Run rollout and training until all updates are done or a stop is asked for, with held-out evaluations before and after."""
+        """Run rollout and training until all updates are done or a stop is requested, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        # A checkpoint is taken before the evaluation that is due at its step, which a resumed run may still have to do. It may also have
-        # been done, and the row is logged again then, of the same weights.
-        if self.state.step == 0 or self._evaluation_due():
-            await self._evaluate(beside=True)
+        # A checkpoint precedes the evaluation that is due at its step, so a resumed run evaluates. If the evaluation had already taken
+        # place, its row is logged again, of the same weights.
+        if self.state.step == 0 or self.evaluations.due():
+            await self.evaluations.start(background=True)
         try:
             await self._rollout_and_training()
             if self.state.step == self.recipe.train.rl.steps:
-                # The one under way is of weights that the next version would replace.
-                await self._evaluated()
+                # The next version would replace the weights of the evaluation in progress.
+                await self.evaluations.wait()
                 if self.state.synced_at != self.state.step:
                     await self.publish()
-                await self._evaluate()
+                await self.evaluations.start()
         finally:
-            await self._give_evaluation_up()
+            await self.evaluations.cancel()
 
     async def _rollout_and_training(self) -> None:
         rollout = asyncio.create_task(self.rollout.run(), name="rollout")
@@ -135,7 +130,7 @@ class RlStage:
         rollout.cancel()
         self._updated.clear()
         if self.state.updating:
-            # No checkpoint could be taken of weights in the middle of an update.
+            # The weights cannot be saved in the middle of an update.
             await finished_before(training, self._updated)
         training.cancel()
         for error in await asyncio.gather(training, rollout, return_exceptions=True):
@@ -145,23 +140,23 @@ class RlStage:
                 raise error
 
     async def _train(self) -> None:
-        """The training task. Where the trainer is lost, rollout goes on until it is back.
+        """The training task. If the trainer is lost, rollout continues until it is back.
 
-        Then the updates since its checkpoint are made again. Their groups were kept, so that no prompt is lost or trained on twice.
+        The updates since its checkpoint are then repeated. Their groups were kept, so no prompt is lost or trained on twice.
         """
         while True:
             try:
-                if self._going_back:
+                if self._replaying:
                     await self.publish()
                 return await self._updates()
             except TrainerLost as lost:
                 self.clock.set("trainer", False)
                 await self.revive(lost)
-                self._going_back = True
+                self._replaying = True
                 self._skipped_in_a_row = 0
 
     async def _updates(self) -> None:
-        """Batch, update, publish, checkpoint, evaluation, until all updates are done or a stop is asked for."""
+        """Batch, update, publish, checkpoint, evaluation, until all updates are done or a stop is requested."""
         self.clock.read()
         while self.state.step < self.recipe.train.rl.steps:
             groups = await self._next_batch()
@@ -173,46 +168,46 @@ class RlStage:
                 if self.state.step % self.recipe.async_.sync_every == 0:
                     metrics |= await self.publish()
             finally:
-                # The row is logged also where the sync fails or is cancelled: a checkpoint may hold this update by now.
+                # The row is logged even if the sync fails or is cancelled, since a checkpoint may contain this update.
                 self.clock.set("trainer", False)
                 metrics |= self._step_metrics(metrics, seconds, groups)
                 self.telemetry.log(self.state.step, metrics, "rl")
-                self.keeper.updated(self.state.step, groups)
+                self.recorder.record_update(self.state.step, groups)
             await self.state.checkpoint_if_due(self.trainer)
-            if self._evaluation_due():
-                await self._evaluate(beside=True)
-                if self._evaluating is None:
-                    # It is timed on its own, and is no part of the next update. What was generated meanwhile was in that time, though.
+            if self.evaluations.due():
+                await self.evaluations.start(background=True)
+                if not self.evaluations.running:
+                    # The evaluation is not part of the next update's time, but tokens generated meanwhile were generated in that time.
                     self._waited_for_evaluation += self.clock.read()["timing_s/step"]
-            elif self._evaluating is not None and self._evaluating.done():
-                await self._evaluated()  # raises where it failed
+            else:
+                await self.evaluations.raise_if_failed()
 
     # --------------------------------------------------------------------------------------------------------- batch
 
     async def _next_batch(self) -> list[Group] | None:
-        """Wait for the groups of the next update. Returns None where a stop is asked for first."""
+        """Wait for the groups of the next update. Returns None if a stop is requested first."""
         if self.state.stopping.is_set():
             return None
         count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due = self.state.version - self.recipe.async_.max_staleness
-        # Repeated groups that are due may still wait for as many places as the later batches before the next sync have.
+        # Groups that the later batches before the next sync can still take. Retried groups that are due may wait for those.
         later = (every - 1 - self.state.step % every) * count
         ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due=due, later=later)))
         if not await finished_before(ready, self.state.stopping):
             return None
         ready.result()
-        taken = self.buffer.take(count, self.state.step + 1)
+        groups = self.buffer.take(count, self.state.step + 1)
         if not self.recipe.train.revives:
             self.buffer.saved(self.state.step + 1)
-        return taken
+        return groups
 
     async def _while_progressing(self, work: Awaitable[None]) -> None:
         """Wait for `work` as long as responses keep arriving and being rewarded.
 
-        Raises RuntimeFailure where none has for `cluster.step_deadline_s`.
+        Raises RuntimeFailure if there is no progress for `cluster.step_deadline_s`.
         """
         deadline = self.recipe.cluster.step_deadline_s
-        # The wait begins now: how long ago the last response arrived while the trainer was busy does not count.
+        # The deadline starts now: responses that arrived while the trainer was busy do not count.
         self.rollout.progressed()
         task = asyncio.ensure_future(work)
         try:
@@ -249,26 +244,19 @@ class RlStage:
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
-        found, counts = self.clock.read(), self.rollout.take_counts()
-        generating, self._waited_for_evaluation = found["timing_s/step"] + self._waited_for_evaluation, 0.0
-        found |= counts.reward_metrics()
-        if counts.rewards:
-            # Dynamic sampling keeps groups between all wrong and all right, so `reward/mean` hardly leaves one half.
-            found["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(counts.rewards))
-        steady, warning = self.stability.take([statistics.fmean(group) for group in counts.rewards], metrics)
+        times, counts = self.clock.read(), self.rollout.take_counts()
+        generating, self._waited_for_evaluation = times["timing_s/step"] + self._waited_for_evaluation, 0.0
+        steady, warning = self.stability.update(counts.reward_means(), metrics)
         if warning is not None:
             self.telemetry.event("alarm", warning)
-        with_signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
         return (
-            found
+            times
+            | counts.metrics(groups, generating)
             | steady
             | self.state.copy_metrics()
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
-                "rollout/tokens_per_s": counts.tokens / generating,
-                "reward/signal_fraction": with_signal / (counts.dropped + len(groups)),
                 "async/buffer_groups": float(self.buffer.ready),
-                "async/asked_again": float(counts.expired),
                 "async/version": float(self.state.version),
             }
         )
@@ -278,8 +266,8 @@ class RlStage:
     async def publish(self) -> dict[str, float]:
         """Send the trainer's weights to every target under the next version, and admit more prompts.
 
-        A resumed run publishes its weights once before it begins. Where they had a version already they keep it, so that groups of the
-        checkpoint count as no staler than before.
+        A resumed run publishes its weights once before it begins. If they already had a version they keep it, so that groups of the
+        checkpoint do not count as staler than before.
         """
         version = max(self.state.version, self.state.tried) + (self.state.synced_at != self.state.step)
         self.state.tried = version
@@ -287,89 +275,27 @@ class RlStage:
         if self.recipe.rollout.speculation.auto:
             metrics |= await self._draft_counts()
         self.state.version, self.state.synced_at = version, self.state.step
-        if self._going_back:
-            self._going_back = False
+        if self._replaying:
+            self._replaying = False
             self.buffer.saved(self.state.step)
             await self.buffer.take_back()
-        # Not 0 only where a resumed run publishes between two syncs: groups of this interval that were trained on before it was stopped.
+        # Nonzero only if a resumed run publishes between two syncs: groups of this interval that were trained on before the stop.
         trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.published(version, trained)
         return metrics
 
     async def _draft_counts(self) -> dict[str, float]:
-        """How many draft tokens a step the engines chose, in the mean; a choice that changed is reported as an event."""
+        """The mean number of draft tokens per step that the engines chose. Logs choices that changed."""
         states = await self.generator.speculate()
         for choice in {str(state["told"]) for state in states} - self._reported_choices:
             self._reported_choices.add(choice)
             self.telemetry.event("rollout", choice)
         return {"rollout/spec_drafts": sum(state["drafts"] for state in states) / len(states)} if states else {}
 
-    # ---------------------------------------------------------------------------------------------------- evaluation
-
-    def _evaluation_due(self) -> bool:
-        """Whether `train.eval_every` asks for an evaluation after the update that was done last. The one after the last is always made."""
-        every = self.recipe.train.eval_every
-        return bool(every) and self.state.step % every == 0 and self.state.step < self.recipe.train.rl.steps
-
-    async def _evaluate(self, *, beside: bool = False) -> None:
-        """Evaluate the published weights, for the current step. One evaluation at a time: the one under way is waited for first.
-
-        With `beside` training goes on meanwhile, unless the recipe wants it to wait. A sync that falls into the evaluation changes the
-        weights under it, as under the responses of rollout.
-        """
-        await self._evaluated()
-        if self.state.stopping.is_set():
-            return
-        self._evaluating = asyncio.create_task(self._log_evaluation(self.state.step, self.state.version), name="evaluation")
-        if not beside or self.recipe.evaluation.wait or self.recipe.async_.deterministic:
-            await self._evaluated()
-
-    async def _evaluated(self) -> None:
-        """Wait until the current evaluation ends, or until a stop is requested, which cancels it. Raises its error."""
-        if self._evaluating is not None and await finished_before(self._evaluating, self.state.stopping):
-            self._evaluating.result()
-            self._evaluating = None
-
-    async def _give_evaluation_up(self) -> None:
-        """End the evaluation under way, if any, since the stage ends before it."""
-        if self._evaluating is None:
-            return
-        self._evaluating.cancel()
-        (error,) = await asyncio.gather(self._evaluating, return_exceptions=True)
-        self._evaluating = None
-        if error is not None:
-            told = "the stage ended first" if isinstance(error, asyncio.CancelledError) else str(error)
-            self.telemetry.event("eval", f"the evaluation under way has no result: {told}")
-
-    async def _log_evaluation(self, step: int, version: int) -> None:
-        """Log the metrics of all held-out sets under `step`; nothing without held-out problems."""
-        began = time.perf_counter()
-
-        metrics = await evaluate(
-            self.recipe,
-            self.prepared,
-            self.generator,
-            self.rewards,
-            version=version,
-            asked=self.rollout.asked,
-            sampled=self.rollout.answered,
-            # Engines that are busy with held-out problems have not stopped working.
-            progressed=self.rollout.progressed,
-            answered=lambda answers: self.keeper.evaluated(step, answers),
-        )
-        if not metrics:
-            return
-        metrics["timing_s/evaluation"] = time.perf_counter() - began
-        cut, responses = cut_responses(self.recipe, metrics)
-        if cut:
-            what = f"{cut} of {responses} held-out responses were cut by rollout.deadline_s"
-            self.telemetry.event("eval", f"{what}: {self.recipe.rollout.deadline_s:g}, and count as they are; raise it")
-        self.telemetry.log(step, metrics, "rl")
-
     # ------------------------------------------------------------------------------------------------------ warnings
 
     def _warn_of_deadlines(self, share: float, responses: int) -> None:
-        """An event at the first update with responses that a deadline cut; from then on the metric shows them."""
+        """Log the first update with responses that a deadline cut; later updates have the metric."""
         if share and not self._deadline_cuts_reported:
             self._deadline_cuts_reported = True
             cut = f"{round(share * responses)} of {responses} responses were cut by rollout.deadline_s: {self.recipe.rollout.deadline_s:g}"

@@ -2,23 +2,24 @@
 
     prompt ───► admission ───► rollout ───► score ───► reward ───► group complete ───► SampleBuffer
 
-`_requests` sends prompts out as far as admission allows. Each sample that comes back is processed by a task of its own: it is scored and
-rewarded while other samples are still being generated, and the last sample of a group completes it. A complete group is either put into
-the buffer or, without signal or with a reward that failed, dropped and replaced by another prompt's.
+`_requests` sends out as many prompts as admission allows. Each sample that comes back is scored and rewarded in its own task while others
+are still being generated, and the last sample of a group completes it. A complete group is put into the buffer. If it has no signal, or a
+reward failed, it is dropped and replaced by another prompt's group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
+import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from mtpctl.controller.buffer import Group, SampleBuffer
-from mtpctl.controller.evaluate import request_of
-from mtpctl.controller.metrics import BusyClock, Keeper
+from mtpctl.controller.metrics import BusyClock, SampleRecorder
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
 from mtpctl.data.problems import Problem, PromptCursor
@@ -27,28 +28,63 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards.function import Outcome, Reward
-from mtpctl.rollout.protocol import Generator
+from mtpctl.rollout.protocol import Generator, request_for
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.acceptance import AcceptanceWatch
 from mtpctl.telemetry.session import Telemetry
 
 Score = Callable[[Sample], Awaitable[Sample]]
-"""Fills in the sample's old log-probs while others are generated: the call of the log-prob server. The trainer computes missing ones."""
+"""Fills in a sample's old log-probs while others are generated (by the log-prob server). The trainer computes missing ones."""
 
 Teach = Callable[[Sample, Problem], Awaitable[None]]
 """Fills in a teacher's log-probs of a sample of this problem."""
 
 BATCHES_WITHOUT_SIGNAL = 20
-"""After as many batches' worth of groups in a row without signal, dynamic sampling gives up."""
+"""The run fails after this many batches of groups in a row without signal."""
+
+
+class Admission:
+    """Bounds how many groups are sent out between two syncs, so that samples are not too stale when they are trained on.
+
+    The bound is that of `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes
+    `sync_every * groups_per_step` groups. With a threshold s, at most (1 + s) times as many are admitted, including those in flight or
+    waiting at the sync. With s = 0 nothing is generated ahead: every sample is generated under the weights that train on it. This bounds
+    the number of stale samples; `mtpctl.controller.rl` describes the bound on the age of each.
+    """
+
+    def __init__(self, groups_per_step: int, sync_every: int, threshold: float) -> None:
+        self.limit = math.floor(groups_per_step * sync_every * (1 + threshold))
+        self._admitted = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether another group may be sent out before the next sync."""
+        return self._admitted < self.limit
+
+    def admit(self) -> None:
+        """Count a group that is sent out."""
+        assert self.open
+        self._admitted += 1
+
+    def drop(self) -> None:
+        """Uncount a group without signal, which another one replaces."""
+        self._admitted -= 1
+
+    def synced(self, pending: int, trained: int = 0) -> None:
+        """Begin the interval after a sync, with `pending` groups of older weights in flight or waiting for the trainer.
+
+        `trained`: groups of this interval that were trained on before, if a resumed run begins within it.
+        """
+        self._admitted = pending + trained
 
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """What the rollout half did since the last update.
+    """Counts of the rollout half since the last update.
 
-    `tokens` that were generated, held-out responses included, groups that dynamic sampling `dropped`, groups that `expired` as too old,
-    and the `rewards` of each complete group, dropped ones included. Of the calls of the reward function their number (`rewarded`), the
-    `errors`, `timeouts` among them, and the `seconds` of all; `unrewarded`: groups that were left out for a reward that failed.
+    tokens: generated, held-out responses included. dropped: groups without signal. expired: groups that became too old. rewards: of each
+    complete group, dropped ones included. rewarded, errors, timeouts, seconds: of calls of the reward function. unrewarded: groups dropped
+    because a reward failed.
     """
 
     tokens: int = 0
@@ -68,21 +104,32 @@ class RolloutCounts:
         self.timeouts += outcome.timed_out
         self.seconds += outcome.seconds
 
-    def reward_metrics(self) -> dict[str, float]:
-        """What rewards took, and how many failed."""
-        return {
+    def reward_means(self) -> list[float]:
+        """The mean reward of each complete group, dropped ones included."""
+        return [statistics.fmean(rewards) for rewards in self.rewards]
+
+    def metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
+        """Metrics of the interval before an update on `groups`, in which responses were generated for `seconds`."""
+        with_signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
+        metrics = {
             "timing_s/reward": self.seconds / max(self.rewarded, 1),
             "reward/errors": float(self.errors),
             "reward/timeouts": float(self.timeouts),
             "reward/dropped": float(self.unrewarded),
+            "reward/signal_fraction": with_signal / (self.dropped + len(groups)),
+            "rollout/tokens_per_s": self.tokens / seconds,
+            "async/asked_again": float(self.expired),
         }
+        if self.rewards:
+            # With dynamic sampling, groups are neither all wrong nor all right, so `reward/mean` stays near one half.
+            metrics["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(self.rewards))
+        return metrics
 
 
 class RolloutLoop:
-    """Keeps the generator busy as far as admission allows. `run` never ends by itself; it raises where generation or rewarding fails.
+    """Keeps the generator as busy as admission allows. `run` never returns; it raises if generation or rewarding fails.
 
-    `counts` is what it did since the last `take_counts`, `last_progress` when a sample last got further, on the clock of
-    `time.monotonic`.
+    counts: since the last `take_counts`. last_progress: when a sample last made progress (`time.monotonic`).
     """
 
     def __init__(
@@ -97,12 +144,12 @@ class RolloutLoop:
         clock: BusyClock,
         score: Score | None = None,
         *,
-        keeper: Keeper,
+        recorder: SampleRecorder,
         teach: Teach | None = None,
     ) -> None:
         self.recipe, self.prepared, self.generator, self.reward = recipe, prepared, generator, reward
         self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
-        self.keeper, self.teach = keeper, teach
+        self.recorder, self.teach = recorder, teach
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
         if state.cursor is not None:
@@ -117,18 +164,18 @@ class RolloutLoop:
         self._rewarding = 0
 
     def progressed(self) -> None:
-        """Note that generation goes on, or that it waits for something that the run shows: it is not stuck."""
+        """Record progress, or a wait that the run already reports: generation is not stuck."""
         self.last_progress = time.monotonic()
 
     def take_counts(self) -> RolloutCounts:
-        """What was counted since the last call."""
-        taken, self.counts = self.counts, RolloutCounts()
-        return taken
+        """The counts since the last call."""
+        counts, self.counts = self.counts, RolloutCounts()
+        return counts
 
     def published(self, version: int, trained: int) -> None:
-        """Every engine has weight version `version` now: discard groups that are too old for it, and admit more prompts.
+        """Discard groups that are too old for `version`, which every engine has now, and admit more prompts.
 
-        `trained`: groups that were trained on already in the interval between two syncs that this version belongs to.
+        `trained`: groups that were already trained on in the interval between two syncs that this version belongs to.
         """
         self.counts.expired += self.buffer.expire(version - self.recipe.async_.max_staleness)
         self.acceptance.synced(version)
@@ -136,12 +183,12 @@ class RolloutLoop:
         self._admission_changed.set()
 
     async def run(self) -> None:
-        """Send prompts out and process what comes back, until cancelled."""
-        # Each sample has its own task, so that none waits for the scores of another one.
+        """Send out prompts and process the responses, until cancelled."""
+        # Each sample has its own task, so that none waits for the scores of another.
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
             async for sample in samples:
                 self.progressed()
-                self.answered(sample)
+                self.response_received(sample)
                 if (failure := self._failures.first(sample)) is not None:
                     self.telemetry.event("environment", failure)
                 tasks.create_task(self._process(sample))
@@ -162,22 +209,22 @@ class RolloutLoop:
                 if group.unwanted.is_set():
                     break
                 request = self._request(group, index)
-                self.asked()
+                self.request_sent()
                 yield request
 
-    def asked(self) -> None:
-        """Note that the engines are asked for one response more; an evaluation beside training asks the same engines."""
+    def request_sent(self) -> None:
+        """Count a request to the engines; an evaluation concurrent with training counts its own here as well."""
         self._generating += 1
         self.clock.set("rollout", True)
 
-    def answered(self, sample: Sample) -> None:
-        """Note that one of these has come."""
+    def response_received(self, sample: Sample) -> None:
+        """Count a response."""
         self._generating -= 1
         self.clock.set("rollout", self._generating > 0)
         self.counts.tokens += sum(part.sampled for part in sample.parts)
 
     def next_group(self) -> Group:
-        """The group to send out next: one that was discarded or left unfinished before, else one of the next prompt."""
+        """The next group to send out: one that was discarded or left unfinished, else one of the next prompt."""
         if self.buffer.requeued:
             return self.buffer.requeued.pop(0)
         problem = next(self.cursor)
@@ -195,13 +242,13 @@ class RolloutLoop:
     # ------------------------------------------------------------------------------------------------ score and reward
 
     async def _process(self, sample: Sample) -> None:
-        """Take a finished sample through scoring and rewarding, both at once, into its group; pass on the group that it completes."""
+        """Score and reward a finished sample concurrently, and add it to its group."""
         problem = self.buffer.problem_of(sample)
         if problem is None:
             return
         for part in sample.parts:
             self._check_acceptance(part)
-            # The last answer of an environment may reach beyond the context. The model has not read it, and cannot be trained on it.
+            # An environment's last reply may exceed the context. The model has not read it, and cannot be trained on it.
             part.cut(self.prepared.context - len(part.prompt_ids))
         sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self.taught(sample, problem))
         for part in sample.parts:
@@ -219,7 +266,7 @@ class RolloutLoop:
         return sample
 
     async def taught(self, sample: Sample, problem: Problem) -> None:
-        """Have the teacher fill in what it thinks of all samples of the trajectory, where there is a teacher."""
+        """Fill in the teacher's log-probs of all samples of the trajectory, if there is a teacher."""
         if self.teach is not None:
             await asyncio.gather(*(self.teach(part, problem) for part in sample.parts if part.response_ids))
             self.progressed()
@@ -243,11 +290,11 @@ class RolloutLoop:
             self.telemetry.event("alarm", str(collapse))
 
     async def _complete(self, group: Group, last: Outcome) -> None:
-        """Put a complete group into the buffer. Drop it where dynamic sampling finds no signal in it, or a reward is missing."""
+        """Put a complete group into the buffer. Drop it if a reward is missing, or dynamic sampling finds no signal in it."""
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         if len(rewards) < group.size:
             self.counts.unrewarded += 1
-            self.keeper.dropped(self.state.step + 1, group, f"no reward: {last.error}")
+            self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {last.error}")
             await self._drop(
                 group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); fix the reward function"
             )
@@ -258,55 +305,25 @@ class RolloutLoop:
             await self.buffer.put(group)
             return
         self.counts.dropped += 1
-        self.keeper.dropped(self.state.step + 1, group, f"no signal: every reward of its group is {rewards[0]:g}")
+        self.recorder.record_dropped(self.state.step + 1, group, f"no signal: every reward of its group is {rewards[0]:g}")
         await self._drop(
             group,
             f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
             "read why with mtpctl samples RUN --worst; take easier or harder problems or a longer train.sft, or set it to false",
         )
 
-    async def _drop(self, group: Group, told: str) -> None:
-        """Replace a group by another prompt's. Raises RuntimeFailure, with the number of groups in `told`, where it was one of many."""
+    async def _drop(self, group: Group, message: str) -> None:
+        """Replace a group by another prompt's. Raises RuntimeFailure with `message`, which gets their number, after too many in a row."""
         self._without_signal += 1
         if self._without_signal >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
-            raise RuntimeFailure(told.replace("{}", str(self._without_signal)))
+            raise RuntimeFailure(message.replace("{}", str(self._without_signal)))
         if await self.buffer.drop(group):
             self.admission.drop()
             self._admission_changed.set()
 
 
-# Admission: how many prompts may be sent out before the next weight sync, so that responses are not too stale when they are trained on.
-#
-# The bound is that of `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes
-# `sync_every * groups_per_step` groups. With a threshold of s, at most (1 + s) times as many are admitted, including those that were in
-# flight or waiting at the sync. With s = 0 nothing is generated ahead: every sample is generated under the weights that train on it. This
-# bounds how many samples are stale. How old a single sample can get has a bound of its own (`mtpctl.controller.rl`).
-
-
-class Admission:
-    """Counts the groups that were admitted between two syncs. For use in one event loop; not thread-safe."""
-
-    def __init__(self, groups_per_step: int, sync_every: int, threshold: float) -> None:
-        self.limit = math.floor(groups_per_step * sync_every * (1 + threshold))
-        self._admitted = 0
-
-    @property
-    def open(self) -> bool:
-        """Whether another group may be sent out before the next sync."""
-        return self._admitted < self.limit
-
-    def admit(self) -> None:
-        """Count a group that is sent out."""
-        assert self.open
-        self._admitted += 1
-
-    def drop(self) -> None:
-        """Count one group less: it has no signal, and another one is sent out in its place."""
-        self._admitted -= 1
-
-    def synced(self, pending: int, trained: int = 0) -> None:
-        """Begin the interval after a sync, in which `pending` groups of older weights are in flight or wait to be trained on.
-
-        `trained`: groups of this interval that were trained on already, where a resumed run begins within it.
-        """
-        self._admitted = pending + trained
+def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
+    """The request for one response to a problem, with the sampling parameters of the recipe."""
+    prompt = prepared.prompt_ids(problem, recipe.data)
+    sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
+    return request_for(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, seed=seed, problem=problem)

@@ -1,4 +1,7 @@
-"""Old log-probs from the log-prob server, while other samples are generated."""
+"""Log-probs of sampled responses, computed while others are generated: old log-probs of the policy, and those of a teacher.
+
+A teacher (`train.rl.teacher`) is a log-prob server of the run or at a URL. It scores the policy's own tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,26 @@ from mtpctl.samples import Ids, Sample, ids_of, logprobs_of
 if TYPE_CHECKING:
     import httpx
 
+KEY = "MTPCTL_TEACHER_KEY"
+"""Environment variable with the API key of the teacher's server, if it requires one."""
+FIELD = "train.rl.teacher"
+_MAX_CONNECTIONS = 32
+_RETRYABLE = (408, 429, 502, 503, 504)
+
 
 class Scoring:
-    """The `Score` of the RL stage: one request a sample, answered under the weights that the server has at that time."""
+    """The `Score` of the RL stage: one request per sample, answered under the server's current weights."""
 
     def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0, *, replay: Replay = "off") -> None:
-        """`deadline_s`: seconds that one answer may take, those in the queue included. `replay`: `train.moe.replay`."""
+        """`deadline_s`: time limit of one answer in seconds, queueing included. `replay`: `train.moe.replay`."""
         self.server, self.temperature, self.deadline_s, self.replay = server, temperature, deadline_s, replay
         self._last = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
         self._late, self._unscored = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in the old log-probs of a sample, the weight version that they were computed with, and the routes if they are its.
+        """Fill in a sample's old log-probs, the weight version that computed them, and with `recompute` its routes.
 
-        After `ATTEMPTS` late answers the sample is returned without: the trainer computes its old log-probs at the update.
+        After `ATTEMPTS` late answers the sample is returned unscored: the trainer computes its old log-probs at the update.
         """
         request = ScoreRequest(
             sample.token_ids,
@@ -51,20 +60,20 @@ class Scoring:
         )
         for _ in range(ATTEMPTS):
             try:
-                scored = await self.server.score(request)
+                scores = await self.server.score(request)
             except Late:
                 self._late += 1
                 continue
-            sample.old_logprobs, sample.old_version = scored.logprobs, scored.version
-            if request.record and scored.routes is not None:
-                # A copy: Ray's array is a view into its object store, and keeps the whole batch's answer there.
-                sample.routes = scored.routes.copy()
+            sample.old_logprobs, sample.old_version = scores.logprobs, scores.version
+            if request.record and scores.routes is not None:
+                # Ray's array is a view that would keep the whole batch's answer in the object store.
+                sample.routes = scores.routes.copy()
             return sample
         self._unscored += 1
         return sample
 
     def metrics(self) -> dict[str, float]:
-        """`logprob/*` since the last call; empty where the server had nothing to do."""
+        """`logprob/*` since the last call; empty if the server had no requests."""
         now = {name: float(getattr(self.server.counters, name)) for name in self._last}
         passed = {name: now[name] - before for name, before in self._last.items()}
         self._last = now
@@ -84,18 +93,9 @@ class Scoring:
         return metrics
 
 
-# A teacher's log-probs of the policy's own tokens (`train.rl.teacher`), from a log-prob server in the run or at a URL.
-
-KEY = "MTPCTL_TEACHER_KEY"
-"""The environment variable with the key of the teacher's server, where it asks for one."""
-FIELD = "train.rl.teacher"
-_AT_ONCE = 32
-_BUSY = (408, 429, 502, 503, 504)
-
-
 @dataclass(frozen=True)
-class Ask:
-    """How a teacher is asked: at this temperature, for so many candidates a token, within so many seconds."""
+class TeacherOptions:
+    """Options of a request: temperature, number of candidates per token, and time limit in seconds."""
 
     temperature: float
     topk: int
@@ -103,8 +103,8 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Thought:
-    """Log-probs of the response's tokens, 0 where the sample masks them, and of each place's candidates."""
+class TeacherScores:
+    """Log-probs of the response's tokens (0 for masked ones), and the candidates of each position with their log-probs."""
 
     logprobs: Sequence[float]
     ids: Sequence[Sequence[int]] = ()
@@ -112,19 +112,19 @@ class Thought:
 
 
 class Source(Protocol):
-    """Where a teacher's log-probs come from. `name` is what errors call it."""
+    """A source of a teacher's log-probs. `name` identifies it in error messages."""
 
     name: str
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """The teacher's tokens of a text, without the first ones where it has more; None where it has no tokenizer."""
+        """The teacher's tokens of a text, without those it adds at the start; None if it has no tokenizer."""
 
-    async def scored(self, sample: Sample, prompt: Ids, ask: Ask) -> Thought:
-        """What the teacher thinks of the sample's response behind `prompt`. Raises TimeoutError, RuntimeFailure."""
+    async def scored(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
+        """Score the sample's response after `prompt`. Raises TimeoutError, RuntimeFailure."""
 
 
 class ServedInRun:
-    """A log-prob server of the run: a teacher's own, or the policy's. `tokenizer`: the model's, None where its folder has none."""
+    """A log-prob server of the run: of a teacher, or of the policy. `tokenizer`: the model's, None if its folder has none."""
 
     def __init__(self, server: LogprobServer, name: str, tokenizer: Tokenizer | None) -> None:
         self.server, self.name, self._tokenizer = server, name, tokenizer
@@ -132,45 +132,45 @@ class ServedInRun:
     async def tokens_of(self, text: str) -> list[int] | None:
         return None if self._tokenizer is None else self._tokenizer.encode(text, special=True)
 
-    async def scored(self, sample: Sample, prompt: Ids, ask: Ask) -> Thought:
+    async def scored(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         request = ScoreRequest(
             prompt + sample.response_ids,
             len(prompt),
             mask=sample.loss_mask.tolist(),
-            temperature=ask.temperature,
-            topk=ask.topk,
+            temperature=options.temperature,
+            topk=options.topk,
             caller="teacher",
-            deadline_s=ask.timeout_s,
+            deadline_s=options.timeout_s,
             name=sample.name,
         )
         try:
-            found = await self.server.score(request)
+            scores = await self.server.score(request)
         except Late as late:
             raise TimeoutError from late
-        return Thought(found.logprobs, found.topk_ids, found.topk_logprobs)
+        return TeacherScores(scores.logprobs, scores.topk_ids, scores.topk_logprobs)
 
 
 class ServedAtUrl:
-    """A log-prob server at a URL. `async with` it; entering it asks for the first time."""
+    """A log-prob server at a URL, as an async context manager."""
 
     def __init__(self, url: str) -> None:
         self.name = url.rstrip("/").removesuffix("/v1")
 
     async def __aenter__(self) -> ServedAtUrl:
-        """Raises UserError where there is no log-prob server at the URL, or it refuses the key."""
+        """Raises UserError if there is no log-prob server at the URL, or it rejects the key."""
         import httpx
 
         key = os.environ.get(KEY)
         self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {}, timeout=None, limits=httpx.Limits(max_connections=_AT_ONCE)
+            headers={"authorization": f"Bearer {key}"} if key else {}, timeout=None, limits=httpx.Limits(max_connections=_MAX_CONNECTIONS)
         )
         try:
             async with asyncio.timeout(30):
-                answer = await self._client.get(f"{self.name}/version")
+                response = await self._client.get(f"{self.name}/version")
         except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({_line(error)}); start mtpctl logprob-serve") from error
-        if (reason := _why_not_logprob_server(answer)) is not None:
+        if (reason := _why_not_logprob_server(response)) is not None:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: {self.name} {reason}")
         return self
@@ -179,66 +179,67 @@ class ServedAtUrl:
         await self._client.aclose()
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        answer = await self._client.post(f"{self.name}/v1/logprobs", json={"text": text})
-        if answer.status_code == 400 and "tokenizer" in answer.text:
+        response = await self._client.post(f"{self.name}/v1/logprobs", json={"text": text})
+        if response.status_code == 400 and "tokenizer" in response.text:
             return None
-        if answer.status_code != 200:
-            raise UserError(f"{FIELD}.url: {self.name} refused {text[:40]!r}: {answer.text[:300]}")
-        found: list[int] = _data(answer)["token_ids"]
-        return found
+        if response.status_code != 200:
+            raise UserError(f"{FIELD}.url: {self.name} refused {text[:40]!r}: {response.text[:300]}")
+        ids: list[int] = _data(response)["token_ids"]
+        return ids
 
-    async def scored(self, sample: Sample, prompt: Ids, ask: Ask) -> Thought:
+    async def scored(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         body = {
             "token_ids": (prompt + sample.response_ids).tolist(),
             "prompt_length": len(prompt),
             "mask": sample.loss_mask.tolist(),
-            "temperature": ask.temperature,
-            "top_logprobs": ask.topk,
-            "timeout_s": min(ask.timeout_s, 600.0),
+            "temperature": options.temperature,
+            "top_logprobs": options.topk,
+            "timeout_s": min(options.timeout_s, 600.0),
         }
-        async with asyncio.timeout(ask.timeout_s):
-            answer = await self._asked(body)
-        if answer.status_code != 200:
-            raise RuntimeFailure(f"{FIELD}: {self.name} refused {sample.name}: {answer.text[:300]}")
-        found = _data(answer)
-        logprobs = [0.0 if value is None else value for value in found["logprobs"]]
-        rows = found.get("top_logprobs") or ()
-        return Thought(logprobs, [[each["id"] for each in row] for row in rows], [[each["logprob"] for each in row] for row in rows])
+        async with asyncio.timeout(options.timeout_s):
+            response = await self._post(body)
+        if response.status_code != 200:
+            raise RuntimeFailure(f"{FIELD}: {self.name} refused {sample.name}: {response.text[:300]}")
+        data = _data(response)
+        logprobs = [0.0 if value is None else value for value in data["logprobs"]]
+        rows = data.get("top_logprobs") or ()
+        return TeacherScores(logprobs, [[each["id"] for each in row] for row in rows], [[each["logprob"] for each in row] for row in rows])
 
-    async def _asked(self, body: Mapping[str, object]) -> httpx.Response:
+    async def _post(self, body: Mapping[str, object]) -> httpx.Response:
+        """Post a request, again and again while the server is busy or down. The caller bounds the time."""
         import httpx
 
         wait = 0.1
         while True:
             try:
-                answer = await self._client.post(f"{self.name}/v1/logprobs", json=body)
-                if answer.status_code not in _BUSY:
-                    return answer
+                response = await self._client.post(f"{self.name}/v1/logprobs", json=body)
+                if response.status_code not in _RETRYABLE:
+                    return response
             except httpx.TransportError:
-                pass  # It may be starting again; the caller bounds the time.
+                pass  # The server may be restarting.
             await asyncio.sleep(wait)
             wait = min(2 * wait, 2.0)
 
 
 class Hint:
-    """What a teacher reads in place of a problem's prompt. Call it with the problem: it gives the ids."""
+    """Renders the prompt that a teacher reads instead of the problem's own."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[object]) -> None:
         self._text, self._tokenizer, self._data, self._tools = text, tokenizer, data, tools
 
     def __call__(self, problem: Problem) -> Ids:
-        """Raises UserError where the hint names a column that the row has not."""
+        """The prompt's token ids. Raises UserError if the hint names a column that the row does not have."""
         return ids_of(encode_prompt(self._tokenizer, hinted(problem, self._text), self._data, self._tools))
 
 
 class Teacher:
-    """Fills in a teacher's log-probs of samples. `temperature`: that of rollout, at which both distributions are compared."""
+    """Fills in a teacher's log-probs of samples. `temperature`: of rollout, at which both distributions are compared."""
 
     def __init__(self, config: TeacherConfig, source: Source, temperature: float, hint: Hint | None = None) -> None:
         self._config, self._source, self._temperature, self._hint = config, source, temperature, hint
 
     async def check(self, tokenizer: Tokenizer, problems: Sequence[Problem]) -> None:
-        """Raise UserError where the teacher makes other tokens of these prompts, or the hint does not fit them."""
+        """Raise UserError if the teacher tokenizes these prompts differently, or the hint does not fit them."""
         for problem in problems:
             if self._hint is not None:
                 self._hint(problem)
@@ -253,37 +254,37 @@ class Teacher:
                 )
 
     async def __call__(self, sample: Sample, problem: Problem) -> None:
-        """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure where it gives none in time."""
+        """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure if it does not answer in time."""
         prompt, timeout_s = sample.prompt_ids if self._hint is None else self._hint(problem), self._config.timeout_s
         try:
-            found = await self._source.scored(sample, prompt, Ask(self._temperature, self._config.topk, timeout_s))
+            scores = await self._source.scored(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:
             raise RuntimeFailure(
                 f"{FIELD}: {self._source.name} gave no log-probs of {sample.name} within {timeout_s:g} s; "
                 f"give it more replicas, or raise {FIELD}.timeout_s"
             ) from error
-        sample.teacher_logprobs = logprobs_of(found.logprobs)
+        sample.teacher_logprobs = logprobs_of(scores.logprobs)
         if topk := self._config.topk:
-            # Places that nobody sampled have none; no loss sees them.
-            sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in found.ids))
-            sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in found.candidates))
+            # Tokens that were not sampled have no candidates; the loss masks them.
+            sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in scores.ids))
+            sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in scores.candidates))
             if len(sample.candidates) != topk * len(sample.response_ids):
                 raise RuntimeFailure(f"{FIELD}.topk: {self._source.name} named other than {topk} candidates a token of {sample.name}")
 
 
-def _data(answer: httpx.Response) -> dict[str, Any]:
-    found: dict[str, Any] = answer.json()["data"][0]
-    return found
+def _data(response: httpx.Response) -> dict[str, Any]:
+    data: dict[str, Any] = response.json()["data"][0]
+    return data
 
 
-def _why_not_logprob_server(answer: httpx.Response) -> str | None:
-    """The reason why an answer to `GET /version` is not from a log-prob server, else None. vLLM returns a string there."""
-    if answer.status_code == 401:
+def _why_not_logprob_server(response: httpx.Response) -> str | None:
+    """The reason why a response to `GET /version` is not from a log-prob server, else None. vLLM returns a string there."""
+    if response.status_code == 401:
         return f"requires a key: set {KEY}"
-    if answer.status_code != 200:
-        return f"is not a log-prob server (status {answer.status_code})"
+    if response.status_code != 200:
+        return f"is not a log-prob server (status {response.status_code})"
     try:
-        version = answer.json()["version"]
+        version = response.json()["version"]
     except (ValueError, KeyError, TypeError):
         return "is not a log-prob server; start mtpctl logprob-serve"
     if isinstance(version, int):

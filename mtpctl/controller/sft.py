@@ -21,8 +21,7 @@ WINDOW = 10
 class SftStage:
     """Runs the updates of `train.sft.steps` that `state` has not seen yet.
 
-    `beside` is the start of the actors of the next stage: where it fails, this stage fails at its next step. `revive` brings a trainer
-    back that was lost.
+    background: starts the actors of the next stage; if it fails, this stage fails at its next step. revive: restarts a lost trainer.
     """
 
     def __init__(
@@ -33,38 +32,38 @@ class SftStage:
         telemetry: Telemetry,
         state: RunState,
         *,
-        beside: asyncio.Task[object] | None = None,
+        background: asyncio.Task[object] | None = None,
         revive: Revive = not_revived,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
-        self.beside, self.revive = beside, revive
+        self.background, self.revive = background, revive
         self._draw()
 
     def _draw(self) -> None:
-        """Draw problems from where the state is."""
+        """Position the cursor where the state is."""
         self.cursor = PromptCursor(self.prepared.problems.supervised, self.recipe.seed, shuffle=self.recipe.data.shuffle)
         if self.state.cursor is not None:
             self.cursor.load_state_dict(self.state.cursor)
 
     async def run(self) -> None:
-        """Run the updates as `_updates` does, and where the trainer is lost, again those since the newest checkpoint."""
+        """Run the updates. If the trainer is lost, those since the newest checkpoint are repeated."""
         while True:
             try:
                 return await self._updates()
             except TrainerLost as lost:
-                await self.revive(lost, anew=True)
+                await self.revive(lost, redraw=True)
                 self._draw()
 
     async def _updates(self) -> None:
-        """Run the updates until all are done, the loss is at `until_loss`, or a stop is asked for, with checkpoints between them."""
+        """Run updates and checkpoints until all are done, the loss reaches `until_loss`, or a stop is requested."""
         sft, bad = self.recipe.train.sft, 0
         while self.state.step < sft.steps and not self.state.stopping.is_set():
             losses = self.state.losses
             if len(losses) == WINDOW and sum(losses) / WINDOW <= sft.until_loss:
                 self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
                 return
-            if self.beside is not None and self.beside.done():
-                self.beside.result()
+            if self.background is not None and self.background.done():
+                self.background.result()
             began = time.perf_counter()
             sequences = [self._sequence() for _ in range(sft.batch_size)]
             self.state.updating = True
@@ -88,9 +87,7 @@ class SftStage:
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
     """Count updates in a row that were skipped because loss or gradient was not finite: `bad` before this one. Returns the new count.
 
-    An update counts as skipped only if all of its optimizer steps were skipped; otherwise the count restarts.
-
-    Raises RuntimeFailure where it reaches `limit`.
+    An update counts as skipped only if all its optimizer steps were skipped. Raises RuntimeFailure if the count reaches `limit`.
     """
     if metrics["skipped"] < 1:
         return 0

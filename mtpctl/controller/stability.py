@@ -1,12 +1,12 @@
 """Whether a run learns steadily: the scatter of its unfiltered reward, compared with the scatter that sampling alone explains.
 
 The mean reward of an update's groups scatters around the run's trend by sampling: s² = (variance of a group's mean) / groups. Over a
-window of updates a parabola is fitted to those means, and what is left of them is compared with s²:
+window of updates a parabola is fitted to those means, and the residuals are compared with s²:
 
     stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains the scatter; near 0: something else moves the reward
 
 A run whose samples are stale and not corrected overshoots and turns back: a cycle, in which residuals half a period apart have
-opposite signs. A negative autocorrelation at some lag tells it from a run that is only noisy.
+opposite signs. A negative autocorrelation at some lag distinguishes it from a run that is only noisy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mtpctl.recipe.schema import Recipe
 
 WINDOW = 20
 """Updates in the window: two periods of the cycles that occur with samples one update old."""
-LEAST = 14
+MIN_UPDATES = 14
 SWING_STABILITY = 0.4
 SWING_CORRELATION = 0.3
 SWING_ERRORS = 3.0
 FALL_WINDOW = 8
 FALL_ERRORS = 4.0
-LEAST_FALL = 0.08
-"""Of the mean reward over `FALL_WINDOW` updates under the best such mean: smaller ones may be a harder stretch of the data."""
+MIN_FALL = 0.08
+"""Smallest reported fall of the mean reward over `FALL_WINDOW` updates below the best such mean: smaller falls may be due to the data."""
 ENTROPY_GROWTH = 3.0
 
 
@@ -44,7 +44,7 @@ class Update:
 
 
 def observe(group_means: Sequence[float], entropy: float | None) -> Update | None:
-    """The `Update` of these means of the groups' rewards; None for fewer than two groups."""
+    """The `Update` of an update from the mean rewards of its groups; None for fewer than two groups."""
     if len(group_means) < 2:
         return None
     return Update(statistics.fmean(group_means), statistics.variance(group_means) / len(group_means), entropy)
@@ -53,8 +53,8 @@ def observe(group_means: Sequence[float], entropy: float | None) -> Update | Non
 def residuals(values: Sequence[float]) -> list[float]:
     """The residuals of equally spaced values from a parabola that is fitted by least squares."""
     x = np.linspace(-1, 1, len(values))
-    rest: list[float] = (np.asarray(values) - np.polyval(np.polyfit(x, values, 2), x)).tolist()
-    return rest
+    differences: list[float] = (np.asarray(values) - np.polyval(np.polyfit(x, values, 2), x)).tolist()
+    return differences
 
 
 def autocorrelation(values: Sequence[float], lag: int) -> float:
@@ -65,7 +65,7 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
 
 
 def stability(updates: Sequence[Update]) -> float:
-    """The stability of the module's formula, from 0 to 1; 1 where the mean rewards do not differ at all."""
+    """The stability of the module's formula, from 0 to 1; 1 if all mean rewards are equal."""
     means = [u.mean for u in updates]
     if min(means) == max(means):
         return 1.0
@@ -76,14 +76,14 @@ def stability(updates: Sequence[Update]) -> float:
 
 
 def swings(updates: Sequence[Update]) -> bool:
-    """Whether the reward of a run of low stability oscillates: what goes up comes down half a period later.
+    """Whether the reward of a run of low stability oscillates: it rises, and falls half a period later.
 
-    A run that learns within a few updates is no parabola either, but its reward does not come down.
+    A run that learns within a few updates does not follow a parabola either, but its reward does not fall.
     """
     if not came_down(updates):
         return False
-    rest = residuals([u.mean for u in updates])
-    return min(autocorrelation(rest, lag) for lag in range(2, len(rest) // 2 + 1)) < -SWING_CORRELATION
+    errors = residuals([u.mean for u in updates])
+    return min(autocorrelation(errors, lag) for lag in range(2, len(errors) // 2 + 1)) < -SWING_CORRELATION
 
 
 def came_down(updates: Sequence[Update]) -> bool:
@@ -94,32 +94,32 @@ def came_down(updates: Sequence[Update]) -> bool:
 
 
 def fall(updates: Sequence[Update]) -> float:
-    """How far the mean reward of the last `FALL_WINDOW` updates is below the best such mean; 0 where sampling may explain it."""
+    """How far the mean reward of the last `FALL_WINDOW` updates is below the best such mean; 0 if sampling may explain it."""
     if len(updates) < 2 * FALL_WINDOW:
         return 0.0
     windows = [updates[i : i + FALL_WINDOW] for i in range(len(updates) - FALL_WINDOW + 1)]
     means = [statistics.fmean(u.mean for u in window) for window in windows]
     latest, best = means[-1], max(means)
     error = (2 * statistics.fmean(u.error2 for u in updates) / FALL_WINDOW) ** 0.5
-    return best - latest if best - latest > max(LEAST_FALL, FALL_ERRORS * error) else 0.0
+    return best - latest if best - latest > max(MIN_FALL, FALL_ERRORS * error) else 0.0
 
 
 class StabilityWatch:
-    """Watches all updates of a run: gives `rl/stability`, and warns at most once in a window, naming the recipe keys to change."""
+    """Watches all updates of a run: computes `rl/stability`, and warns at most once per window, with the recipe keys to change."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._updates: deque[Update] = deque(maxlen=4 * WINDOW)
         self._quiet = 0
 
-    def take(self, group_means: Sequence[float], metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
-        """Metrics to log with the update, and a warning where one is due. `group_means`: rewards of all groups, dropped ones included."""
+    def update(self, group_means: Sequence[float], metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
+        """Returns metrics to log with the update, and a warning if any. `group_means`: rewards of all groups, dropped ones included."""
         if (update := observe(group_means, metrics.get("actor/entropy"))) is None:
             return {}, None
         self._updates.append(update)
         self._quiet = max(0, self._quiet - 1)
         latest = list(self._updates)[-WINDOW:]
-        if len(latest) < LEAST:
+        if len(latest) < MIN_UPDATES:
             return {}, None
         value = stability(latest)
         warning = None if self._quiet else self._warning(latest, value, metrics)
@@ -130,15 +130,15 @@ class StabilityWatch:
     def _warning(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
         if value < SWING_STABILITY and swings(latest):
             low, high = min(u.mean for u in latest), max(u.mean for u in latest)
-            what = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
+            problem = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
         elif drop := fall(list(self._updates)):
-            what = f"the reward has fallen by {drop:.2f} under the best of its last {len(self._updates)} updates"
+            problem = f"the reward has fallen by {drop:.2f} under the best of its last {len(self._updates)} updates"
         elif grown := self._entropy_growth():
-            what = f"the policy's entropy has grown {grown:.1f} times in {len(self._updates)} updates"
+            problem = f"the policy's entropy has grown {grown:.1f} times in {len(self._updates)} updates"
         else:
             return None
         staleness = metrics.get("async/staleness_mean", 0.0)
-        return f"{what}; samples are {staleness:.1f} versions old in the mean: {self._mend(staleness)}"
+        return f"{problem}; samples are {staleness:.1f} versions old in the mean: {self._fix(staleness)}"
 
     def _entropy_growth(self) -> float:
         entropies = [u.entropy for u in self._updates if u.entropy is not None]
@@ -147,7 +147,7 @@ class StabilityWatch:
         early, late = statistics.fmean(entropies[:FALL_WINDOW]), statistics.fmean(entropies[-FALL_WINDOW:])
         return late / early if late > ENTROPY_GROWTH * early > 0 else 0.0
 
-    def _mend(self, staleness: float) -> str:
+    def _fix(self, staleness: float) -> str:
         rl = self._recipe.train.rl
         uncorrected = self._recipe.old_logprobs == "recompute" and rl.correction.mode == "off"
         if self._recipe.off_policy and uncorrected:

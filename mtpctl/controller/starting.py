@@ -1,132 +1,63 @@
-"""Starts the teacher that the recipe names, or finds it."""
+"""Starts what RL needs in addition to the trainer: rollout engines, the log-prob server, a teacher, and reward processes.
+
+Ray actors run in bundles that are reserved beforehand for the whole placement.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from mtpctl.cluster.bundles import LOOK_S, Bundles, BundleSpec, BundlesUnavailable, Claim, RayHost, ray_hosts
+from mtpctl.cluster.bundles import LOOK_S, Bundles, BundleSpec, BundlesUnavailable, Claim, ray_hosts
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.scoring import Hint, ServedAtUrl, ServedInRun, Source, Teacher
 from mtpctl.controller.status import Waits
 from mtpctl.data.sets import UNNAMED
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
+from mtpctl.environments.turns import turns_for
 from mtpctl.errors import ClusterResources
 from mtpctl.logprob.server import LogprobServer, start_server
-from mtpctl.plan.placement import Actor, Bundle, Placement, place
+from mtpctl.plan.placement import Actor, Placement, place
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import POLICY, TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Reward
 from mtpctl.rl.rewards.pool import Rewarder
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import start_pool
+from mtpctl.routes import RouteShape
+from mtpctl.sync.store import VersionStore
+from mtpctl.telemetry.session import Telemetry
 
-Starting = Callable[[str, list[str]], contextlib.AbstractContextManager[None]]
-"""Shows that actors are starting while its block runs, from what they are together and their names."""
-CHECKED = 8
-"""Prompts of which the teacher's tokens are compared with the policy's."""
-
-
-async def start_teacher(
-    recipe: Recipe,
-    prepared: Prepared,
-    stack: contextlib.AsyncExitStack,
-    placement: Placement,
-    bundles: Bundles,
-    policy: LogprobServer | None,
-    starting: Starting,
-) -> Teacher | None:
-    """The teacher of `train.rl.teacher`, which is closed with the stack; None without one. `policy`: the run's log-prob server.
-
-    Raises UserError where nobody is at its URL, its tokens are not the policy's, or the hint does not fit the problems.
-    """
-    config = recipe.train.rl.teacher
-    if config is None:
-        return None
-    source: Source
-    if config.url is not None:
-        source = await stack.enter_async_context(ServedAtUrl(config.url))
-    elif config.path == POLICY:
-        assert policy is not None, "the recipe's checks let no such teacher through without the server"
-        source = ServedInRun(policy, "the policy", None)
-    else:
-        source = await _served(recipe, config, prepared, stack, placement, bundles, starting)
-    hint = None if config.hint is None else Hint(config.hint, prepared.tokenizer, recipe.data, prepared.tools)
-    teacher = Teacher(config, source, recipe.rollout.temperature, hint)
-    await teacher.check(prepared.tokenizer, prepared.problems.train[:CHECKED])
-    return teacher
+CHECKED_PROMPTS = 8
+"""Prompts on which the teacher's tokenizer is compared with the policy's."""
 
 
-async def _served(
-    recipe: Recipe,
-    config: TeacherConfig,
-    prepared: Prepared,
-    stack: contextlib.AsyncExitStack,
-    placement: Placement,
-    bundles: Bundles,
-    starting: Starting,
-) -> ServedInRun:
-    folder = prepared.teacher
-    assert folder is not None, "prepare() finds the model of a teacher that the run serves"
-    options = recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
-    first = placement.of("teacher")[0]
-    # Its own MTP layers have nothing to say about the policy's tokens.
-    beginning = start_server(
-        recipe.model_copy(update={"logprob": options, "mtp": MtpConfig(mode="off")}),
-        folder.path,
-        device=placement.device,
-        cpus=first.cpus,
-        gpus=first.gpus,
-        bundles=bundles,
-        role="teacher",
-    )
-    with starting("teacher", [f"teacher replica {i} rank 0" for i in range(config.replicas)]):
-        server = await within(beginning, recipe.cluster.actor_deadline_s, "teacher, start")
-    stack.push_async_callback(server.close)
-    return ServedInRun(server, f"the teacher {folder.path}", load_tokenizer(folder.path) if has_tokenizer(folder.path) else None)
+async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Bundles] | None:
+    """Plan the run on the free resources of the cluster, and reserve them. Returns None if a stop is requested first.
 
-
-# The rewards of a run: the one that it trains on, and those of held-out sets that have one of their own.
-
-
-async def start_rewards(
-    recipe: Recipe, stack: contextlib.AsyncExitStack, *, tell: Callable[[str], None], log: Path | None = None
-) -> Mapping[str, Reward]:
-    """Start the reward of the recipe, under the name `UNNAMED`, and under their names those of held-out sets that name one.
-
-    `stack` ends them. Arguments as of `Rewarder`. Raises UserError for a function that is missing or cannot be called.
-    """
-    configs = {UNNAMED: recipe.reward}
-    for name, each in recipe.evaluation.sets.items():
-        if each.reward is not None:
-            configs[name] = each.reward
-    return {name: await stack.enter_async_context(Rewarder(config, report=tell, log=log)) for name, config in configs.items()}
-
-
-# Reserves the places that a run's plan gives its actors on the Ray cluster, and waits for room while others use it.
-
-
-async def seated(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Bundles] | None:
-    """Plan the run on what is free of the cluster, and reserve the places. Returns None where a stop is asked for first.
-
-    While others use too much of the cluster, waits. Raises ClusterResources where even the whole cluster is too small: at once where the
-    run has started Ray itself; in a cluster that it has joined, after `cluster.actor_deadline_s`, in which further hosts may join.
+    Waits while other jobs use too much of the cluster. Raises ClusterResources if the whole cluster is too small: at once if the run has
+    started Ray itself, else after `cluster.actor_deadline_s`, since hosts may join.
     """
     began = time.monotonic()
-    if (found := await _try(recipe, began)) is not None:
-        return found
+    if (reserved := await _try_reserve(recipe, began)) is not None:
+        return reserved
     with waits.on("cluster: no room for the run just now, waiting for it"):
         while not stopping.is_set():
             await asyncio.sleep(LOOK_S)
-            if (found := await _try(recipe, began)) is not None:
-                return found
+            if (reserved := await _try_reserve(recipe, began)) is not None:
+                return reserved
     return None
 
 
-async def _try(recipe: Recipe, began: float) -> tuple[Placement, Bundles] | None:
+async def _try_reserve(recipe: Recipe, began: float) -> tuple[Placement, Bundles] | None:
     hosts = ray_hosts()
     try:
         placement = place(recipe, [host.free for host in hosts])
@@ -139,14 +70,10 @@ async def _try(recipe: Recipe, began: float) -> tuple[Placement, Bundles] | None
         return None
     bundles = Bundles()
     try:
-        await bundles.reserve([_wanted(bundle, hosts) for bundle in placement.bundles()])
+        await bundles.reserve([BundleSpec(hosts[bundle.host].node, claims_of(bundle.actors)) for bundle in placement.bundles()])
     except BundlesUnavailable:
         return None
     return placement, bundles
-
-
-def _wanted(bundle: Bundle, hosts: list[RayHost]) -> BundleSpec:
-    return BundleSpec(hosts[bundle.host].node, claims_of(bundle.actors))
 
 
 def engine_claim(placement: Placement) -> Claim:
@@ -155,10 +82,132 @@ def engine_claim(placement: Placement) -> Claim:
 
 
 def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
-    """A claim for each Ray actor. All ranks of an engine are one claim, since they are processes of one actor."""
-    found: dict[str, Claim] = {}
+    """A claim for each Ray actor. The ranks of an engine share one claim, since they are processes of one actor."""
+    claims: dict[str, Claim] = {}
     for actor in actors:
         name = f"rollout-{actor.index}" if actor.role == "rollout" else actor.name
-        before = found.get(name, Claim(name, 0.0))
-        found[name] = Claim(name, before.cpus + actor.cpus, before.gpus + actor.gpus)
-    return tuple(found.values())
+        before = claims.get(name, Claim(name, 0.0))
+        claims[name] = Claim(name, before.cpus + actor.cpus, before.gpus + actor.gpus)
+    return tuple(claims.values())
+
+
+class Services:
+    """Starts the Ray actors that RL needs in addition to the trainer. Each is closed with the stack that its method gets."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        placement: Placement,
+        bundles: Bundles,
+        store: VersionStore,
+        waits: Waits,
+        telemetry: Telemetry,
+    ) -> None:
+        self.recipe, self.prepared, self.placement, self.bundles = recipe, prepared, placement, bundles
+        self.store, self.waits, self.telemetry = store, waits, telemetry
+        self._report_restart = partial(telemetry.event, "restart")
+
+    @contextlib.contextmanager
+    def _starting(self, name: str, actors: list[str]) -> Iterator[None]:
+        """Show that these actors are starting while the block runs, and log how long it took."""
+        with self.waits.on(f"{name}: starting", *actors) as wait:
+            yield
+        self.telemetry.event("start", f"{name}: ready after {wait.seconds:.0f} s")
+
+    async def start_rollout(self, stack: AsyncExitStack) -> ReplicaPool:
+        """Start `rollout.replicas` engines."""
+        shape = self.prepared.model.shape
+        routes = RouteShape.of(shape) if self.recipe.replay(shape) == "rollout" else None
+        replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replica_range.min)]
+        with self._starting(f"rollout, {len(replicas)} replica(s)", replicas):
+            pool = await start_pool(
+                self.recipe,
+                model=str(self.prepared.model.path),
+                context=self.prepared.context,
+                placement=self.placement,
+                bundles=self.bundles,
+                published=self.store,
+                tokenizer=self.prepared.tokenizer.name,
+                turns=turns_for(self.recipe.rollout, self.prepared.tokenizer),
+                routes=routes.layers if routes is not None else (),
+                log=self._report_restart,
+            )
+        stack.push_async_callback(pool.close)
+        return pool
+
+    async def start_logprob(self, stack: AsyncExitStack) -> LogprobServer:
+        """Start the log-prob server of the policy."""
+        return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", "log-prob", published=self.store)
+
+    async def start_teacher(self, stack: AsyncExitStack, policy: LogprobServer | None) -> Teacher | None:
+        """Start or connect to the teacher of `train.rl.teacher`; None without one. `policy`: the run's log-prob server.
+
+        Raises UserError if no server answers at its URL, its tokenizer is not the policy's, or the hint does not fit the problems.
+        """
+        recipe, prepared, config = self.recipe, self.prepared, self.recipe.train.rl.teacher
+        if config is None:
+            return None
+        source: Source
+        if config.url is not None:
+            source = await stack.enter_async_context(ServedAtUrl(config.url))
+        elif config.path == POLICY:
+            assert policy is not None, "the recipe's checks reject such a teacher without the server"
+            source = ServedInRun(policy, "the policy", None)
+        else:
+            source = await self._serve_teacher(stack, config)
+        hint = None if config.hint is None else Hint(config.hint, prepared.tokenizer, recipe.data, prepared.tools)
+        teacher = Teacher(config, source, recipe.rollout.temperature, hint)
+        await teacher.check(prepared.tokenizer, prepared.problems.train[:CHECKED_PROMPTS])
+        return teacher
+
+    async def _serve_teacher(self, stack: AsyncExitStack, config: TeacherConfig) -> ServedInRun:
+        folder = self.prepared.teacher
+        assert folder is not None, "prepare() finds the model of a teacher that the run serves"
+        options = self.recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
+        # The teacher's MTP layers are not needed to score the policy's tokens.
+        recipe = self.recipe.model_copy(update={"logprob": options, "mtp": MtpConfig(mode="off")})
+        server = await self._start_server(stack, recipe, folder.path, "teacher", "teacher")
+        return ServedInRun(server, f"the teacher {folder.path}", load_tokenizer(folder.path) if has_tokenizer(folder.path) else None)
+
+    async def _start_server(
+        self,
+        stack: AsyncExitStack,
+        recipe: Recipe,
+        folder: Path,
+        role: Literal["logprob", "teacher"],
+        name: str,
+        *,
+        published: VersionStore | None = None,
+    ) -> LogprobServer:
+        rank = self.placement.of(role)[0]
+        server = start_server(
+            recipe,
+            folder,
+            device=self.placement.device,
+            cpus=rank.cpus,
+            gpus=rank.gpus,
+            bundles=self.bundles,
+            published=published,
+            role=role,
+            log=self._report_restart,
+        )
+        title = name if role == "teacher" else f"{name} server"
+        with self._starting(title, [f"{name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
+            started = await within(server, recipe.cluster.actor_deadline_s, f"{title}, start")
+        stack.push_async_callback(started.close)
+        return started
+
+
+async def start_rewards(
+    recipe: Recipe, stack: AsyncExitStack, *, report: Callable[[str], None], log: Path | None = None
+) -> Mapping[str, Reward]:
+    """Start the reward functions: the recipe's under the name `UNNAMED`, and those of held-out sets under the names of the sets.
+
+    They end with `stack`. Arguments as of `Rewarder`. Raises UserError for a function that is missing or cannot be called.
+    """
+    configs = {UNNAMED: recipe.reward}
+    for name, held_out in recipe.evaluation.sets.items():
+        if held_out.reward is not None:
+            configs[name] = held_out.reward
+    return {name: await stack.enter_async_context(Rewarder(config, report=report, log=log)) for name, config in configs.items()}

@@ -1,4 +1,4 @@
-"""The progress of a run, and its part in the checkpoints that a restart resumes from."""
+"""The progress of a run, and the controller's part of its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from mtpctl.controller.copies import Copies
     from mtpctl.controller.trainers import TrainerGroup
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Shows what is waited for while its block runs."""
+"""Shows what the run waits for while its block runs."""
 _UNSAVED = -1
-"""No step: that of a newest checkpoint where the one that was begun last has failed."""
+"""In place of the step of the newest checkpoint if a later one failed."""
 AGAIN_S = 10.0
-"""Seconds, at least, after which a checkpoint that could not be written is tried again."""
+"""Minimum time between attempts to write a checkpoint after a failure, in seconds."""
 TRIES, GIVE_UP_S = 3, 300.0
-"""The run ends after `TRIES` failures in a row that span at least `GIVE_UP_S` seconds."""
+"""The run fails after `TRIES` failures in a row that span at least `GIVE_UP_S` seconds."""
 RESCUE_S = 300.0
-"""Seconds that the checkpoint of a stage that failed may take: the trainer itself may be what failed."""
+"""Time limit of the checkpoint of a failed stage, in seconds: the trainer itself may have failed."""
 
 
 class SavedState(TypedDict):
@@ -51,35 +51,32 @@ class SavedState(TypedDict):
 
 
 def ended_stages(root: Path) -> list[str]:
-    """The stages that the newest checkpoint under `root` says have ended. Reads no tensor.
-
-    Raises UserError if all checkpoints are damaged.
-    """
+    """The stages that had ended at the newest checkpoint under `root`. Raises UserError if all checkpoints are damaged."""
     return list(saved_state(newest(root))["ended"])
 
 
-def newest_version(root: Path, tell: Tell) -> tuple[Path | None, int]:
+def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
     """The checkpoint that a run would resume from and its weight version, or (None, 0) without a checkpoint.
 
     Its files are compared with their checksums; newer, damaged ones are reported. Raises UserError if all are damaged.
     """
     choice = choose(root, contents=True)
     for line in choice.lines:
-        tell(line)
+        report(line)
     return choice.path, int(saved_state(choice.path)["version"])
 
 
-def version_named(text: str, *others: str, tell: Tell) -> tuple[Path, Path, int]:
-    """The run directory, the checkpoint and the weight version that `--from` names by a checkpoint, or by a run with its newest one.
+def version_named(text: str, *others: str, report: Report) -> tuple[Path, Path, int]:
+    """The run directory, checkpoint and weight version that `--from` names: a checkpoint, or a run, which stands for its newest one.
 
-    Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other path; the message also lists `others`,
+    Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other path; the message lists `others` as well,
     which the caller accepts.
     """
     path = Path(text).absolute()
     if (path / RUN).is_file():
         try:
             if not check(path, contents=True, of_run=True):
-                tell(f"{path} was saved without checksums, by an earlier release: its contents are not verified")
+                report(f"{path} was saved without checksums, by an earlier release: its contents are not verified")
         except Damaged as damage:
             raise UserError(
                 f"--from: {path}/{damage}; name another checkpoint, or the run, of which the newest whole one is taken"
@@ -92,14 +89,14 @@ def version_named(text: str, *others: str, tell: Tell) -> tuple[Path, Path, int]
     if not recipe.is_file():
         kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN})", *others)
         raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
-    checkpoint, version = newest_version(RunDirectory(path).checkpoints, tell)
+    checkpoint, version = newest_version(RunDirectory(path).checkpoints, report)
     if checkpoint is None:
         raise UserError(f"--from: {text} has no checkpoint yet")
     return path, checkpoint, version
 
 
 def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
-    """The state that a run with the section `train` resumes with; that of a new run without a checkpoint. Reads no tensors."""
+    """The state that a run with the section `train` resumes with; that of a new run if there is no checkpoint. Reads no tensors."""
     state = saved_state(checkpoint)
     if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
@@ -107,16 +104,13 @@ def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
 
 
 def continues_last_stage(stage: str, step: int, ended: Sequence[str], train: TrainConfig) -> bool:
-    """Whether `train` asks for more updates of the stage that ended last; not of one that `until_loss` may have ended."""
+    """Whether `train` has more updates for the stage that ended last, unless `until_loss` may have ended it."""
     more = step < getattr(train, stage).steps
     return bool(more) and list(ended[-1:]) == [stage] and not (stage == "sft" and train.sft.until_loss)
 
 
 def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[str]) -> None:
-    """Raise UserError if the checkpoint is within a stage that is not among `stages`.
-
-    The stages that are would begin without what that one has trained.
-    """
+    """Raise UserError if the checkpoint is within a stage that is not among `stages`, which would lose what that stage has trained."""
     stage = state["stage"]
     if stage and stage not in (*state["ended"], *stages):
         raise UserError(
@@ -126,7 +120,7 @@ def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[st
 
 
 def saved_state(checkpoint: Path | None) -> SavedState:
-    """The state in a checkpoint, or that of a new run without one. Raises UserError if it cannot be read."""
+    """The state in a checkpoint, or that of a new run. Raises UserError if it cannot be read."""
     if checkpoint is None:
         return SavedState(stage="", step=0, version=0, synced_at=-1, cursor=None, losses=[], ended=[])
     try:
@@ -140,19 +134,19 @@ def saved_state(checkpoint: Path | None) -> SavedState:
 
 @dataclass
 class RunState:
-    """The progress of a run. The fields of `SavedState` are the controller's part of a checkpoint.
+    """The progress of a run. A checkpoint contains the fields of `SavedState`.
 
-    `stage` is the stage that is under way or ended last, `step` its updates so far, `ended` the stages that have ended, `version` the
-    weight version that was published last, `cursor` the place in the training problems, `losses` the latest losses of a supervised stage.
-    `synced_at` is the step whose weights `version` was published with, -1 where no step of this stage was published.
-
-    `tried` is the version that was sent last, whether or not every target took it: it never stands for other weights.
-
-    `buffer` is written into checkpoints while a stage has one. `saving` is the checkpoint that is being written. `stopping` is set when a
-    stop is asked for: stages return at their next step. While `updating`, the weights may be ahead of `step`; while `lost`, there is no
-    trainer with those of `step`. `saved` is the step of the newest checkpoint, or 0, and `saved_at` the time when it was written.
-    `failed_at` are the times at which later ones could not be written. Times are those of `time.monotonic`. `waiting` shows what is waited
-    for, and `tell` logs a line. `copies` copies the checkpoints that are published, if the recipe asks for it.
+    Attributes:
+        stage: in progress, or the last one that ended. step: its updates so far. ended: the stages that have ended.
+        version: the latest published weight version. synced_at: the step whose weights it has, -1 if none of this stage.
+        cursor: the position in the training problems. losses: the latest losses of a supervised stage.
+        tried: the version that was sent last, even if not every target received it. It is never reused for other weights.
+        buffer: written into checkpoints while a stage has one.
+        saving: the checkpoint that is being written. saved: the step of the newest checkpoint, or 0; saved_at: when it was written.
+        failed_at: when later checkpoints could not be written. Times are those of `time.monotonic`.
+        stopping: set when a stop is requested; stages return at their next step.
+        updating: the weights may be ahead of `step`. lost: no trainer has the weights of `step`.
+        waiting: shows what the run waits for. report: logs a line. copies: copies published checkpoints, if configured.
     """
 
     root: Path
@@ -174,7 +168,7 @@ class RunState:
     failed_at: list[float] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: Waiting = contextlib.nullcontext
-    tell: Callable[[str], None] = lambda line: None
+    report: Report = lambda line: None
     copies: Copies | None = None
     _buffer_written: asyncio.Future[Entry] | None = None
     _entries: dict[str, Entry] = field(default_factory=dict)
@@ -192,7 +186,7 @@ class RunState:
         self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
     def end(self, stage: str) -> None:
-        """Note that a stage has ended."""
+        """Mark a stage as ended."""
         self.ended.append(stage)
 
     def load(self, saved: SavedState) -> None:
@@ -201,34 +195,33 @@ class RunState:
             if name in SavedState.__annotations__:  # earlier releases saved other fields as well
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
-    def go_back(self, checkpoint: Path | None, *, anew: bool) -> bool:
-        """Set the step, and what belongs to it, to that of the newest whole checkpoint, since the trainer was lost.
+    def go_back(self, checkpoint: Path | None, *, redraw: bool) -> bool:
+        """Reset the step and its state to the newest whole checkpoint, since the trainer was lost. The version keeps increasing.
 
-        Returns whether it is within this stage. The version stays, and grows on. `anew`: what was sampled is gone too, and
-        the prompts since the checkpoint are drawn again.
-        Where the checkpoint is not within this stage, or there is none, the stage begins anew.
+        Returns whether the checkpoint is within this stage; otherwise, or without a checkpoint, the stage begins again. `redraw`: the
+        samples are lost too, and the prompts since the checkpoint are drawn again.
         """
         if self.saving is not None:
             shutil.rmtree(self.saving.with_name(f"{self.saving.name}.partial"), ignore_errors=True)
             self.saving = None
         if self._buffer_written is not None:
-            # It may fail, with the folder gone that it is written to.
+            # It may fail, since its folder is gone.
             self._buffer_written.add_done_callback(lambda written: written.exception())
             self._buffer_written = None
-        found = resumed_from(checkpoint, self.train)
-        within_it = found["stage"] == self.stage and self.stage not in found["ended"]
-        self.step, self.losses = (found["step"], found["losses"]) if within_it else (0, [])
-        if anew:
-            self.cursor = found["cursor"] if within_it else None
-        self.ended, self.synced_at, self.updating = found["ended"], -1, False
+        saved = resumed_from(checkpoint, self.train)
+        within_it = saved["stage"] == self.stage and self.stage not in saved["ended"]
+        self.step, self.losses = (saved["step"], saved["losses"]) if within_it else (0, [])
+        if redraw:
+            self.cursor = saved["cursor"] if within_it else None
+        self.ended, self.synced_at, self.updating = saved["ended"], -1, False
         self.saved, self.saved_at = self.step, time.monotonic()
         return within_it
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
-        """Publish a checkpoint that has been written meanwhile, and begin one where the recipe wants it by now.
+        """Publish a checkpoint that has been written meanwhile, and begin one if it is due.
 
-        Where it cannot be written, the run goes on without it, and a later call tries again. Raises RuntimeFailure where that has been so
-        `TRIES` times in a row, over `GIVE_UP_S`.
+        If it cannot be written, the run continues and a later call tries again. Raises RuntimeFailure after `TRIES` failures in a row that
+        span `GIVE_UP_S`.
         """
         try:
             await self.settle(trainer, wait=False)
@@ -246,21 +239,21 @@ class RunState:
         return bool(by_step or by_time)
 
     def _not_saved(self, failure: SaveFailed, then: str) -> None:
-        """Note that a checkpoint could not be written, and tell what happens `then`. Raises RuntimeFailure after too many failures."""
+        """Record that a checkpoint could not be written, and report what happens `then`. Raises RuntimeFailure after too many failures."""
         now = time.monotonic()
         self.saving, self.saved = None, _UNSAVED
         self.failed_at.append(now)
         count, seconds = len(self.failed_at), now - self.failed_at[0]
         if count >= TRIES and seconds >= GIVE_UP_S:
-            told = f"{failure}; {count} tries within {seconds / 60:.0f} minutes failed; free space and start the same command again"
-            raise RuntimeFailure(told) from failure
-        self.tell(f"{failure}; {then}")
+            message = f"{failure}; {count} tries within {seconds / 60:.0f} minutes failed; free space and start the same command again"
+            raise RuntimeFailure(message) from failure
+        self.report(f"{failure}; {then}")
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
-        """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is whole.
+        """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is complete.
 
-        With `wait=False` a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, None where the recipe
-        keeps no checkpoints. Raises SaveFailed where it cannot be written; where the one before cannot, this one takes its place.
+        With `wait=False` a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, or None if the recipe
+        keeps no checkpoints. Raises SaveFailed if it cannot be written; if the previous one cannot, this one replaces it.
         """
         if not self.train.keep_checkpoints:
             return None
@@ -271,7 +264,7 @@ class RunState:
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         with self.waiting(f"trainer: saving {path.name}"):
             folder = await trainer.begin_save(path)
-        # Both are of this moment; rollout goes on while the buffer is written.
+        # State and buffer are snapshots of this moment; rollout continues while the buffer is written.
         text = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
         async with self._written(trainer, path):
             (folder / RUN).write_text(text)
@@ -281,15 +274,12 @@ class RunState:
         self.saving, self.saved = path, self.step
         if wait:
             await self.settle(trainer)
-        # The minutes count from here: a large model, whose checkpoints take minutes, would do nothing but write them otherwise.
+        # The interval starts after the write: otherwise a large model, whose checkpoints take minutes, would only write checkpoints.
         self.saved_at = time.monotonic()
         return path
 
     async def until_saved[T](self, save: Callable[[], Awaitable[T]]) -> T:
-        """Call `save`, which the run requires, until the disk has room.
-
-        Raises RuntimeFailure if that takes longer than `GIVE_UP_S`.
-        """
+        """Retry `save`, which the run requires, until the disk has room. Raises RuntimeFailure after `GIVE_UP_S`."""
         began, tries = time.monotonic(), 0
         while True:
             try:
@@ -297,19 +287,17 @@ class RunState:
             except SaveFailed as failure:
                 self.saving, self.saved, tries = None, _UNSAVED, tries + 1
                 if time.monotonic() - began + AGAIN_S > GIVE_UP_S:
-                    told = (
-                        f"{failure}; {tries} tries within {GIVE_UP_S / 60:.0f} minutes failed; free space and start the same command again"
-                    )
-                    raise RuntimeFailure(told) from failure
+                    message = f"{failure}; {tries} tries within {GIVE_UP_S / 60:.0f} minutes failed"
+                    raise RuntimeFailure(f"{message}; free space and start the same command again") from failure
                 if tries == 1:
-                    self.tell(f"{failure}; free space: it is retried every {AGAIN_S:.0f} seconds, for {GIVE_UP_S / 60:.0f} minutes")
+                    self.report(f"{failure}; free space: it is retried every {AGAIN_S:.0f} seconds, for {GIVE_UP_S / 60:.0f} minutes")
                 await asyncio.sleep(AGAIN_S)
 
     @contextlib.asynccontextmanager
     async def _written(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
-        """The controller's part of a checkpoint is written in the block. Where that fails, the trainer's part is given up with it.
+        """Write the controller's part of a checkpoint in the block. If that fails, abandons the trainer's part and raises SaveFailed.
 
-        Raises SaveFailed then: without this part a run that resumes would have lost its groups.
+        Without the controller's part, a resumed run would lose its groups.
         """
         try:
             yield
@@ -319,14 +307,14 @@ class RunState:
             raise SaveFailed(f"checkpoint {path} was not written: {error.strerror}") from error
 
     def copy_metrics(self) -> dict[str, float]:
-        """What became of the copies of checkpoints since the last call; empty where none are made."""
+        """Metrics of the copies of checkpoints since the last call; empty if none are made."""
         return {} if self.copies is None else self.copies.metrics()
 
     async def rescue(self, trainer: TrainerGroup) -> Path | None:
         """Take a checkpoint of a stage that has failed.
 
-        Returns None where it made no update after its newest checkpoint, where the weights are in the middle of an update or lost, and
-        where the recipe keeps no checkpoints. Raises RuntimeFailure where the trainer does not write it within `RESCUE_S`.
+        Returns None if there was no update since the newest checkpoint, if the weights are in the middle of an update or lost, or if the
+        recipe keeps no checkpoints. Raises RuntimeFailure if the trainer does not write it within `RESCUE_S`.
         """
         if not self.within_stage or self.lost:
             return None
@@ -336,9 +324,9 @@ class RunState:
         return await within(self.checkpoint(trainer), RESCUE_S, "checkpoint")
 
     async def settle(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
-        """Publish the checkpoint that is being written, if any: wait until it is whole, or with `wait=False` publish it only if it is.
+        """Publish the checkpoint that is being written, if any, when it is complete; with `wait=False` only if it already is.
 
-        Raises SaveFailed where it could not be written.
+        Raises SaveFailed if it could not be written.
         """
         if self.saving is None:
             return
@@ -349,8 +337,8 @@ class RunState:
             async with self._written(trainer, self.saving):
                 self._entries[BUFFER] = await written
         with self.waiting(f"trainer: writing {self.saving.name}"):
-            whole = await trainer.finish_save(wait=wait, entries=self._entries)
-        if whole:
+            complete = await trainer.finish_save(wait=wait, entries=self._entries)
+        if complete:
             path, step = self.saving, self.saved
             needed = [] if self.copies is None else self.copies.needed
             await trainer.publish_checkpoint(path, self.train.keep_checkpoints, needed)

@@ -1,4 +1,4 @@
-"""Serves the state of a run over HTTP: a status page, the same as JSON, and metrics for Prometheus (`telemetry.http`)."""
+"""Shows the state of a running run: what it waits for, and over HTTP a status page, JSON, and Prometheus metrics (`telemetry.http`)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
 from mtpctl.web.server import listen
 
 REFRESH_S = 5
-"""Seconds after which a browser loads the page again."""
+"""Refresh interval of the page in a browser, in seconds."""
 
 Replicas = Callable[[], ReplicaCounts | None]
-"""Counts the rollout replicas; None before there are any."""
+"""Counts the rollout replicas; None before they are started."""
 
 
 def status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
-    """The bound socket of the status page; None for a recipe without `telemetry.http`.
-
-    Raises UserError where the address is taken, or is not one of this machine.
-    """
+    """The bound socket of the status page; None without `telemetry.http`. Raises UserError if the address is in use or not local."""
     address = telemetry.http_address
     return None if address is None else listen(*address, fields=("telemetry.http", "telemetry.http"))
 
@@ -66,71 +63,69 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
-    """What `/metrics` has: the progress of the run, its replicas, and the newest value of each metric."""
-    found = live.overview()
-    labels = {"run": live.path.name, "stage": found.stage}
-    yield Series("run_step", "gauge", "Updates that are done.", found.step, labels)
-    if found.steps is not None:
-        yield Series("run_steps", "gauge", "Updates that the stage has.", found.steps, labels)
-    yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", found.age_s)
+    """The series of `/metrics`: the progress of the run, its replicas, and the latest value of each metric."""
+    overview = live.overview()
+    labels = {"run": live.path.name, "stage": overview.stage}
+    yield Series("run_step", "gauge", "Updates that are done.", overview.step, labels)
+    if overview.steps is not None:
+        yield Series("run_steps", "gauge", "Updates that the stage has.", overview.steps, labels)
+    yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s)
     yield Series("run_waits", "gauge", "Things that the run waits for, such as a host.", len(live.waiting))
     if counts is not None:
         yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving)
         yield Series("run_replicas_asked", "gauge", "Rollout replicas that are asked for.", counts.asked)
         yield Series("run_replica_restarts_total", "counter", "Rollout replicas that took the place of one that failed.", counts.restarts)
-    # Names that differ only in characters such as `/` become one name. Prometheus refuses a series with two values, so one of them is kept.
+    # Names that differ only in characters such as `/` collide. Prometheus rejects a series with two values, so one of them is dropped.
     named = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
     for name, (metric, value) in named.items():
         yield Series(name, "gauge", describe(metric).meaning or metric, value)
 
 
-# What a run waits for, so that loading, compiling and saving are seen to go on.
-
-LOOK_S = 1.0
-"""Seconds between two looks at the logs."""
+REPORT_S = 1.0
+"""Interval of reports of waits, in seconds."""
 
 
 @dataclass(eq=False)
 class Wait:
     """One wait: its reason, its actors, and its start. `begun` is wall-clock time, which may be adjusted during the wait."""
 
-    what: str
+    reason: str
     actors: Sequence[str] = ()
     begun: float = field(default_factory=time.time)
     _mark: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        """How long it has taken."""
+        """Its duration so far."""
         return time.monotonic() - self._mark
 
-    def told(self, logs: Path) -> str:
-        """`trainer: loading, 12 s`, and the newest line that one of the actors has printed since, such as a share of weights loaded."""
+    def line(self, logs: Path) -> str:
+        """`trainer: loading, 12 s`, and the newest line that one of the actors has printed since, such as the progress of loading."""
         lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begun))]
-        said = f" · {lines[-1]}" if lines else ""
-        return f"{self.what}, {self.seconds:.0f} s{said}"
+        newest = f" · {lines[-1]}" if lines else ""
+        return f"{self.reason}, {self.seconds:.0f} s{newest}"
 
 
 class Waits:
-    """The waits that are under way. `tell` gets a line for each while `run` runs, and an empty list once there are none."""
+    """The waits in progress. While `run` runs, `report` gets a line for each, and an empty list when the last one ends."""
 
-    def __init__(self, tell: Callable[[Sequence[str]], None], logs: Path) -> None:
-        self._tell, self._logs, self._waits = tell, logs, list[Wait]()
+    def __init__(self, report: Callable[[Sequence[str]], None], logs: Path) -> None:
+        self._report, self._logs, self._waits = report, logs, list[Wait]()
 
     @contextlib.contextmanager
-    def on(self, what: str, *actors: str) -> Iterator[Wait]:
-        """A wait as long as the block runs. `actors` by their names, as their logs have them."""
-        wait = Wait(what, actors)
+    def on(self, reason: str, *actors: str) -> Iterator[Wait]:
+        """Show a wait while the block runs. `actors`: by the names of their logs."""
+        wait = Wait(reason, actors)
         self._waits.append(wait)
         try:
             yield wait
         finally:
             self._waits.remove(wait)
             if not self._waits:
-                self._tell([])
+                self._report([])
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(REPORT_S)
             if self._waits:
-                self._tell([wait.told(self._logs) for wait in self._waits])
+                self._report([wait.line(self._logs) for wait in self._waits])

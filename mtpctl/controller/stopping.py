@@ -1,6 +1,6 @@
 """Stops a run on a signal: the first requests a stop after the current update, the second cancels what is still running.
 
-A run whose Ray cluster is lost stops too. Actors still answer for a while, so the trainer can write its checkpoint.
+A run whose Ray cluster is lost stops as well. Its actors still answer for a while, so the trainer can write a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.signals import StopRequested, exit_code, stop_signals
 
 GIVE_UP_S = 8.0
-"""Seconds that a run has to end after a second signal. Then its process ends, and the watchdog ends the others."""
+"""Time for a run to end after a second signal, in seconds. Then its process exits, and the watchdog kills the others."""
 LOOK_S = 0.5
 LOST_S = 45.0
-"""Seconds that a run has to end after its cluster was lost. Ray ends processes that have missed the GCS server for 60 s."""
+"""Time for a run to end after its cluster was lost, in seconds. Ray kills processes that have missed the GCS server for 60 s."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stops:
-    """The stop of a run. `number`: the signal that requested it; `tell` logs a line; `daemons`: those that the run started."""
+    """Handles requests to stop a run. number: the signal that requested it. daemons: the Ray daemons that the run started."""
 
     number: int | None = None
 
-    def __init__(self, state: RunState, tell: Callable[[str], None], daemons: Daemons | None = None) -> None:
-        self.state, self.tell, self.daemons = state, tell, daemons
+    def __init__(self, state: RunState, report: Callable[[str], None], daemons: Daemons | None = None) -> None:
+        self.state, self.report, self.daemons = state, report, daemons
         self._signals = stop_signals()
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the stop signals, in the event loop that is running, and watch the cluster while the block runs.
+        """Handle the stop signals in the running event loop, and watch the cluster, while the block runs.
 
-        If the cluster was lost, raises RuntimeFailure instead of the errors that this caused.
+        If the cluster is lost, raises RuntimeFailure instead of the errors that this causes.
         """
         for each in self._signals:
             asyncio.get_running_loop().add_signal_handler(each, self._take, each)
@@ -61,19 +61,19 @@ class Stops:
         if self.number is None:
             self.number = number
             self.state.stopping.set()
-            self.tell("stopping after this step; another signal stops at once")
+            self.report("stopping after this step; another signal stops at once")
             return
         for each in self._signals:
             asyncio.get_running_loop().remove_signal_handler(each)
             signal.signal(each, lambda number, frame: _end(exit_code(number), "interrupted"))
         _end_after(GIVE_UP_S, exit_code(number), "interrupted")
-        # Leaves the event loop, which then cancels its tasks.
+        # Ends the event loop, which then cancels its tasks.
         raise StopRequested(number)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
         """Stop the run as on a signal once a daemon of its cluster has ended.
 
-        Runs in a thread, because a Ray call that needs the lost server blocks the event loop until Ray ends the process without a message.
+        Runs in a thread, because a Ray call that needs the lost server blocks the event loop until Ray kills the process without a message.
         """
         while (lost := self._lost()) is None:
             if over.wait(LOOK_S):
@@ -86,7 +86,7 @@ class Stops:
 
     def _stop_after_loss(self, lost: RuntimeFailure) -> None:
         self.state.stopping.set()
-        self.tell(f"{lost}; stopping after this step")
+        self.report(f"{lost}; stopping after this step")
 
     def _lost(self) -> RuntimeFailure | None:
         """The loss of the cluster, if a daemon of it has ended."""
@@ -103,7 +103,7 @@ def _end_after(seconds: float, code: int, line: str) -> None:
 
 
 def _end(code: int, line: str) -> None:
-    """End the process at once. The watchdog ends its daemons, as after SIGKILL."""
+    """Exit at once. The watchdog ends the daemons of the process, as after SIGKILL."""
     if sys.stdout.isatty():
         os.write(1, SHOW_CURSOR.encode())
     os.write(2, f"{line}\n".encode())

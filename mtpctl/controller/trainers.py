@@ -1,4 +1,4 @@
-"""The group of trainer ranks: every call goes to all of them, with a deadline, and ranks that are lost are started anew."""
+"""The group of trainer ranks: every call goes to all of them, with a deadline. A lost trainer is restarted from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ALIVE_S = 15.0
-"""Seconds that an idle rank has to answer before it counts as lost. Ray takes some of them to notice that a host is gone."""
+"""Seconds that an idle rank has to answer before it counts as lost. Ray needs some of them to detect that a host is gone."""
 ROOM_S = 30.0
-"""Seconds of looking for room for all ranks before fewer are started: Ray may not have noticed yet which hosts are free or gone."""
+"""Seconds to look for room for all ranks before fewer are started: Ray may not know yet which hosts are free or gone."""
 
 
 class TrainerLost(RuntimeFailure):
-    """A trainer rank has died, or does not answer: the ranks that are left cannot go on without it."""
+    """A trainer rank has died or does not answer. The others cannot continue without it."""
 
 
 class HostGone(TrainerLost):
-    """A host on which ranks were being started was gone already, which Ray had not noticed: no new loss, but part of the one before."""
+    """A host on which ranks were being started was already gone, which Ray had not detected: part of the previous loss, not a new one."""
 
 
 class Revive(Protocol):
-    """Starts the ranks of a lost trainer anew, and sets the run's state back to the newest checkpoint."""
+    """Restarts a lost trainer, and resets the run's state to the newest checkpoint."""
 
-    async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> object:
-        """`anew`: samples since the checkpoint are gone as well. Raises `lost` where the trainer must not be started anew."""
+    async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> object:
+        """`redraw`: samples since the checkpoint are lost as well, and their prompts are drawn again. Raises `lost` if not permitted."""
         ...
 
 
-async def not_revived(lost: TrainerLost, *, anew: bool = False) -> None:
-    """The `Revive` of a trainer that is not brought back."""
+async def not_revived(lost: TrainerLost, *, redraw: bool = False) -> None:
+    """The `Revive` of a trainer that is never restarted."""
     raise lost
 
 
 class TrainerGroup:
     """The trainer ranks, as Ray actors. A method that `TrainerRank` has too calls it on every rank, and returns the result of rank 0.
 
-    `recipe` is the one that the ranks run by: after the loss of a host it may ask for fewer data-parallel ranks than the run's own.
-    `bundles`: the reserved places of the ranks. Without them Ray chooses the places, and no rank can be started anew.
+    recipe: of the ranks. After the loss of a host it may have fewer data-parallel ranks than the run's recipe. bundles: reserved for the
+    ranks; without them Ray chooses the hosts, and no rank can be restarted.
     """
 
     def __init__(self, recipe: Recipe, placement: Placement, bundles: Bundles | None = None) -> None:
         self.recipe, self.bundles = recipe, bundles
-        self._asked = recipe
+        self._run_recipe = recipe
         self.ranks: list[ActorHandle] = []
         first = placement.of("trainer")[0]
         taken = None if bundles is None else [bundles.by_actor[name] for name in self.names]
@@ -76,7 +76,7 @@ class TrainerGroup:
 
     @property
     def names(self) -> list[str]:
-        """The ranks by their names in the plan."""
+        """The names of the ranks in the placement."""
         return [f"trainer-{rank}" for rank in range(self.recipe.train.parallel.world_size)]
 
     def _start(self, options: Sequence[Options]) -> None:
@@ -154,26 +154,26 @@ class TrainerGroup:
                 wait.cancel()
 
     async def _examine(self, error: RuntimeFailure) -> None:
-        """Raise TrainerLost where a rank is dead or does not answer: the errors of the other ranks follow from that."""
+        """Raise TrainerLost if a rank is dead or does not answer, since errors of the other ranks follow from that."""
         import ray
 
         cause = error.__cause__
         if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
             raise TrainerLost(str(error)) from error
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
-        told = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
+        own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         checks: list[Coroutine[None, None, ActorLocation]] = [
             within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
-        for found in await asyncio.gather(*checks, return_exceptions=True):
-            died = isinstance(found, BaseException) and isinstance(found.__cause__, ray.exceptions.RayActorError)
-            if died or (isinstance(found, BaseException) and not told):
-                raise TrainerLost(f"{found} ({one_line(error)})") from error
+        for answer in await asyncio.gather(*checks, return_exceptions=True):
+            died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
+            if died or (isinstance(answer, BaseException) and not own_error):
+                raise TrainerLost(f"{answer} ({one_line(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
-        """One policy update: `TrainerRank.rl_step` on every rank, with its share of the samples, which are ordered by group.
+        """One policy update: each rank gets its share of the samples, which are ordered by group.
 
-        Each share is written into Ray's object store once, and read by all ranks that compute on it.
+        A share is written into Ray's object store once, and read by all ranks that compute on it.
         """
         table, shares = await asyncio.to_thread(self._put, samples)
         parallel = self.recipe.train.parallel
@@ -181,27 +181,27 @@ class TrainerGroup:
         return await self._call_each(TrainerRank.rl_step, lambda rank: (table, shares[parallel.dp_rank(rank)], version), deadline_s)
 
     def _put(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
-        """References to the table of these samples and to the share of each data-parallel rank."""
+        """References to the table of the samples and to the share of each data-parallel rank."""
         import ray
 
         train = self.recipe.train
         table, shares = deal(
             samples, minibatches=train.rl.minibatches, tokens_per_microbatch=train.tokens_per_microbatch, dp=train.parallel.dp
         )
-        return ray.put(table), [ray.put(made()) for made in shares]
+        return ray.put(table), [ray.put(share()) for share in shares]
 
     async def build(self, folder: Path) -> Parameters:
-        """Have every rank build the model in `folder`. Returns how many `parameters` it has, and how many of them are `trained`.
+        """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained.
 
-        Raises RuntimeFailure where a rank is not where the plan has it.
+        Raises RuntimeFailure if a rank is not on the host of its bundle.
         """
         deadline = self.recipe.cluster.actor_deadline_s
-        await self._seated(deadline)
+        await self._wait_for_ranks(deadline)
         master: str = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
         return await self._call_each(TrainerRank.build, lambda rank: (str(folder), master), deadline)
 
-    async def _seated(self, deadline_s: float) -> None:
-        """Wait until every rank has started, and check that each is in its seat. Raises HostGone where a host is lost meanwhile."""
+    async def _wait_for_ranks(self, deadline_s: float) -> None:
+        """Wait until every rank has started, and check its bundle. Raises HostGone if a host is lost meanwhile."""
         if self.bundles is None:
             return
         waits: list[asyncio.Future[ActorLocation]] = [
@@ -222,57 +222,54 @@ class TrainerGroup:
                 wait.cancel()
 
     def end(self) -> None:
-        """End every rank's process, whatever it is doing."""
+        """Kill every rank's process."""
         import ray
 
         for rank in self.ranks:
             ray.kill(rank)
         self.ranks = []
 
-    async def start_anew(self, tell: Callable[[str], None], stopping: asyncio.Event) -> None:
-        """End all ranks and start new ones, on other hosts where theirs are gone. The caller calls `build` next.
+    async def restart(self, report: Callable[[str], None], stopping: asyncio.Event) -> None:
+        """Replace all ranks by new ones, on other hosts if theirs are gone. The caller calls `build` next.
 
-        Where there is no room for all data-parallel ranks, starts as many as have room, at least `train.min_dp`. Where those have no room
-        either, waits for it, and says so once by `tell`. Raises TrainerLost where a stop is asked for meanwhile.
+        If there is no room for all data-parallel ranks, starts as many as have room, at least `train.min_dp`. If there is not even room for
+        those, waits, and reports that once. Raises TrainerLost if a stop is requested meanwhile.
         """
-        assert self.bundles is not None, "ranks that Ray has placed are not started anew"
+        assert self.bundles is not None, "ranks without bundles cannot be restarted"
         self.end()
-        asked, least = self._asked.train.parallel, self._asked.train.min_dp
-        began, told = time.monotonic(), False
+        parallel, least = self._run_recipe.train.parallel, self._run_recipe.train.min_dp
+        began, reported = time.monotonic(), False
         before = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
         self.bundles.compact(before)
         with self.bundles.awaiting(before):
             while True:
                 late = time.monotonic() - began > ROOM_S
-                for dp in [d for d in range(asked.dp, (least or asked.dp) - 1, -1) if d == asked.dp or (late and self._splits(d))]:
+                for dp in [d for d in range(parallel.dp, (least or parallel.dp) - 1, -1) if d == parallel.dp or (late and self._splits(d))]:
                     self.recipe = self._with_dp(dp)
-                    bundles = await self.bundles.try_take(self.names, together=asked.tp)
+                    bundles = await self.bundles.try_take(self.names, together=parallel.tp)
                     if bundles is not None:
                         return self._start([bundle.options() for bundle in bundles])
-                if late and not told:
-                    told = True
-                    tell("no room for the trainer's ranks; waiting for a host that joins, or is free again")
+                if late and not reported:
+                    reported = True
+                    report("no room for the trainer's ranks; waiting for a host that joins, or is free again")
                 if stopping.is_set():
-                    raise TrainerLost("trainer: a stop was asked for before there was room for its ranks")
+                    raise TrainerLost("trainer: a stop was requested before there was room for its ranks")
                 await asyncio.sleep(LOOK_S)
 
     def _with_dp(self, dp: int) -> Recipe:
-        parallel = self._asked.train.parallel.model_copy(update={"dp": dp})
-        return self._asked.model_copy(update={"train": self._asked.train.model_copy(update={"parallel": parallel})})
+        parallel = self._run_recipe.train.parallel.model_copy(update={"dp": dp})
+        return self._run_recipe.model_copy(update={"train": self._run_recipe.train.model_copy(update={"parallel": parallel})})
 
     def _splits(self, dp: int) -> bool:
         """Whether Megatron can divide the experts among this many data-parallel ranks."""
-        parallel = self._asked.train.parallel
+        parallel = self._run_recipe.train.parallel
         return dp * parallel.cp % parallel.ep == 0
 
 
-# Brings back a lost trainer: its ranks are started anew, and take weights and optimizer from the newest checkpoint.
-
-
 class Revival:
-    """Called with the loss, brings the trainer back; rollout and everything else go on meanwhile.
+    """Restarts a lost trainer while rollout continues.
 
-    `folder`: that of the model. `reference`: that of the policy which RL began with.
+    folder: of the model. reference: the checkpoint of the policy that RL started from.
     """
 
     def __init__(
@@ -283,62 +280,62 @@ class Revival:
         self._lost_at: list[float] = []
         self._counts: Parameters
 
-    async def __call__(self, lost: TrainerLost, *, anew: bool = False) -> Path | None:
-        """Start the ranks anew and set the run's state back to the newest checkpoint.
+    async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> Path | None:
+        """Restart the ranks, and reset the run's state to the newest checkpoint.
 
-        Returns the checkpoint, or None where it is not within this stage, which then begins again. `anew`: samples since the checkpoint are
-        gone as well, and their prompts are drawn again. Raises RuntimeFailure where the trainer was lost more than `train.max_restarts`
-        times within an hour, and `lost` itself where that is 0 or the recipe takes no checkpoints before the end of a stage.
+        Returns the checkpoint, or None if it is not within this stage, which then begins again. `redraw`: samples since the checkpoint are
+        lost as well, and their prompts are drawn again. Raises RuntimeFailure if the trainer was lost more than `train.max_restarts` times
+        within an hour, and `lost` itself if that is 0 or the recipe takes no checkpoints before the end of a stage.
         """
         self.state.updating, self.state.lost = False, True
         choice = await asyncio.to_thread(settle, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
-        if choice.damaged and not anew:
-            # The groups of earlier updates are gone, so the stage has to continue with those of the checkpoint before.
+        if choice.damaged and not redraw:
+            # The groups of earlier updates are gone, so the stage has to continue with those of the previous checkpoint.
             raise lost
-        path, seconds = await self._until_back(lost, lambda: self._restored(choice.path, anew))
+        path, seconds = await self._restart(lost, lambda: self._restored(choice.path, redraw))
         self.state.lost = False
         source = "the beginning of the stage" if path is None else path.name
-        self._tell_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
+        self._report_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
         return path
 
     async def at_start(self, lost: TrainerLost) -> Parameters:
-        """Bring back a trainer that was lost before the first stage, with no state to set back. Returns what `TrainerGroup.build` does."""
+        """Restart a trainer that was lost before the first stage, when there is no state to reset. Returns as `TrainerGroup.build`."""
 
         async def nothing() -> None: ...
 
-        _, seconds = await self._until_back(lost, nothing)
-        self._tell_back(seconds, "")
+        _, seconds = await self._restart(lost, nothing)
+        self._report_back(seconds, "")
         return self._counts
 
-    def _tell_back(self, seconds: float, what: str) -> None:
-        ranks, asked = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
-        fewer = f" with {ranks} of {asked} ranks" if ranks < asked else ""
-        self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{what}")
+    def _report_back(self, seconds: float, details: str) -> None:
+        ranks, configured = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
+        fewer = f" with {ranks} of {configured} ranks" if ranks < configured else ""
+        self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{details}")
 
-    async def _until_back[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
-        """Start the ranks anew, build their models and call `then`; again from the start where the trainer is lost meanwhile.
+    async def _restart[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+        """Restart the ranks, build their models and call `then`; start over if the trainer is lost meanwhile.
 
-        Returns what `then` returned, and the seconds that all of it took.
+        Returns the result of `then`, and the seconds that everything took.
         """
         began, count = time.monotonic(), 0
         while True:
             if not count or not isinstance(lost, HostGone):
                 count = self._counted(lost)
             self.telemetry.event(
-                "restart", f"{lost}; starting the trainer anew, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
+                "restart", f"{lost}; restarting the trainer, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
             )
             try:
-                with self.waits.on("trainer: starting anew", "trainer rank 0"):
-                    await self.trainer.start_anew(lambda line: self.telemetry.event("restart", line), self.state.stopping)
+                with self.waits.on("trainer: restarting", "trainer rank 0"):
+                    await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stopping)
                     self._counts = await self.trainer.build(self.folder)
                     return await then(), time.monotonic() - began
             except TrainerLost as again:
                 lost = again
 
     def _counted(self, lost: TrainerLost) -> int:
-        """Times that the trainer was lost within an hour, this one included. Raises RuntimeFailure, or `lost`, where these are too many."""
+        """The number of losses within an hour, this one included. Raises RuntimeFailure, or `lost`, if there are too many."""
         train, now = self.recipe.train, time.monotonic()
         self._lost_at = [*(then for then in self._lost_at if now - then < FORGET_S), now]
         if not train.revives:
@@ -349,9 +346,9 @@ class Revival:
             raise lost
         return len(self._lost_at)
 
-    async def _restored(self, newest: Path | None, anew: bool) -> Path | None:
+    async def _restored(self, newest: Path | None, redraw: bool) -> Path | None:
         stage = self.state.stage
-        within_it = self.state.go_back(newest, anew=anew)
+        within_it = self.state.go_back(newest, redraw=redraw)
         if newest is not None and not within_it:
             await self.trainer.restore(newest)
         await self.state.until_saved(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_it))

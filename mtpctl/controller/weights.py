@@ -1,4 +1,4 @@
-"""When and what the trainer sends: one version after the other, each by a `WeightUpdate`."""
+"""Syncs weight versions from the trainer to all targets, one `WeightUpdate` after the other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from mtpctl.sync.update import Generators, LogprobReplicas, Parties, Trainer, We
 
 
 class WeightSync:
-    """Call it with a version. `last` is the update made last, None before the first.
-
-    `metrics`: called after each update, for metrics of what stood beside it.
-    """
+    """Publishes versions of the trainer's weights. `last`: the latest update, None before the first."""
 
     def __init__(
         self,
@@ -34,10 +31,10 @@ class WeightSync:
         self._persisting: asyncio.Task[None] | None = None
 
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
-        """Take every target to `version`. Returns `sync/*`.
+        """Update every target to `version`. Returns `sync/*`, and the result of `metrics`.
 
-        `verify`: compare the checksums of every tensor on both ends; default as `sync.verify` says. Raises what `WeightUpdate.run`
-        raises; a pushed version is tried twice before.
+        `verify`: compare the checksums of every tensor on both ends; default: as `sync.verify`. Raises as `WeightUpdate.run`, for a pushed
+        version after a second attempt.
         """
         began = time.perf_counter()
         if verify is None:
@@ -50,15 +47,15 @@ class WeightSync:
         except SyncError:
             if not update.pushed:
                 raise
-            # Once more, with the receivers that are left: one that died is being replaced meanwhile.
+            # Try again with the remaining receivers, while one that died is replaced.
             update = WeightUpdate(self.parties, version, self._sections(), verify=verify)
             await update.run()
         self._persisting = asyncio.create_task(update.persist())
         self.last = update
         seconds = time.perf_counter() - began
-        compared = {"sync/verified": float(min((report.verified for report in update.reports), default=0))} if verify else {}
+        verified = {"sync/verified": float(min((report.verified for report in update.reports), default=0))} if verify else {}
         return (
-            compared
+            verified
             | {
                 "sync/seconds": seconds,
                 "sync/publish_seconds": update.plan_seconds,
@@ -69,25 +66,25 @@ class WeightSync:
         )
 
     def _sections(self) -> tuple[Section, ...]:
-        """What the next version moves. An adapter's base weights go along once; later replicas read them from the model's folder.
+        """The sections of the next version. An adapter's base weights are sent once; later replicas read them from the model's folder.
 
-        The adapter is first: an engine that refuses it has changed nothing.
+        The adapter is first: an engine that rejects it is unchanged.
         """
-        wanted = self.parties.recipe.sync.sections
-        if "adapter" not in wanted:
-            return tuple(wanted)
+        sections = self.parties.recipe.sync.sections
+        if "adapter" not in sections:
+            return tuple(sections)
         order: list[Section] = ["adapter", "target", "draft"]
-        return tuple(name for name in order if name in wanted or (name == "target" and self.last is None))
+        return tuple(name for name in order if name in sections or (name == "target" and self.last is None))
 
     async def forget(self) -> None:
-        """Forget the trainer that was lost: the next version is the first of another one, and has every section."""
+        """Forget a lost trainer: the next version is the first of its successor, and has every section."""
         persisting, self._persisting, self.last = self._persisting, None, None
         if persisting is not None:
             persisting.cancel()
             await asyncio.gather(persisting, return_exceptions=True)
 
     async def persisted(self) -> None:
-        """Return once the trainer has copied the last version for the store. Raises what copying it raised."""
+        """Wait until the trainer has copied the latest version for the store. Raises the error of copying."""
         if self._persisting is not None:
             persisting, self._persisting = self._persisting, None
             await persisting

@@ -1,4 +1,7 @@
-"""The plan that `train --dry-run` prints: what can be known about a run before anything is started."""
+"""The plan that `train --dry-run` prints: placement, memory, buckets and errors of a run, before anything is started.
+
+Files are checked without reading tensors or importing torch, so a plan takes about a second for a model of any size.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.copies import check_copies
-from mtpctl.controller.preflight import rehearse
+from mtpctl.controller.preflight import preflight
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.inspection import inspect_sets, leaks_in
@@ -41,11 +44,11 @@ Sizes = Mapping[str, int | None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What can be known about a run before it starts. `source`: where the size of the cards is from; sizes are bytes.
+    """The plan of a run. Sizes are in bytes.
 
-    `hosts`: names of the hosts by their numbers, where the cluster is there already. `engines`: rollout engines that there is room for, of
-    those that the recipe allows. `ends`: the tokens that end a response, as far as the model's files are here. `errors` would end the run
-    before anything is trained. `resumes`: from which checkpoint.
+    source: of the size of the GPUs. hosts: their names by index, if the cluster already runs. engines: the number of rollout engines that
+    have room. ends: the tokens that end a response, as far as the model's files are available. errors: would end the run before training.
+    resumes: about the checkpoint that the run would resume from.
     """
 
     recipe: Recipe
@@ -67,16 +70,16 @@ class Plan:
 
     @cached_property
     def memory(self) -> dict[str, Sizes]:
-        """The parts of each kind of rank's memory."""
+        """Memory of each kind of rank, by part."""
         trainer = trainer_memory(self.recipe, self.shape)
-        found: dict[str, Sizes] = {"trainer_rank": asdict(trainer) | {"total": trainer.total}}
+        sizes: dict[str, Sizes] = {"trainer_rank": asdict(trainer) | {"total": trainer.total}}
         if self.rl:
             engine = engine_memory(self.recipe, self.shape)
-            found["rollout_rank"] = asdict(engine) | {"kv_tokens": engine.kv_tokens}
+            sizes["rollout_rank"] = asdict(engine) | {"kv_tokens": engine.kv_tokens}
             if self.recipe.logprob.standalone:
                 server = logprob_memory(self.recipe, self.shape)
-                found["logprob_rank"] = asdict(server) | {"total": server.total}
-        return found
+                sizes["logprob_rank"] = asdict(server) | {"total": server.total}
+        return sizes
 
     @cached_property
     def buckets(self) -> dict[str, dict[str, int]]:
@@ -92,51 +95,51 @@ class Plan:
         }
 
 
-class _Trials:
-    """Calls what may fail, and collects the errors, so that the plan is printed in any case."""
+class _Checks:
+    """Runs checks and collects their errors, so that the plan is printed in any case."""
 
     def __init__(self) -> None:
         self.errors: list[MtpctlError] = []
 
-    def __call__[T](self, what: Callable[[], T]) -> T | None:
+    def __call__[T](self, check: Callable[[], T]) -> T | None:
         try:
-            return what()
+            return check()
         except MtpctlError as error:
             self.errors.append(error)
             return None
 
 
 def dry_run(recipe: Recipe) -> Plan:
-    """Plan a run. Raises UserError or EnvironmentMissing where the model's sizes cannot be had, without which there is no plan."""
+    """Plan a run. Raises UserError or EnvironmentMissing if the model's sizes are not available."""
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its sizes are not known")
     shape = shape_of(config)
     recipe, source = _with_card(recipe)
-    trials = _Trials()
-    names = trials(partial(_joined, recipe)) if recipe.cluster.address is not None else None
+    run_check = _Checks()
+    names = run_check(partial(_joined, recipe)) if recipe.cluster.address is not None else None
     hosts = [host for _, host in names] if names else None
-    placement = trials(partial(place, recipe, hosts))
+    placement = run_check(partial(place, recipe, hosts))
     engines = recipe.rollout.replica_range.min
     if placement is not None and "rl" in recipe.train.stages:
         engines = most_engines(recipe, hosts)
         if recipe.cluster.address is None:
-            trials(partial(place, recipe, engines=recipe.rollout.replica_range.max))
+            run_check(partial(place, recipe, engines=recipe.rollout.replica_range.max))
     if "rl" in recipe.train.stages:
-        trials(partial(check_engine, recipe))
+        run_check(partial(check_engine, recipe))
         if not recipe.rollout.traits.own_environment:
-            trials(partial(check_importable, config))
-    trials(partial(RunDirectory.check_writable, recipe.run_path))
-    trials(partial(check_packages, recipe.telemetry))
-    trials(partial(check_copies, recipe))
-    looked = trials(partial(inspect_sets, recipe.data, recipe.evaluation, recipe.train.stages))
-    leaks = leaks_in(looked or [], recipe.train.stages)
+            run_check(partial(check_importable, config))
+    run_check(partial(RunDirectory.check_writable, recipe.run_path))
+    run_check(partial(check_packages, recipe.telemetry))
+    run_check(partial(check_copies, recipe))
+    reports = run_check(partial(inspect_sets, recipe.data, recipe.evaluation, recipe.train.stages))
+    leaks = leaks_in(reports or [], recipe.train.stages)
     for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
-        trials(check)
+        run_check(check)
     # The user's own code is tried on rows of the data.
-    warnings = trials(partial(rehearse, recipe)) if looked is not None else None
-    resumes = trials(partial(_resumes, recipe))
-    ends, missing = trials(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
+    warnings = run_check(partial(preflight, recipe)) if reports is not None else None
+    resumes = run_check(partial(_resumes, recipe))
+    ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
     about_ends = [f"{missing}, so the end tokens are not all known" if missing else "", ends.disagreement]
     unfit = list(misfits(recipe, shape))
     return Plan(
@@ -147,10 +150,10 @@ def dry_run(recipe: Recipe) -> Plan:
         [name for name, _ in names or []],
         engines,
         unfit,
-        data=list(map(str, looked or [])),
+        data=list(map(str, reports or [])),
         ends=ends.tokens,
         cautions=[*cautions_of(recipe), *(warnings or []), *filter(None, [leaks, *about_ends])],
-        errors=[*(misfit.error for misfit in unfit), *trials.errors],
+        errors=[*(misfit.error for misfit in unfit), *run_check.errors],
         resumes=resumes or [],
     )
 
@@ -166,35 +169,35 @@ def _resumes(recipe: Recipe) -> list[str]:
 
 
 def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the size of its cards, and where that is from: the recipe itself, or this machine."""
+    """The recipe with the size of its GPUs, and the source of that size: the recipe or this machine."""
     if recipe.cluster.gpu_gib is not None:
         return recipe, "cluster.gpu_gib"
-    if recipe.device == "cuda" and recipe.cluster.address is None and (found := card_gib()) is not None:
-        return changed(recipe, {"cluster.gpu_gib": found}), "this machine"
+    if recipe.device == "cuda" and recipe.cluster.address is None and (gib := card_gib()) is not None:
+        return changed(recipe, {"cluster.gpu_gib": gib}), "this machine"
     return recipe, ""
 
 
 def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
-    """The hosts of the cluster that the run joins with what is free there, or whole where they are too full.
+    """The hosts of the cluster that the run joins, with their free resources, or all resources if the free ones do not suffice.
 
-    Raises EnvironmentMissing where no cluster answers.
+    Raises EnvironmentMissing if no cluster answers.
     """
     from mtpctl.cluster.bundles import ray_hosts
 
     with cluster(recipe.cluster, cpus=0, gpus=0, tidy=False):
-        found = ray_hosts()
+        hosts = ray_hosts()
     try:
-        place(recipe, [host.free for host in found])
+        place(recipe, [host.free for host in hosts])
     except ClusterResources:
-        return [(host.name, host.whole) for host in found]
-    return [(host.name, host.free) for host in found]
+        return [(host.name, host.whole) for host in hosts]
+    return [(host.name, host.free) for host in hosts]
 
 
 def as_json(plan: Plan) -> dict[str, object]:
-    """The plan, JSON-ready."""
+    """The plan for JSON."""
     recipe, shape = plan.recipe, plan.shape
     schedule: dict[str, object] = {"staleness_threshold": recipe.async_.staleness, "sync_every": recipe.async_.sync_every}
-    found: dict[str, object] = {
+    plan_json: dict[str, object] = {
         "name": recipe.name,
         "run_dir": str(recipe.run_path),
         "stages": _stages(recipe),
@@ -224,7 +227,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "resumes": plan.resumes,
     }
     if (placement := plan.placement) is not None:
-        found["placement"] = {
+        plan_json["placement"] = {
             "device": placement.device,
             "hosts": placement.hosts,
             "cpus": placement.cpus,
@@ -236,16 +239,17 @@ def as_json(plan: Plan) -> dict[str, object]:
             ],
         }
     if recipe.device == "cuda":
-        found["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": card_needed(recipe, shape)}
+        plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": card_needed(recipe, shape)}
     if plan.rl:
-        found |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
+        plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
         schedule["old_logprobs"] = recipe.old_logprobs
         if (routes := route_bytes(recipe, shape)) is not None:
-            found["routes"] = asdict(routes)
-    return found
+            plan_json["routes"] = asdict(routes)
+    return plan_json
 
 
 def render(plan: Plan) -> str:
+    """The plan as text for a terminal."""
     recipe, shape = plan.recipe, plan.shape
     counts = count_parameters(shape)
     stages = ", ".join(f"{stage} {steps} steps" for stage, steps in _stages(recipe).items())
@@ -260,8 +264,8 @@ def render(plan: Plan) -> str:
         lines += _placement_lines(recipe, plan.placement, plan.hosts)
         if plan.rl and recipe.rollout.elastic:
             bounds = recipe.rollout.replica_range
-            told = f"{bounds.min} are planned, and up to {bounds.max} join; now there is room for {plan.engines}"
-            lines.append(f"           rollout engines: {told}")
+            room = f"{bounds.min} are planned, and up to {bounds.max} join; now there is room for {plan.engines}"
+            lines.append(f"           rollout engines: {room}")
     lines.append("memory     estimates, without CUDA context and allocator slack")
     for rank, sizes in plan.memory.items():
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
@@ -301,7 +305,7 @@ def _card_line(gib: float | None, source: str, needed_gib: float) -> str:
 
 
 def _misfit_lines(misfit: Misfit) -> Iterator[str]:
-    """A rank that does not fit, and what would make it fit, the largest gain first."""
+    """A rank that does not fit, and changes that would free memory, the largest gain first."""
     yield f"no room    {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; what would gain some:"
     for remedy in misfit.remedies[:MOST_REMEDIES]:
         ends = " and ".join((["fits"] if remedy.fits else []) + (["takes more cards"] if remedy.cards else []))
@@ -353,15 +357,10 @@ def _count(value: int) -> str:
     return str(value)
 
 
-# Checks of a dry run on the files that a run will open: headers of weights, the tokenizer, and the first row of each set.
-#
-# They read no tensors and do not import torch, so they take about a second for a model of any size.
-
-
 def check_weights(recipe: Recipe) -> None:
     """Check names, types, shapes and sizes of the weights in the folders of the model and of a teacher that the run serves.
 
-    Models from the hub are not downloaded. Raises UserError that names the file, or the tensor, that a run could not load.
+    Models from the hub are not downloaded. Raises UserError with the file or tensor that a run could not load.
     """
     model, teacher = recipe.model, recipe.train.rl.teacher
     if model.path is not None and not model.drawn and Path(model.path).is_dir():
@@ -403,8 +402,8 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     """The recipe's tokenizer; None if it is on the hub, which is not contacted."""
     named = recipe.model.tokenizer
     if named == "bytes":
-        with tempfile.TemporaryDirectory() as made:
-            make_byte_tokenizer(Path(made))
-            return load_byte_tokenizer(Path(made), ignore_tools=recipe.data.ignore_tools)
-    folder = Path(named or recipe.model.path or "")
-    return load_plain_tokenizer(folder, ignore_tools=recipe.data.ignore_tools) if folder.is_dir() else None
+        with tempfile.TemporaryDirectory() as folder:
+            make_byte_tokenizer(Path(folder))
+            return load_byte_tokenizer(Path(folder), ignore_tools=recipe.data.ignore_tools)
+    path = Path(named or recipe.model.path or "")
+    return load_plain_tokenizer(path, ignore_tools=recipe.data.ignore_tools) if path.is_dir() else None

@@ -1,4 +1,4 @@
-"""The job of `mtpctl eval`: find recipe and weights, start the recipe's engines without a trainer, and measure the held-out sets."""
+"""The job of `mtpctl eval`: evaluate the held-out sets on the recipe's engines, without a trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import load_held_out
 from mtpctl.environments.agents import playing
 from mtpctl.errors import UserError
-from mtpctl.jobs.rollout import Say, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.data import GeneratedTask, is_dataset_id
 from mtpctl.recipe.schema import Recipe
@@ -29,7 +29,7 @@ UNNAMED_SHOWN = "held-out"
 
 
 class Evaluation(TypedDict):
-    """What `evaluate_weights` returns: `sets` has the metrics of each held-out set by its name, with `n`, the responses to a problem."""
+    """The result of `evaluate_weights`. sets: the metrics of each held-out set, with `n`, its responses per problem."""
 
     model: str
     version: int
@@ -37,7 +37,7 @@ class Evaluation(TypedDict):
     sets: dict[str, dict[str, float]]
 
 
-def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | None = None) -> Evaluation:
+def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: str | None = None) -> Evaluation:
     """Measure weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set says.
 
     `start` names the weights, as for `mtpctl rollout`. Raises UserError, before anything is started, where there is no held-out set and
@@ -51,18 +51,18 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     check_sandbox(recipe)
     with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
-        source = source_of(recipe, start, folder, say)
+        source = source_of(recipe, start, folder, report)
         for held_out in problems.held_out.values():
             fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
         total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
-        say(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
+        report(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
         if source.ends.disagreement:
-            say(source.ends.disagreement)
+            report(source.ends.disagreement)
         store = stack.enter_context(room_for_engines(recipe, source, folder))
         prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
         began = time.perf_counter()
-        metrics = asyncio.run(_measured(recipe, source, store, prepared, n, say))
+        metrics = asyncio.run(_evaluate(recipe, source, store, prepared, n, report))
         seconds = time.perf_counter() - began
     return {
         "model": source.name,
@@ -72,17 +72,19 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, say: Say, start: str | No
     }
 
 
-async def _measured(recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, n: int | None, say: Say) -> dict[str, float]:
+async def _evaluate(
+    recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, n: int | None, report: Report
+) -> dict[str, float]:
     async with contextlib.AsyncExitStack() as stack:
-        rewards = await start_rewards(recipe, stack, tell=say)
+        rewards = await start_rewards(recipe, stack, report=report)
         pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
         name, context = recipe.name, prepared.context
-        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, tell=say)
+        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, tell=report)
         return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
 
 
 def _checkable(recipe: Recipe) -> Recipe:
-    """The recipe for its checks: nothing is trained, so it needs nothing to train on, and held-out rows need no others beside them."""
+    """The recipe for its checks: without training, it needs no training rows."""
     recipe, data = without_training(recipe), recipe.data
     if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
         return recipe
@@ -91,16 +93,16 @@ def _checkable(recipe: Recipe) -> Recipe:
 
 
 def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:
-    """The metrics of one set without their prefix."""
+    """The metrics of one set, without their prefix."""
     prefix = f"eval/{name}/" if name else "eval/"
-    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    return {key: value for key, value in found.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}
+    of_set = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {key: value for key, value in of_set.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}
 
 
-def rendered(found: Evaluation) -> str:
-    """A table of the sets for a person to read."""
+def render(evaluation: Evaluation) -> str:
+    """A table of the sets."""
     rows = [["set", "problems", "n", "avg@n", "pass@k", "length", "cut off", "acceptance"]]
-    for name, each in found["sets"].items():
+    for name, each in evaluation["sets"].items():
         n = int(each["n"])
         mean = each.get(f"avg@{n}", each.get("accuracy", 0.0))
         passed = "  ".join(f"@{key[5:]} {value:.1%}" for key, value in each.items() if key.startswith("pass@"))
@@ -109,4 +111,4 @@ def rendered(found: Evaluation) -> str:
         rows.append([name, *cells, f"{each['truncated_fraction']:.1%}", accepted])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"{found['model']}; {found['seconds']:.1f} s with the start of the engines"])
+    return "\n".join([*lines, f"{evaluation['model']}; {evaluation['seconds']:.1f} s with the start of the engines"])

@@ -1,26 +1,36 @@
-"""`mtpctl logprob-serve`: starts replicas on a Ray cluster, and serves HTTP until a signal stops it."""
+"""The job of `mtpctl logprob-serve`: starts replicas on a Ray cluster, and serves HTTP until a signal stops it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import settle_heap
-from mtpctl.data.tokenizers import Tokenizer
-from mtpctl.errors import ClusterResources
+from mtpctl.controller.prepare import model_of, tokenizer_of
+from mtpctl.controller.state import newest_version
+from mtpctl.data.tokenizers import Tokenizer, load_tokenizer
+from mtpctl.errors import ClusterResources, MtpctlError, UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs.targets import load_whole
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.server import LogprobServer, start_server
+from mtpctl.recipe.parallel import check_parallel
 from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.run_directory import RECIPE
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import WebServer, address_of, allow_connections
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
+FALLBACK = "tiny_mtp"
+"""The recipe that is served if none is named and there is no run."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +48,26 @@ class Served:
     version: int = 0
 
 
-def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, say: Say) -> None:
+def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, report: Report) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     allow_connections()
     ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
     with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
         import ray
 
-        there = ray.cluster_resources().get("GPU", 0)
-        cuda = recipe.cluster.device != "cpu" and there >= ranks * recipe.logprob.gpus
+        available = ray.cluster_resources().get("GPU", 0)
+        cuda = recipe.cluster.device != "cpu" and available >= ranks * recipe.logprob.gpus
         if recipe.cluster.device == "cuda" and not cuda:
             raise ClusterResources(
-                f"logprob.parallel: {ranks} rank(s) of {recipe.logprob.gpus:g} GPU need more than the {there:g} there are"
+                f"logprob.parallel: {ranks} rank(s) of {recipe.logprob.gpus:g} GPU need more than the {available:g} there are"
             )
-        asyncio.run(_serve(recipe, served, bound, key, say, cuda=cuda))
+        asyncio.run(_serve(recipe, served, bound, key, report, cuda=cuda))
 
 
-async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str | None, say: Say, *, cuda: bool) -> None:
+async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str | None, report: Report, *, cuda: bool) -> None:
     options = recipe.logprob
     layout = ", ".join(f"{name} {getattr(options.parallel, name)}" for name in ("tp", "pp", "dp") if getattr(options.parallel, name) > 1)
-    say(
+    report(
         f"starting {options.replicas} replica(s) of {options.parallel.world_size} rank(s){f' ({layout})' if layout else ''} "
         f"on {'cuda' if cuda else 'cpu'}, {recipe.train.precision}"
     )
@@ -71,19 +81,93 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
         version=served.version,
     )
     server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
-    face = web(server, served.tokenizer, served.model_id, key=key, bounds=HttpBounds())
+    server_http = web(server, served.tokenizer, served.model_id, key=key, bounds=HttpBounds())
     settle_heap()
     watching = asyncio.create_task(server.watch())
     routes = "/v1/logprobs, /v1/completions, /v1/models, /health, /version, /metrics, /docs"
-    say(f"weights version {server.version}; {address_of(bound)}{routes}")
+    report(f"weights version {server.version}; {address_of(bound)}{routes}")
     try:
-        await face.serve(sockets=[bound])
+        await server_http.serve(sockets=[bound])
     finally:
         watching.cancel()
         await server.close()
-    say("stopped")
+    report("stopped")
 
 
 def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None, bounds: HttpBounds) -> WebServer:
-    """The web server for a log-prob server, to be run with `serve(sockets=[…])` in the latter's event loop."""
+    """The web server of a log-prob server. Run it with `serve(sockets=[…])` in the log-prob server's event loop."""
     return WebServer(make_app(server, tokenizer, name, key=key, bounds=bounds))
+
+
+def recipe_to_serve(named: str | None, model: str | None, sets: Sequence[str], overlays: Sequence[str]) -> tuple[Recipe, Path | None]:
+    """The recipe, and the directory of its run if it is from one. `model` replaces the recipe's model.
+
+    Without both names, it is that of the newest run here, else the fallback recipe.
+    """
+    run = Path(named) if named is not None and _is_run(Path(named)) else None
+    if named is None and model is None:
+        run = _newest_run()
+    loaded = load_whole(run / RECIPE if run is not None else named or FALLBACK, overlays, sets).recipe
+    if model is not None:
+        # The recipe only configures serving: the model has its own tokenizer and sizes.
+        config = loaded.model.model_copy(update={"path": os.path.expanduser(model), "config": None, "tokenizer": None, "init": "weights"})
+        return loaded.model_copy(update={"model": config}), None
+    if run is None and _is_run(loaded.run_path):
+        run = loaded.run_path
+    return loaded, run
+
+
+def _is_run(path: Path) -> bool:
+    return (path / RECIPE).is_file()
+
+
+def _newest_run() -> Path | None:
+    runs = [path for path in Path("runs").glob("*") if _is_run(path)]
+    return max(runs, key=lambda path: (path / RECIPE).stat().st_mtime, default=None)
+
+
+def with_heads_for(recipe: Recipe, tp: int) -> Recipe:
+    """The fallback recipe, whose weights are random, with a number of attention heads that `tp` divides."""
+    config = dict(recipe.model.config or {})
+    shape = shape_of(config)
+    hidden, heads = shape.hidden, shape.heads
+    fits = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
+    if heads % tp == 0 or fits == heads:
+        return recipe
+    print(f"{recipe.name}: {fits} attention heads instead of {heads}, so that tp {tp} fits")
+    config |= {"num_attention_heads": fits, "num_key_value_heads": fits, "head_dim": hidden // fits}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
+
+
+def with_layout(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:
+    """The recipe with the layout of the command line. Raises UserError where it does not fit the model."""
+    from mtpctl.families.reading import shape_of
+    from mtpctl.recipe.model import hf_config
+
+    asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
+    parallel = recipe.logprob.parallel.model_copy(update=asked)
+    changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
+    config = hf_config(recipe.model)
+    if config is not None and (mistake := next(iter(check_parallel(parallel, shape_of(config), "logprob.parallel")), None)):
+        raise UserError(mistake)
+    return recipe.model_copy(update={"logprob": recipe.logprob.model_copy(update=changes)})
+
+
+def served_model(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
+    """The model to serve: the newest checkpoint of the run, else the recipe's model, which is created in `scratch` if necessary."""
+    folder = model_of(recipe, run or scratch)
+    if recipe.model.path is not None and recipe.model.tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(folder.path)
+        except MtpctlError:
+            tokenizer = None
+    else:
+        tokenizer = tokenizer_of(recipe, folder, run or scratch)
+    if run is not None:
+        checkpoint, version = newest_version(run.absolute() / "checkpoints", print_progress)
+        if checkpoint is not None:
+            return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
+        return Served(f"run {run}, the model it starts from", run.absolute().name, folder.path, tokenizer)
+    if recipe.model.path is not None:
+        return Served(f"model {recipe.model.path}", Path(recipe.model.path).absolute().name, folder.path, tokenizer)
+    return Served(f"recipe {recipe.name}, its model with fresh weights", recipe.name, folder.path, tokenizer)

@@ -1,4 +1,4 @@
-"""The job of `mtpctl rollout --serve`: the recipe's engines behind the gateway, for whatever agents come, until a signal stops it."""
+"""The job of `mtpctl rollout --serve`: serves the recipe's engines to any agent through the gateway, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.environments.agents import gateway_socket, playing
 from mtpctl.environments.environment import Failures
-from mtpctl.jobs.rollout import Say, Source, origin_of, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.rollout import origin_of
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
@@ -24,11 +25,11 @@ from mtpctl.signals import stop_signals
 from mtpctl.sync.store import VersionStore
 
 
-def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, say: Say, start: str | None = None) -> int:
-    """Serve until Ctrl-C or SIGTERM. Trajectories that agents finish are added to `out`. Returns how many there were.
+def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Report, start: str | None = None) -> int:
+    """Serve until Ctrl-C or SIGTERM. Trajectories that agents finish are added to `out`. Returns their number.
 
-    `start`: as in `rollout_job.rollout`. Raises UserError for an address that is taken, a file that cannot be written and a tokenizer
-    without a chat template; else what the cluster and the engines raise.
+    `start`: as in `source_of`. Raises UserError for an address in use, a file that cannot be written and a tokenizer without a chat
+    template; else as the cluster and the engines.
     """
     served: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
     served |= {"gateway_host": host, "gateway_port": port}
@@ -36,22 +37,22 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, say: Say, s
     validate(without_training(recipe))
     recipe, bound = with_merged_sync(recipe), gateway_socket(recipe.rollout)
     assert bound is not None, "the gateway is on"
-    with contextlib.closing(bound), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as made, contextlib.ExitStack() as stack:
-        source = source_of(recipe, start, Path(made), say)
-        say(f"model: {source.name}")
+    with contextlib.closing(bound), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
+        source = source_of(recipe, start, Path(scratch), report)
+        report(f"model: {source.name}")
         file = None if out is None else stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {}))
-        store = stack.enter_context(room_for_engines(recipe, source, Path(made)))
-        return asyncio.run(_serve(recipe, source, store, file, bound, say))
+        store = stack.enter_context(room_for_engines(recipe, source, Path(scratch)))
+        return asyncio.run(_serve(recipe, source, store, file, bound, report))
 
 
-async def _serve(recipe: Recipe, source: Source, store: VersionStore, file: SampleFile | None, bound: socket.socket, say: Say) -> int:
+async def _serve(recipe: Recipe, source: Source, store: VersionStore, file: SampleFile | None, bound: socket.socket, report: Report) -> int:
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     for each in stop_signals():
         loop.add_signal_handler(each, stopping.set)
     stopped = asyncio.create_task(stopping.wait())
     finished = 0
     async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.create_task(_started(recipe, source, store, stack, bound, say))
+        starting = asyncio.create_task(_started(recipe, source, store, stack, bound, report))
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -61,24 +62,24 @@ async def _serve(recipe: Recipe, source: Source, store: VersionStore, file: Samp
         failures = Failures()
         samples = await stack.enter_async_context(contextlib.aclosing(generator.generate(_trajectories(recipe, source, file))))
         while True:
-            coming = asyncio.ensure_future(anext(samples))
-            await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            next_sample = asyncio.ensure_future(anext(samples))
+            await asyncio.wait({next_sample, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_sample.done():
+                next_sample.cancel()
+                await asyncio.gather(next_sample, return_exceptions=True)
                 break
-            sample = coming.result()
+            sample = next_sample.result()
             if (failure := failures.first(sample)) is not None:
-                say(failure)
+                report(failure)
             finished += 1
             if file is not None:
-                _keep(file, sample, source)
-    say("stopped")
+                _write(file, sample, source)
+    report("stopped")
     return finished
 
 
 async def _started(
-    recipe: Recipe, source: Source, store: VersionStore, stack: contextlib.AsyncExitStack, bound: socket.socket, say: Say
+    recipe: Recipe, source: Source, store: VersionStore, stack: contextlib.AsyncExitStack, bound: socket.socket, report: Report
 ) -> Generator:
     pool: ReplicaPool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
     return await stack.enter_async_context(
@@ -88,7 +89,7 @@ async def _started(
             source.tokenizer,
             context=source.context,
             name=recipe.name,
-            tell=say,
+            tell=report,
             trains=False,
             anyone=lambda: _trajectory(recipe, source, "request"),
             bound=bound,
@@ -97,10 +98,10 @@ async def _started(
 
 
 async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
-    """A trajectory for whoever comes, without end: nothing is known of its problem."""
-    taken = set() if file is None else {prompt_id for prompt_id, _ in file.done}
+    """Trajectories without a known problem, without end."""
+    names = set() if file is None else {prompt_id for prompt_id, _ in file.done}
     for number in itertools.count():
-        if (name := f"trajectory/{number}") not in taken:
+        if (name := f"trajectory/{number}") not in names:
             yield _trajectory(recipe, source, name)
 
 
@@ -109,8 +110,8 @@ def _trajectory(recipe: Recipe, source: Source, name: str) -> GenerationRequest:
     return request_for(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.ends.ids, problem=problem)
 
 
-def _keep(file: SampleFile, sample: Sample, source: Source) -> None:
-    """Add a trajectory whose agent asked the model at least once."""
+def _write(file: SampleFile, sample: Sample, source: Source) -> None:
+    """Write a trajectory, if its agent sent at least one request."""
     if sample.response_ids:
         sample.reward = sample.environment_reward
         file.append(sample, source.tokenizer.decode(sample.prompt_ids, special=True), source.tokenizer.decode(sample.response_ids))

@@ -1,4 +1,4 @@
-"""Weight syncs by hand, from a recipe's model or a checkpoint to engines that are started for it or serve already."""
+"""The job of `mtpctl sync-weights`: syncs a recipe's model or a checkpoint to running engines, or to engines that it starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,23 +32,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights come from: a checkpoint over the recipe's model, or the model alone; `run` is where both lie."""
+    """The weights: a checkpoint of the recipe's model, or the model itself. `run`: the run directory of both."""
 
     run: Path | None = None
     checkpoint: Path | None = None
 
     @classmethod
     def parse(cls, text: str | None) -> Source:
-        """`--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
+        """Parse `--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
         if text is None:
             return cls()
-        run, checkpoint, _ = version_named(text, tell=print_progress)
+        run, checkpoint, _ = version_named(text, report=print_progress)
         return cls(run, checkpoint)
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The figures of one sync. `link_gb_per_s`: the rate of this machine's memory for `shm`, else None."""
+    """The measurements of one sync. `link_gb_per_s`: the copy rate of this machine's memory for `shm`, else None."""
 
     version: int
     transport: str
@@ -65,14 +64,12 @@ class SyncResult:
 
     @property
     def share(self) -> float | None:
-        """Share of the link's rate that the sync reached; None where that rate was not measured."""
+        """Share of the link's rate that the sync reached; None if that rate was not measured."""
         return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
 
 
-def sync_by_hand(
-    recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int, say: Callable[[str], None]
-) -> list[SyncResult]:
-    """Start what the recipe names, sync `repeat` times and measure each. Raises what starting and syncing raise."""
+def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
+    """Start the trainer and, without `urls`, the recipe's engines; then sync `repeat` times and measure each."""
     if not urls:
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
@@ -80,7 +77,7 @@ def sync_by_hand(
     bundles = placement.of("trainer") if engines else placement.actors
     cpus, gpus = sum(first.cpus for first in bundles), sum(first.gpus for first in bundles)
     with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
-        return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat, say=print_progress))
+        return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat))
 
 
 async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
@@ -96,7 +93,6 @@ async def _sync(
     *,
     verify: bool,
     repeat: int,
-    say: Callable[[str], None],
 ) -> list[SyncResult]:
     model = model_of(recipe, source.run or scratch)
     store = store_in(scratch, recipe, model.shape)
@@ -107,17 +103,17 @@ async def _sync(
         pool: ReplicaPool | None = None
         server: LogprobServer | None = None
         if engines:
-            built = await trainer.build(model.path)
+            counts = await trainer.build(model.path)
         else:
             starting = (_pool(recipe, model, placement, store), _server(recipe, model, placement, store))
-            built, pool, server = await asyncio.gather(trainer.build(model.path), *starting)
+            counts, pool, server = await asyncio.gather(trainer.build(model.path), *starting)
         for actor in (pool, server):
             if actor is not None:
                 stack.push_async_callback(actor.close)
         if source.checkpoint is not None:
             await trainer.restore(source.checkpoint)
         print_progress(
-            f"trainer ready: {built['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else "")
+            f"trainer ready: {counts['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else "")
         )
         served = ServedEngines(engines)
         sync = WeightSync(recipe, trainer, served if pool is None else pool, server, store.root)
@@ -163,10 +159,10 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
     )
 
 
-def render(done: list[SyncResult]) -> str:
-    """The figures as text for a terminal."""
+def render(results: list[SyncResult]) -> str:
+    """The measurements as text for a terminal."""
     lines = []
-    for sync in done:
+    for sync in results:
         share = "" if sync.share is None else f", {sync.share:.0%} of the {sync.link_gb_per_s:.1f} GB/s that the link gives"
         lines.append(
             f"version {sync.version} over {sync.transport} to {sync.targets} target(s): {sync.nbytes / 1e6:,.1f} MB "
@@ -177,5 +173,5 @@ def render(done: list[SyncResult]) -> str:
     return "\n".join(lines)
 
 
-def as_json(done: list[SyncResult]) -> str:
-    return json.dumps([{**asdict(sync), "share": sync.share} for sync in done], indent=1)
+def as_json(results: list[SyncResult]) -> str:
+    return json.dumps([{**asdict(sync), "share": sync.share} for sync in results], indent=1)

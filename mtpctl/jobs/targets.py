@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
 
 CHECKPOINT, WEIGHTS = "run.json", "config.json"
 START = "start"
-"""Folder of a run directory with the weights that the run began from, where those were converted from a checkpoint."""
+"""Folder in a run directory with the weights that the run began from, if they were converted from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Target:
     """A recipe with overlays and sets applied.
 
-    run: the run that the recipe is from. changed: keys in which it differs from that run's. start: the weights, where they are not the
-    newest of the recipe's run directory.
+    run: the run that the recipe is from. changed: keys in which it differs from that run's. start: the weights, if not the newest of the
+    recipe's run directory.
     """
 
     loaded: Loaded
@@ -40,17 +42,17 @@ class Target:
         return self.loaded.recipe
 
     @property
-    def told(self) -> str:
-        """A line that says which run resumes with which changes, or whose recipe a new run takes."""
+    def summary(self) -> str:
+        """A message: which run resumes with which changes, or which run's recipe a new run takes."""
         assert self.run is not None
-        with_what = "with " + ", ".join(self.changed) if self.changed else "with the recipe that it had"
+        changes = "with " + ", ".join(self.changed) if self.changed else "with the recipe that it had"
         if self.recipe.run_path.absolute() == self.run:
-            return f"{self.run} goes on {with_what}"
+            return f"{self.run} goes on {changes}"
         return f"{self.recipe.run_path} begins with the recipe of {self.run}" + (f" and {', '.join(self.changed)}" if self.changed else "")
 
 
 def run_of(target: str | Path) -> Path | None:
-    """The run directory that a run or a checkpoint stands for; None for anything else."""
+    """The directory of a run, or of the run of a checkpoint; None for anything else."""
     folder = Path(target).expanduser().absolute()
     run = folder.parent.parent if (folder / CHECKPOINT).is_file() else folder
     return run if _recipe_of(run).is_file() else None
@@ -59,8 +61,8 @@ def run_of(target: str | Path) -> Path | None:
 def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
     """The recipe that `target` stands for, with overlays and sets on top.
 
-    A run's directory is the one that it lies in now, so that a run that was moved or copied resumes. Raises UserError as `load_recipe`
-    does, and for a folder that is no run.
+    The run directory is its current one, so that a run that was moved or copied resumes. Raises UserError as `load_recipe`, and for a
+    folder that is not a run.
     """
     from mtpctl.recipe.loading import flatten, load_recipe
 
@@ -73,51 +75,59 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
             raise UserError(f"{target} is neither {kinds}; name one of these, or a recipe file")
         return Target(load_recipe(target, overlays=overlays, sets=sets))
     source = _recipe_of(run)
-    had = load_recipe(source)
-    here = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _placed(had.recipe, run).items()]
-    if (began := _began_from(had.recipe, run)) is not None:
+    saved = load_recipe(source)
+    here = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _placed(saved.recipe, run).items()]
+    if (began := _began_from(saved.recipe, run)) is not None:
         here.append(f"model.path={json.dumps(began, ensure_ascii=False)}")
     loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
-    before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (had, loaded))
-    # A new place of the run is no change that the user asked for.
+    before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (saved, loaded))
+    # That the run was moved is not a change by the user.
     before |= {tuple(key.split(".")): json.loads(value) for key, _, value in (each.partition("=") for each in here)}
-    asked = [key for key in now if now[key] != before.get(key)]
-    changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in asked)
+    keys = [key for key in now if now[key] != before.get(key)]
+    changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in keys)
     return Target(loaded, run, str(folder.absolute()) if run != folder.absolute() else None, changed)
+
+
+def load_whole(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
+    """`load_target` for commands that take whole runs. Raises UserError for a checkpoint as well."""
+    loaded = load_target(target, overlays, sets)
+    if loaded.start is not None:
+        raise UserError(f"{target} is a checkpoint of {loaded.run}; name the run, whose newest one is taken")
+    return loaded
 
 
 @contextlib.contextmanager
 def target_with_weights(target: str, start: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Target]:
-    """`load_target`, also for a folder of weights, which has no recipe but overlays and sets.
+    """`load_target`, also for a folder of weights, whose recipe consists of overlays and sets.
 
-    `start` is what `--from` names; it takes precedence over the weights that the target stands for.
+    `start`: the value of `--from`, which takes precedence over the target's weights.
     """
     folder = Path(target).absolute()
     if (folder / WEIGHTS).is_file():
         from mtpctl.recipe import yaml12
         from mtpctl.recipe.loading import load_recipe
 
-        with tempfile.TemporaryDirectory(prefix="mtpctl-") as made:
-            file = Path(made) / "folder.yaml"
+        with tempfile.TemporaryDirectory(prefix="mtpctl-") as scratch:
+            file = Path(scratch) / "folder.yaml"
             file.write_text(yaml12.dump({"name": "folder", "model": {"path": str(folder)}}), encoding="utf-8")
             yield Target(load_recipe(file, overlays=overlays, sets=sets), start=start or str(folder))
         return
-    found = load_target(target, overlays, sets)
-    yield Target(found.loaded, found.run, start or found.start, found.changed)
+    loaded = load_target(target, overlays, sets)
+    yield Target(loaded.loaded, loaded.run, start or loaded.start, loaded.changed)
 
 
 @dataclass(frozen=True)
 class StartWeights:
-    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint (of an adapter) over the model `over`."""
+    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint (of an adapter) of the model `base`."""
 
-    told: str
-    over: str
+    name: str
+    base: str
     checkpoint: Path | None = None
     adapter: bool = False
 
     def sets(self, folder: Path | None = None) -> list[str]:
-        """The `--set` texts with which a recipe takes these weights, or those of the `folder` that they were converted to."""
-        path = json.dumps(str(folder or self.over), ensure_ascii=False)
+        """The values of `--set` for a recipe with these weights, or with the `folder` that they were converted to."""
+        path = json.dumps(str(folder or self.base), ensure_ascii=False)
         return [f"model.path={path}", "model.config=null", "model.init=weights"]
 
 
@@ -130,24 +140,24 @@ def start_weights(text: str) -> StartWeights:
     from mtpctl.jobs.progress import print_progress
     from mtpctl.recipe.loading import load_recipe
 
-    run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})", tell=print_progress)
+    run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})", report=print_progress)
     recipe = load_recipe(_recipe_of(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
-    over = run / "model" if model.drawn else model.path
-    return StartWeights(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(over), checkpoint, adapter)
+    base = run / "model" if model.drawn else model.path
+    return StartWeights(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(base), checkpoint, adapter)
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether the run has a checkpoint to take weights from."""
+    """Whether the run has a checkpoint."""
     from mtpctl.checkpoint.finding import newest
 
     return newest(run / "checkpoints") is not None
 
 
 def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
-    """The keys that name the place of a run that was moved or copied; none where its recipe still does.
+    """The keys that locate a run that was moved or copied; empty if its recipe is still correct.
 
-    Where `{name}` was the last part of the directory it stays so, under the folder's name: then `--set name=NAME` makes another run.
+    If `{name}` is the last part of the directory it remains so, with the folder's name: then `--set name=NAME` creates another run.
     """
     from mtpctl.recipe.schema import NAMES
 
@@ -162,7 +172,7 @@ def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
 
 
 def _began_from(recipe: Recipe, run: Path) -> str | None:
-    """The weights in a run directory that the run began from, where the run was moved; None where they lie as its recipe says."""
+    """The weights in a run directory that the run began from, if the run was moved; None if its recipe is still correct."""
     there, here = recipe.model.path, run / START
     if there is None or Path(there).name != START or Path(there).absolute() == here or not (here / WEIGHTS).is_file():
         return None
@@ -177,3 +187,36 @@ def _recipe_of(run: Path) -> Path:
 
 def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def training_target(
+    recipe: str | None, start: str | None, overlays: Sequence[str], sets: Sequence[str], converted: Path | None = None
+) -> tuple[Target, StartWeights | None]:
+    """The target of `train` and the weights of `--from`, if any. `converted`: the folder with these weights."""
+    if start is None:
+        if recipe is None:
+            raise UserError("RECIPE: name a recipe or a run, or a run with --from")
+        return load_whole(recipe, overlays, sets), None
+    weights = start_weights(start)
+    if recipe is None and (run := run_of(start)) is None:
+        raise UserError(f"--from: {start} has no recipe with it; name a recipe before it")
+    named = recipe or str(run)
+    target = load_whole(named, overlays, sets)
+    run_path = target.recipe.run_path
+    if run_of(run_path) is not None:
+        by_name = "--set name=NAME or " if "{name}" in target.recipe.run_dir else ""
+        raise UserError(f"--from: {run_path} holds a run that has begun already; name a new one with {by_name}--set run_dir=FOLDER")
+    return Target(load_whole(named, overlays, [*sets, *weights.sets(converted)]).loaded, target.run, changed=target.changed), weights
+
+
+def convert_start(weights: StartWeights, run: Path) -> tuple[Path, int]:
+    """Convert a checkpoint to a Hugging Face folder in the run directory, an adapter merged in. Returns it and the exit code.
+
+    Runs in another process, since the conversion imports torch and hides the GPUs from its process.
+    """
+    folder = run / START
+    run.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "mtpctl", "convert-hf", str(weights.checkpoint), str(folder), "--force"]
+    if weights.adapter:
+        command.append("--merge")
+    return folder, subprocess.run(command, stdout=sys.stderr).returncode

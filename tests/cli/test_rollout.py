@@ -25,9 +25,9 @@ def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     def call(found: dict[str, Any], *arguments: str) -> tuple[int, str, str, list[Any]]:
         handed: list[Any] = []
 
-        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, say: Any, progress: Any, start: Any) -> dict[str, Any]:
+        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, report: Any, progress: Any, start: Any) -> dict[str, Any]:
             handed.extend([recipe, prompts, out, n, start])
-            say("model: as it is")
+            report("model: as it is")
             for done in range(1, 41):
                 progress(done, 40, Tally(speculation=_spec()))
             return found
@@ -43,7 +43,7 @@ def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 def _spec() -> Any:
     tally = Tally()
-    tally.speculation.add(Speculation(4, 1, [1], 2))
+    tally.speculation.add(Speculation(4, 1, [1], 2), 3)
     return tally.speculation
 
 

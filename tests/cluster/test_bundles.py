@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, Claim, current_location, draining, living, ray_hosts
-from mtpctl.controller.starting import seated
+from mtpctl.controller.starting import reserve_bundles
 from mtpctl.controller.status import Waits
 from mtpctl.errors import ClusterResources, RuntimeFailure
 from mtpctl.plan.placement import Placement
@@ -57,8 +57,8 @@ class Probe:
         return current_location()
 
 
-async def reserve_bundles(recipe: Recipe, lines: list[str], stopping: asyncio.Event | None = None) -> tuple[Placement, Bundles] | None:
-    return await seated(recipe, Waits(lambda messages: lines.extend(messages), Path()), stopping or asyncio.Event())
+async def reserve(recipe: Recipe, lines: list[str], stopping: asyncio.Event | None = None) -> tuple[Placement, Bundles] | None:
+    return await reserve_bundles(recipe, Waits(lambda messages: lines.extend(messages), Path()), stopping or asyncio.Event())
 
 
 def start_in(bundle: ActorBundle, **options: Any) -> Any:
@@ -74,7 +74,7 @@ def test_actors_run_on_the_hosts_and_cards_of_the_plan(hosts: Any) -> None:
 
     async def main() -> None:
         lines: list[str] = []
-        reserved = await reserve_bundles(recipe_of(), lines)
+        reserved = await reserve(recipe_of(), lines)
         assert reserved is not None
         placement, bundles = reserved
         ranks = [placement.of("trainer")[i].host for i in range(4)]
@@ -87,7 +87,7 @@ def test_actors_run_on_the_hosts_and_cards_of_the_plan(hosts: Any) -> None:
         assert bundles.locations["trainer-0"].cards != bundles.locations["trainer-1"].cards
 
         # The cluster is full: a second run waits until capacity is released.
-        waiting = asyncio.create_task(reserve_bundles(recipe_of("train.parallel.dp=1", "rollout.replicas=1"), lines))
+        waiting = asyncio.create_task(reserve(recipe_of("train.parallel.dp=1", "rollout.replicas=1"), lines))
         await asyncio.sleep(1.5)
         assert not waiting.done()
         for name in ("trainer-2", "trainer-3", "rollout-1"):
@@ -109,10 +109,10 @@ def test_a_stop_ends_the_wait_and_a_run_that_never_fits_is_an_error(hosts: Any) 
     async def main() -> None:
         began, stopping = time.monotonic(), asyncio.Event()
         with pytest.raises(ClusterResources, match="8 GPUs are needed"):
-            await reserve_bundles(recipe_of("train.gpus=1", "train.parallel.dp=3", "rollout.gpus=1"), [])
+            await reserve(recipe_of("train.gpus=1", "train.parallel.dp=3", "rollout.gpus=1"), [])
         assert time.monotonic() - began > 1, "hosts may still join"
         stopping.set()
-        assert await reserve_bundles(recipe_of("train.gpus=1", "train.parallel.dp=3", "rollout.gpus=1"), [], stopping) is None
+        assert await reserve(recipe_of("train.gpus=1", "train.parallel.dp=3", "rollout.gpus=1"), [], stopping) is None
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -251,7 +251,7 @@ async def test_a_run_without_room_for_the_least_shows_what_it_waits_for(tmp_path
         room.clear()
         task = asyncio.ensure_future(collect(it.pool, requests(20)))
         await it.until(lambda: bool(it.waits._waits) and waited > 2)
-        assert it.waits._waits[0].what == "rollout: 0 of at least 2 replica(s) have a host (rollout.replicas.min), waiting for room"
+        assert it.waits._waits[0].reason == "rollout: 0 of at least 2 replica(s) have a host (rollout.replicas.min), waiting for room"
         assert not task.done()
         room["c"] = 2
         await it.settled(0, 1)

@@ -131,7 +131,7 @@ def test_a_set_takes_a_function_of_the_users_own_and_others_the_runs(tmp_path: P
     async def rewarded(sets: dict[str, object], *asked: tuple[str, Problem]) -> tuple[set[str], list[Outcome]]:
         recipe = recipe_of().model_copy(update={"evaluation": EvaluationConfig.model_validate({"sets": sets})})
         async with contextlib.AsyncExitStack() as stack:
-            rewards = await start_rewards(recipe, stack, tell=told.append)
+            rewards = await start_rewards(recipe, stack, report=told.append)
             return set(rewards), [await rewards[name]("1234", problem, Sample("p", "g", [1])) for name, problem in asked]
 
     problem, other = Problem("p", "x", "1", fields={"worth": 2}), Problem("q", "x", "1")

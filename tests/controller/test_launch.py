@@ -17,8 +17,8 @@ from mtpctl.checkpoint.listing import point_to
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
-from mtpctl.controller.prepare import Prepared, changed_old_logprobs, check_drawn, model_of, prepare
-from mtpctl.controller.resuming import Start
+from mtpctl.controller.prepare import Prepared, model_of, prepare
+from mtpctl.controller.resuming import Start, changed_old_logprobs, check_drawn
 from mtpctl.controller.state import resumed_from
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement
@@ -67,7 +67,7 @@ def drive(
             asked.append(method)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "seated", anywhere)
+    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
     home = recipe.run_path
     prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
     start = Start(folder, resumed_from(folder, recipe.train))
@@ -182,7 +182,7 @@ def test_the_resume_line_of_rl_tells_what_has_changed(tmp_path: Path, monkeypatc
         return None, None
 
     class Stopped:
-        def __init__(self, *asked: Any, beside: Any, revive: Any) -> None:
+        def __init__(self, *asked: Any, background: Any, revive: Any) -> None:
             self.state = asked[-1]
 
         async def run(self) -> None:
@@ -221,7 +221,7 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
             return await super().begin_save(path)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "seated", anywhere)
+    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
     monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
     assert launch.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
     assert [path.relative_to(tmp_path / "runs" / "here") for path in told] == [
@@ -241,7 +241,7 @@ def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
             point_to(path)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "seated", anywhere)
+    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
     monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
     home, copy = tmp_path / "run", tmp_path / "copy"
     sets = (f"train.checkpoint_copy=file://{copy}", "cluster.num_cpus=2", "train.sft.batch_size=1", "train.sft.until_loss=0")
@@ -290,7 +290,7 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(
         raise failure
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "seated", anywhere)
+    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
     monkeypatch.setattr(Run, "_start_actors", engines)
     begun = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.rl.steps=1", "train.sft.steps=1000", "train.sft.batch_size=1")
     home, rows = begun.run_path, Rows()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.controller.evaluate import request_of
 from mtpctl.controller.prepare import model_of, prepare, store_in
+from mtpctl.controller.rollout_loop import request_of
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.loading import load_recipe

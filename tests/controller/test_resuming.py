@@ -146,7 +146,7 @@ class Disk:
 
 def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    state, disk = RunState(tmp_path, TrainConfig(), tell=told.append), Disk(monkeypatch, 25)
+    state, disk = RunState(tmp_path, TrainConfig(), report=told.append), Disk(monkeypatch, 25)
     assert asyncio.run(state.until_saved(disk.save)) == "saved"
     assert disk.tries == 4 and disk.now == 3 * AGAIN_S
     assert told == [

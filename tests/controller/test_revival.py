@@ -82,7 +82,7 @@ class Mortal(FakeTrainerGroup):
         await super().publish_checkpoint(path, keep, needed)
         point_to(path)
 
-    async def start_anew(self, tell: Any, stopping: asyncio.Event) -> None:
+    async def restart(self, report: Any, stopping: asyncio.Event) -> None:
         async with asyncio.timeout(10):
             while not self.meanwhile():
                 await asyncio.sleep(0.005)
@@ -110,7 +110,7 @@ def test_damaged_newest_checkpoint_sends_the_stage_back_to_the_one_before_with_i
         with pytest.raises(TrainerLost) as raised:
             await revival(lost)
         assert raised.value is lost and trainer.starts == 0
-        return await revival(lost, anew=True)
+        return await revival(lost, redraw=True)
 
     assert asyncio.run(main()) == root / "rl-000002" and state.step == 2
     assert [path.name for path in root.iterdir() if ".damaged" in path.name] == ["rl-000004.damaged"]
@@ -209,7 +209,7 @@ def test_rollout_goes_on_meanwhile(tmp_path: Path) -> None:
 def test_it_is_told_what_died_and_where_the_run_goes_on(tmp_path: Path) -> None:
     _, world, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}})
     lost, back = [message for kind, message in world.events if kind == "restart"]
-    assert lost == "trainer rank 0, rl_step: ActorDiedError; starting the trainer anew, 1 of train.max_restarts: 3"
+    assert lost == "trainer rank 0, rl_step: ActorDiedError; restarting the trainer, 1 of train.max_restarts: 3"
     assert back.startswith("trainer back after 0 s: rl goes on after step 2, from rl-000002")
 
 
@@ -253,7 +253,7 @@ def test_a_host_that_is_seen_to_be_gone_while_ranks_start_there_is_the_same_loss
     revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
     asyncio.run(revival.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
     told = [message for _, message in world.events]
-    assert told[1] == "trainer-1: its host is gone; starting the trainer anew, 1 of train.max_restarts: 1" and len(told) == 3
+    assert told[1] == "trainer-1: its host is gone; restarting the trainer, 1 of train.max_restarts: 1" and len(told) == 3
 
 
 def test_the_supervised_stage_draws_the_same_problems_again(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -19,13 +18,12 @@ from mtpctl.controller.rollout_loop import BATCHES_WITHOUT_SIGNAL
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
-from mtpctl.data.sets import ProblemSets
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Answered, Outcome
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
-from tests.fakes.rl_stage import FakeGenerator, FakeTrainer, World, recipe_of, right_or_wrong, run, stage_of
+from tests.fakes.rl_stage import FakeGenerator, FakeTrainer, World, hold_out, recipe_of, right_or_wrong, run, stage_of
 from tests.fakes.trainer_group import FakeTrainerGroup
 
 
@@ -553,7 +551,7 @@ def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Pa
 
     async def scenario() -> None:
         stage = stage_of(recipe, world, tmp_path, generator=Cutting(world, lambda s: str(s.index)))
-        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        hold_out(stage)
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())
@@ -577,7 +575,7 @@ def test_the_last_evaluation_is_of_the_last_update(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, reward=reward)
-        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        hold_out(stage)
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())
@@ -614,7 +612,7 @@ def test_a_resumed_run_makes_up_for_the_evaluation_it_may_have_ended_in(tmp_path
 
     async def scenario() -> None:
         stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
-        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        hold_out(stage)
         stage.state.step = resumed_at
         await asyncio.wait_for(stage.run(), 20)
 
@@ -660,7 +658,7 @@ def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path, hangs_at: int) -> 
                     await asyncio.Event().wait()
 
         stage = stage_of(recipe, world, tmp_path, generator=Hanging(world, lambda s: str(s.index)))
-        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        hold_out(stage)
         running = asyncio.create_task(stage.run())
         await asyncio.wait_for(hanging.wait(), 20)
         stage.state.stopping.set()
@@ -692,7 +690,7 @@ def test_speed_and_idle_shares_hold_around_evaluations(tmp_path: Path, wait: boo
 
     async def scenario() -> None:
         stage = stage_of(recipe, world, tmp_path, generator=Slow(world, text))
-        stage.prepared = replace(stage.prepared, problems=ProblemSets(stage.prepared.problems.train, [Problem("e0", "0", "1")], []))
+        hold_out(stage)
         await asyncio.wait_for(stage.run(), 20)
 
     asyncio.run(scenario())

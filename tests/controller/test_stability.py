@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from mtpctl.controller.stability import LEAST, WINDOW, StabilityWatch, autocorrelation, residuals
+from mtpctl.controller.stability import MIN_UPDATES, WINDOW, StabilityWatch, autocorrelation, residuals
 from mtpctl.recipe.loading import load_recipe
 
 GROUPS, SIZE = 16, 8
@@ -28,7 +28,7 @@ def run(level, updates: int, seed: int = 0, sets: tuple[str, ...] = ()) -> tuple
     watch, draw = StabilityWatch(load_recipe("tiny_mtp", sets=list(sets)).recipe), random.Random(seed)
     values, said = [], []
     for t in range(updates):
-        metrics, warning = watch.take(groups(draw, level(t)), {"async/staleness_mean": 0.99})
+        metrics, warning = watch.update(groups(draw, level(t)), {"async/staleness_mean": 0.99})
         values += list(metrics.values())
         said += [] if warning is None else [warning]
     return values, said
@@ -47,7 +47,7 @@ def swinging(t: int) -> float:
 def test_a_run_that_learns_steadily_is_left_alone(seed: int) -> None:
     values, said = run(rising, 80, seed)
     assert not said
-    assert len(values) == 80 - LEAST + 1 and statistics.fmean(values) > 0.6
+    assert len(values) == 80 - MIN_UPDATES + 1 and statistics.fmean(values) > 0.6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,14 +76,14 @@ def test_a_lasting_fall_is_told() -> None:
 def test_an_entropy_that_grows_is_told() -> None:
     watch, draw, said = StabilityWatch(load_recipe("tiny_mtp").recipe), random.Random(0), []
     for t in range(40):
-        said.append(watch.take(groups(draw, 0.6), {"actor/entropy": 0.02 * (1.08**t)})[1])
+        said.append(watch.update(groups(draw, 0.6), {"actor/entropy": 0.02 * (1.08**t)})[1])
     assert any(each and "entropy has grown" in each for each in said)
 
 
 def test_groups_that_do_not_scatter_say_nothing() -> None:
     watch = StabilityWatch(load_recipe("tiny_mtp").recipe)
-    assert watch.take([], {}) == ({}, None) and watch.take([0.5], {}) == ({}, None)
-    values = [watch.take([0.5, 0.5], {})[0] for _ in range(LEAST)]
+    assert watch.update([], {}) == ({}, None) and watch.update([0.5], {}) == ({}, None)
+    values = [watch.update([0.5, 0.5], {})[0] for _ in range(MIN_UPDATES)]
     assert values[-1] == {"rl/stability": 1.0}
 
 

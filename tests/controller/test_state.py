@@ -169,7 +169,7 @@ def test_what_could_not_be_written_is_tried_again_after_a_later_update(
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=beside)
         told: list[str] = []
-        state.tell = told.append
+        state.report = told.append
         trainer.failing_saves, trainer.written = 1, True
         for _ in range(2 + beside):
             await step(state, group)
@@ -246,7 +246,7 @@ def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, m
         state.buffer = Buffer()
         await step(state, group)
         told: list[str] = []
-        state.tell = told.append
+        state.report = told.append
         await step(state, group)
         assert "sft-000002 was not written: No space left on device; training goes on" in told[0]
         assert trainer.published == [] and not trainer.folder.exists()
@@ -332,4 +332,4 @@ def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
 def test_a_folder_with_somebody_elses_state_is_no_checkpoint(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"^--from: .*(metadata|run)\.json is (missing|truncated or overwritten); name another"):
-        version_named(str(tmp_path), tell=print)
+        version_named(str(tmp_path), report=print)

@@ -134,7 +134,7 @@ def test_its_json_is_json_whatever_was_logged(tmp_path: Path) -> None:
 
 
 def test_a_wait_is_told_with_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "LOOK_S", 0.001)
+    monkeypatch.setattr(status, "REPORT_S", 0.001)
     told: list[Sequence[str]] = []
 
     async def main() -> None:
@@ -158,7 +158,7 @@ def test_what_an_earlier_run_printed_is_not_told(tmp_path: Path) -> None:
     os.utime(log, (1.0, 1.0))
     under_way = Waits(lambda _: None, tmp_path)
     with under_way.on("trainer: loading", "trainer rank 0") as wait:
-        assert wait.told(tmp_path) == "trainer: loading, 0 s"
+        assert wait.line(tmp_path) == "trainer: loading, 0 s"
         log.write_text("── yesterday\nit died\n── today\n")
         os.utime(log, (time.time() + 9, time.time() + 9))
-        assert wait.told(tmp_path) == "trainer: loading, 0 s", "it has started, and printed nothing yet"
+        assert wait.line(tmp_path) == "trainer: loading, 0 s", "it has started, and printed nothing yet"

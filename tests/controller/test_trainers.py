@@ -102,7 +102,7 @@ class Cluster:
                 self.free[spec.node] -= claim.cpus
                 bundles.by_actor[claim.actor] = ActorBundle(claim, spec.node, None)
 
-    def start_anew(self, monkeypatch: pytest.MonkeyPatch, *, least: int | None = None, then: Callable[[], object] = lambda: None) -> Any:
+    def restart(self, monkeypatch: pytest.MonkeyPatch, *, least: int | None = None, then: Callable[[], object] = lambda: None) -> Any:
         """The hosts of the ranks that are started, and what was told."""
         parallel = {"tp": 2, "dp": 2}
         recipe = Recipe.model_validate({"model": {"path": "x"}, "train": {"parallel": parallel, "min_dp": least}})
@@ -123,7 +123,7 @@ class Cluster:
                     stopping.set()
 
             waiting = asyncio.create_task(later())
-            await asyncio.wait_for(made.start_anew(told.append, stopping), 10)
+            await asyncio.wait_for(made.restart(told.append, stopping), 10)
             waiting.cancel()
 
         asyncio.run(main())
@@ -131,26 +131,26 @@ class Cluster:
 
 
 def test_ranks_come_back_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Cluster(monkeypatch, {"a": 8, "b": 0, "c": 0}).start_anew(monkeypatch) == (["b", "b", "c", "c"], [], 2)
+    assert Cluster(monkeypatch, {"a": 8, "b": 0, "c": 0}).restart(monkeypatch) == (["b", "b", "c", "c"], [], 2)
 
 
 def test_those_whose_host_is_gone_move_together_to_one_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Cluster(monkeypatch, {"a": 1, "c": 0, "d": 3})
-    assert hosts.start_anew(monkeypatch) == (["c", "c", "d", "d"], [], 2)
+    assert hosts.restart(monkeypatch) == (["c", "c", "d", "d"], [], 2)
     assert hosts.free == {"a": 1, "c": 0, "d": 1}
 
 
 def test_where_there_is_no_room_fewer_go_on_as_far_as_the_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Cluster(monkeypatch, {"a": 1, "c": 0}).start_anew(monkeypatch, least=1) == (["c", "c"], [], 1)
+    assert Cluster(monkeypatch, {"a": 1, "c": 0}).restart(monkeypatch, least=1) == (["c", "c"], [], 1)
 
 
 def test_else_the_run_waits_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Cluster(monkeypatch, {"a": 1, "c": 0})
-    started, told, dp = hosts.start_anew(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
+    started, told, dp = hosts.restart(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
     assert (started, dp) == (["c", "c", "e", "e"], 2)
     assert told == ["no room for the trainer's ranks; waiting for a host that joins, or is free again"]
 
 
 def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainerLost, match="a stop was asked for"):
-        Cluster(monkeypatch, {"a": 1, "c": 0}).start_anew(monkeypatch, then=lambda: "stop")
+    with pytest.raises(TrainerLost, match="a stop was requested"):
+        Cluster(monkeypatch, {"a": 1, "c": 0}).restart(monkeypatch, then=lambda: "stop")

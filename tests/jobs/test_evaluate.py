@@ -10,7 +10,7 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.jobs import evaluate as jobs_evaluate
-from mtpctl.jobs.evaluate import Evaluation, evaluate_weights, rendered
+from mtpctl.jobs.evaluate import Evaluation, evaluate_weights, render
 from mtpctl.jobs.targets import target_with_weights as asked
 from mtpctl.recipe.loading import dump_resolved
 from tests.cli.test_commands import mtpctl as mtpctl
@@ -85,7 +85,7 @@ def test_what_cannot_be_measured_is_told_before_anything_starts(
     monkeypatch.setattr(jobs_evaluate, "room_for_engines", started)
     (tmp_path / "rows.jsonl").write_text(ROW)
     with pytest.raises(UserError, match=told) as caught:
-        evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, say=silent)
+        evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, report=silent)
     assert "\n" not in str(caught.value)
 
 
@@ -103,10 +103,10 @@ def test_held_out_rows_need_none_to_train_on(run: Path, tmp_path: Path, monkeypa
     rows = ["data.task=null", f"data.eval_path={tmp_path}/rows.jsonl", "data.columns={prompt: question}"]
     said: list[str] = []
     with pytest.raises(Started):
-        evaluate_weights(recipe(run, *rows), n=None, say=said.append)
+        evaluate_weights(recipe(run, *rows), n=None, report=said.append)
     assert said[0].endswith("1 responses to 1 held-out problems")
     with pytest.raises(UserError, match=r"^data\.eval_path: no file no\.jsonl"):
-        evaluate_weights(recipe(run, "data.task=null", "data.eval_path=no.jsonl"), n=None, say=silent)
+        evaluate_weights(recipe(run, "data.task=null", "data.eval_path=no.jsonl"), n=None, report=silent)
 
 
 def test_the_table_names_every_set() -> None:
@@ -115,7 +115,7 @@ def test_the_table_names_every_set() -> None:
         "held-out": {"n": 1, "accuracy": 0.5, "problems": 8.0, **shared},
         "gsm8k": {"n": 2, "avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "problems": 4.0, "spec_accept_rate": 0.75, **shared},
     }
-    lines = rendered(Evaluation(model="checkpoint x", version=3, seconds=4.0, sets=sets)).splitlines()
+    lines = render(Evaluation(model="checkpoint x", version=3, seconds=4.0, sets=sets)).splitlines()
     assert lines[0].split() == ["set", "problems", "n", "avg@n", "pass@k", "length", "cut", "off", "acceptance"]
     assert lines[1].split() == ["held-out", "8", "1", "0.500", "–", "12.0", "25.0%", "–"]
     assert lines[2].split() == ["gsm8k", "4", "2", "0.250", "@1", "25.0%", "@2", "50.0%", "12.0", "25.0%", "75.0%"]
@@ -127,7 +127,7 @@ def test_engines_measure_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(ROW)
     held_out = f"evaluation.sets.a={{path: {tmp_path}/rows.jsonl, columns: {{prompt: question}}, n: 4}}"
     said: list[str] = []
-    found = evaluate_weights(recipe(run, "data.task.eval_size=3", held_out), n=None, say=said.append)
+    found = evaluate_weights(recipe(run, "data.task.eval_size=3", held_out), n=None, report=said.append)
     assert said == [f"model: the weights of {run / 'model'}; 7 responses to 4 held-out problems"]
     assert {name: (each["n"], each["problems"]) for name, each in found["sets"].items()} == {"held-out": (1, 3.0), "a": (4, 1.0)}
     assert {"avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "spec_accept_rate"} <= set(found["sets"]["a"])

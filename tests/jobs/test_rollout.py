@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.jobs import rollout
+from mtpctl.jobs import engines, rollout
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sample_file import SampleFile
@@ -65,9 +65,9 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def answer(
-    recipe: Recipe, prompts: Path, out: Path, n: int = 1, say: Callable[[str], None] = silent, start: str | None = None
+    recipe: Recipe, prompts: Path, out: Path, n: int = 1, report: Callable[[str], None] = silent, start: str | None = None
 ) -> dict[str, Any]:
-    return rollout.rollout(recipe, prompts, out, n=n, say=say, progress=silent, start=start)
+    return rollout.rollout(recipe, prompts, out, n=n, report=report, progress=silent, start=start)
 
 
 def leave_checkpoint(run: Path, name: str, version: int) -> Path:
@@ -104,7 +104,7 @@ def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_pa
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": f"{i}+{i}="} | ({"answer": 2 * i} if i else {}) for i in range(6)))
     said: list[str] = []
     heard: list[int] = []
-    found = rollout.rollout(made, prompts, tmp_path / "o", n=2, say=said.append, progress=lambda done, total, tally: heard.append(done))
+    found = rollout.rollout(made, prompts, tmp_path / "o", n=2, report=said.append, progress=lambda done, total, tally: heard.append(done))
     assert said == [f"model: checkpoint {checkpoint} (weight version 3)"]
     assert heard == list(range(1, 13))
     assert (found["samples"], found["made"], found["rewarded"]) == (12, 12, 10)
@@ -160,7 +160,7 @@ def test_of_a_trained_run_the_newest_weights_answer_unless_others_are_named(
     start = str(weights) if from_ == "model" else str(tmp_path / from_) if from_ else None
     made = recipe(trained, "model.config=null", f"model.path={weights}", "model.init=weights")
     said: list[str] = []
-    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", say=said.append, start=start)
+    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", report=said.append, start=start)
     source, (checkpoint, version) = generated[0][0], wanted[from_]
     assert (source.model.path, source.checkpoint, source.version) == (weights, checkpoint, version)
     assert said[0] == "model: " + (f"checkpoint {checkpoint} (weight version {version})" if checkpoint else f"the weights of {weights}")
@@ -201,7 +201,7 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
     made = recipe(run)
     with SampleFile.open(
-        tmp_path / "o", rollout.origin_of(made, rollout.source_of(made, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
+        tmp_path / "o", rollout.origin_of(made, engines.source_of(made, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
     ) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
     answer(made, prompts, tmp_path / "o")

@@ -25,10 +25,10 @@ ASK = {"model": "any", "messages": [{"role": "user", "content": "1+1="}], "max_t
 
 def test_what_cannot_be_served_is_told_before_anything_starts(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="MTPCTL_GATEWAY_KEY"):
-        serve(recipe(run), None, host="0.0.0.0", port=0, say=print)
+        serve(recipe(run), None, host="0.0.0.0", port=0, report=print)
     (tmp_path / "o.jsonl").write_text("something else\n")
     with pytest.raises(UserError, match=r"o\.jsonl:1: is not a sample"):
-        serve(recipe(run), tmp_path / "o.jsonl", host="127.0.0.1", port=0, say=print)
+        serve(recipe(run), tmp_path / "o.jsonl", host="127.0.0.1", port=0, report=print)
 
 
 @pytest.mark.slow

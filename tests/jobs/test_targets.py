@@ -32,11 +32,11 @@ def trained(run: Path) -> Path:
 def test_what_a_run_had_is_the_start_and_what_is_new_is_told(trained: Path) -> None:
     as_it_was = load_target(trained)
     assert (as_it_was.recipe.seed, as_it_was.changed, as_it_was.run) == (5, (), trained)
-    assert as_it_was.told == f"{trained} goes on with the recipe that it had"
+    assert as_it_was.summary == f"{trained} goes on with the recipe that it had"
     assert dump_resolved(as_it_was.recipe) == (trained / "recipe.resolved.yaml").read_text(), "a resumed run is no other recipe"
     steps = as_it_was.recipe.train.rl.steps
     found = load_target(trained, sets=["train.rl.steps=7", "seed=5"])
-    assert found.told == f"{trained} goes on with train.rl.steps: {steps} → 7"
+    assert found.summary == f"{trained} goes on with train.rl.steps: {steps} → 7"
 
 
 def test_a_run_that_was_moved_is_found_where_it_lies(trained: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_was_moved_takes_another_name_as_one_that_was_not(tmp_path: P
     assert load_target(lies).recipe.run_path == lies and load_target(lies).changed == ()
     found = load_target(lies, sets=["name=b"])
     assert found.recipe.run_path == tmp_path / "disk" / "b"
-    assert found.told == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
+    assert found.summary == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
 
 
 def test_a_copy_of_a_run_has_its_folders_name_and_takes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_copy_of_a_run_has_its_folders_name_and_takes_another_one(tmp_path: Pa
     shutil.copytree(first, copy)
     found = load_target(copy, sets=["seed=9"])
     assert (found.recipe.name, found.recipe.run_dir) == ("b", "runs/{name}")
-    assert found.told == f"{copy} goes on with seed: 0 → 9"
+    assert found.summary == f"{copy} goes on with seed: 0 → 9"
     (copy / "recipe.resolved.yaml").write_text(dump_resolved(found.recipe))
     assert load_target(copy, sets=["name=c"]).recipe.run_path.absolute() == tmp_path / "runs" / "c"
     elsewhere = copy.rename(tmp_path / "d")
@@ -170,7 +170,7 @@ def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path
         shutil.copytree(trained / "model", command[5])
         return types.SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr("mtpctl.cli.train.subprocess.run", convert)
+    monkeypatch.setattr("mtpctl.jobs.targets.subprocess.run", convert)
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     new = trained.with_name("new")
     told = mtpctl("train", "--from", str(trained), "--set", f"run_dir={new}", "--set", "train.rl.optimizer.lr=0.5")

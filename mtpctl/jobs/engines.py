@@ -1,0 +1,177 @@
+"""Rollout engines without a trainer, with the weights of a model folder, a checkpoint or a run: for `rollout` and `eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.local import cluster
+from mtpctl.cluster.process import settle_heap
+from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
+from mtpctl.controller.state import newest_version, version_named
+from mtpctl.data.end_tokens import EndTokens
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model
+from mtpctl.environments.turns import turns_for
+from mtpctl.errors import UserError
+from mtpctl.plan.placement import Host, Placement, place
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.installed import check_engine
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import start_pool
+from mtpctl.sync.protocol import Manifest
+from mtpctl.sync.store import VersionStore
+
+if TYPE_CHECKING:
+    from mtpctl.convert.hf_folder import HfFolder
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights to sample from: a model folder and, for a trained run, a checkpoint of it."""
+
+    model: HfFolder
+    tokenizer: Tokenizer
+    ends: EndTokens
+    context: int
+    checkpoint: Path | None = None
+    version: int = 0
+
+    @property
+    def name(self) -> str:
+        """A description of the weights."""
+        if self.checkpoint is None:
+            return f"the weights of {self.model.path}"
+        return f"checkpoint {self.checkpoint} (weight version {self.version})"
+
+
+def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) -> Source:
+    """Find the weights that `start` names: a run (its newest checkpoint), a checkpoint, or a model folder.
+
+    By default they are the newest checkpoint of the recipe's run directory or, if it has none, the recipe's model. A model or tokenizer
+    that has to be created is written to `scratch`.
+    """
+    run, checkpoint, version = recipe.run_path.absolute(), None, 0
+    if start is not None and (Path(start) / "config.json").is_file():
+        model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights"})
+        recipe = recipe.model_copy(update={"model": model})
+    elif start is not None:
+        run, checkpoint, version = version_named(start, "a model's folder (config.json)", report=report)
+    else:
+        checkpoint, version = newest_version(run / "checkpoints", report)
+    if recipe.model.drawn and not (run / "model").is_dir():
+        raise UserError(
+            f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
+            f"{run} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
+        )
+    home = run if recipe.model.drawn or checkpoint is not None else scratch
+    model_folder = model_of(recipe, home)
+    tokenizer = tokenizer_of(recipe, model_folder, home)
+    check_fits_model(tokenizer, model_folder.shape.vocab)
+    ends = ends_of(recipe, model_folder, tokenizer)
+    return Source(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
+
+
+def without_training(recipe: Recipe) -> Recipe:
+    """The recipe for its checks: without RL, since samples that are not trained on may be drawn with top-p and top-k."""
+    train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
+    return recipe.model_copy(update={"train": train})
+
+
+def with_merged_sync(recipe: Recipe) -> Recipe:
+    """The recipe with a sync of whole weights, an adapter merged in, through this host's shared memory."""
+    sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
+    # If the recipe leaves the device open, its own transport decides it.
+    return recipe.model_copy(update={"sync": sync, "cluster": recipe.cluster.model_copy(update={"device": recipe.device})})
+
+
+@contextlib.contextmanager
+def room_for_engines(recipe: Recipe, source: Source, folder: Path) -> Iterator[VersionStore]:
+    """Start or join a cluster with room for the recipe's engines. Yields a version store in `folder` that feeds them."""
+    check_engine(recipe)
+    placement = _engines(recipe)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
+        store = store_in(folder, recipe, source.model.shape)
+        store.claim()
+        stack.callback(store.close)
+        yield store
+
+
+@contextlib.asynccontextmanager
+async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int) -> AsyncIterator[ReplicaPool]:
+    """The recipe's engines with the weights of `source`, which are closed at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        starting = start_pool(
+            recipe,
+            model=str(source.model.path),
+            context=source.context,
+            placement=_engines(recipe),
+            published=store,
+            seed=seed,
+            tokenizer=source.tokenizer.name,
+            turns=turns_for(recipe.rollout, source.tokenizer),
+        )
+        pool, manifest = await asyncio.gather(starting, _publish(recipe, source, store))
+        stack.push_async_callback(pool.close)
+        if manifest is not None:
+            await within(
+                pool.update(manifest, mode=recipe.sync.pause, deadline_s=recipe.sync.deadline_s),
+                2 * recipe.sync.deadline_s,
+                "loading the checkpoint into the engines",
+            )
+        settle_heap()
+        yield pool
+
+
+def _engines(recipe: Recipe) -> Placement:
+    """The placement of the engines without a trainer. Whether the cluster has room is known only after it is started."""
+    train = recipe.train.model_copy(update={"stages": ["rl"]})
+    placement = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
+    return Placement(placement.device, placement.of("rollout"), 1)
+
+
+async def _publish(recipe: Recipe, source: Source, store: VersionStore) -> Manifest | None:
+    """Publish the checkpoint's weights in `store`. None without a checkpoint: the engines load the folder's weights."""
+    if source.checkpoint is None:
+        return None
+    import ray
+
+    # On the CPU, so that reading a checkpoint takes no GPU from the engines.
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
+    actor: Any = ray.remote(CheckpointReader).options(num_cpus=0, runtime_env=environment).remote()
+    try:
+        publishing = actor.publish.remote(
+            recipe.model_dump_json(by_alias=True), str(source.model.path), str(source.checkpoint), source.version, str(store.root)
+        )
+        manifest: Manifest = await within(publishing, recipe.cluster.actor_deadline_s, f"checkpoint {source.checkpoint.name}")
+        return manifest
+    finally:
+        ray.kill(actor)
+
+
+class CheckpointReader:
+    """Ray actor that reads a trainer's checkpoint, of any parallel layout, in one process."""
+
+    def publish(self, recipe_json: str, folder: str, checkpoint: str, version: int, store: str) -> Manifest:
+        """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint of another model."""
+        from mtpctl.convert.hf_folder import HfFolder
+        from mtpctl.recipe.parallel import ParallelConfig
+        from mtpctl.trainer.config import EngineConfig
+        from mtpctl.trainer.engine import MegatronEngine
+        from mtpctl.trainer.sending import WeightSource
+
+        recipe = Recipe.model_validate_json(recipe_json)
+        config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False, lora=recipe.train.lora)
+        engine = MegatronEngine(HfFolder.open(folder), config)
+        engine.restore(Path(checkpoint))
+        manifest = WeightSource(recipe, 0, engine).plan_weights(version, store, [], False, tuple(recipe.sync.sections))
+        engine.close()
+        assert manifest is not None
+        return manifest
