@@ -93,7 +93,7 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def test_what_is_copied_is_fetched_as_a_run(run: Path, tmp_path: Path) -> None:
+def test_copied_run_is_fetched(run: Path, tmp_path: Path) -> None:
     store, told, back = Faltering(), list[str](), tmp_path / "back"
     checkpoint = make_checkpoint(run, "rl-000002")
     CopyWriter(store, run, 2).copy(checkpoint)
@@ -106,14 +106,12 @@ def test_what_is_copied_is_fetched_as_a_run(run: Path, tmp_path: Path) -> None:
     assert newest(back / "checkpoints") == back / "checkpoints" / "rl-000002"
 
 
-def test_nothing_is_fetched_from_an_empty_place(tmp_path: Path) -> None:
+def test_empty_store_has_nothing_to_fetch(tmp_path: Path) -> None:
     assert fetched(Faltering(), tmp_path / "back") is None
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_wherever_the_copying_breaks_off_a_whole_checkpoint_is_fetched_and_the_next_try_ends_it(
-    run: Path, tmp_path: Path, keep: int
-) -> None:
+def test_interrupted_copy_keeps_a_complete_checkpoint_and_is_resumed(run: Path, tmp_path: Path, keep: int) -> None:
     def copied(store: Faltering) -> None:
         writer = CopyWriter(store, run, keep)
         for checkpoint in checkpoints:
@@ -140,7 +138,7 @@ def test_wherever_the_copying_breaks_off_a_whole_checkpoint_is_fetched_and_the_n
     assert reached == 2
 
 
-def test_only_the_newest_are_kept_and_what_broke_off_goes_with_the_others(run: Path) -> None:
+def test_only_the_newest_copies_are_kept(run: Path) -> None:
     store = Faltering()
     store.write("checkpoints/rl-000001/engine.json", b"half of one")
     writer = CopyWriter(store, run, 2)
@@ -150,7 +148,7 @@ def test_only_the_newest_are_kept_and_what_broke_off_goes_with_the_others(run: P
     assert store.read("checkpoints/latest") == b"rl-000006"
 
 
-def test_what_is_there_is_not_sent_again(run: Path) -> None:
+def test_unchanged_files_are_not_sent_again(run: Path) -> None:
     store = Faltering()
     checkpoint = make_checkpoint(run, "rl-000002")
     sent = CopyWriter(store, run, 2).copy(checkpoint)
@@ -161,7 +159,7 @@ def test_what_is_there_is_not_sent_again(run: Path) -> None:
     assert CopyWriter(store, run, 2).copy(checkpoint) == sum(map(len, sent_of(checkpoint).values()))
 
 
-def test_a_second_try_sends_the_rest(run: Path) -> None:
+def test_second_copy_sends_the_remaining_files(run: Path) -> None:
     store = Faltering()
     checkpoint, sends = make_checkpoint(run, "rl-000002"), list[str]()
     writer = CopyWriter(store, run, 2)
@@ -174,7 +172,7 @@ def test_a_second_try_sends_the_rest(run: Path) -> None:
     assert sorted(files) == sorted(f"checkpoints/rl-000002/{name}" for name in sent_of(checkpoint))
 
 
-def test_a_checkpoint_that_is_written_anew_meanwhile_does_not_count(run: Path, tmp_path: Path) -> None:
+def test_checkpoint_replaced_during_the_copy_is_an_error(run: Path, tmp_path: Path) -> None:
     class Slow(Faltering):
         def put(self, file: Path, name: str) -> None:
             super().put(file, name)
@@ -200,7 +198,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("file", ["engine.json", "deeper/__1_0.distcp", "files.json"])
 @pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
-def test_of_damaged_ones_the_one_before_is_taken(run: Path, tmp_path: Path, file: str, damage: str) -> None:
+def test_fetch_skips_damaged_checkpoints(run: Path, tmp_path: Path, file: str, damage: str) -> None:
     store, told = Faltering(), list[str]()
     writer = CopyWriter(store, run, 2)
     for step in (2, 4):
@@ -221,7 +219,7 @@ def test_of_damaged_ones_the_one_before_is_taken(run: Path, tmp_path: Path, file
             fetched(store, tmp_path / "back")
 
 
-def test_a_second_try_of_fetching_gets_the_rest(run: Path, tmp_path: Path) -> None:
+def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> None:
     got = list[str]()
 
     class Once(ObjectStore):

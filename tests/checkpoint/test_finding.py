@@ -95,9 +95,7 @@ def test_checkpoints_without_numbers_are_ordered_by_progress(tmp_path: Path) -> 
         (lambda path: [file.unlink() for file in path.iterdir() if file.name != "run.json"], "metadata.json is missing"),
     ],
 )
-def test_damaged_newest_checkpoint_is_reported_and_kept_and_the_one_before_is_used(
-    run: Path, damage: Callable[[Path], object], said: str
-) -> None:
+def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(run: Path, damage: Callable[[Path], object], said: str) -> None:
     root = run / "checkpoints"
     damage(root / "rl-000004")
     before = {file.name: file.read_bytes() for file in (root / "rl-000004").iterdir()}
@@ -121,7 +119,7 @@ def test_every_flipped_bit_of_a_listing_is_damage(run: Path) -> None:
             Listing.of(saved[:byte] + bytes([saved[byte] ^ 1 << bit]) + saved[byte + 1 :])
 
 
-def test_random_damage_of_any_file_is_noticed(run: Path) -> None:
+def test_random_damage_of_any_file_is_detected(run: Path) -> None:
     draw, path = random.Random(0), run / "checkpoints" / "rl-000004"
     saved = {file: file.read_bytes() for file in sorted(path.iterdir())}
     for _ in range(100):
@@ -240,7 +238,7 @@ def test_files_added_by_the_user_are_not_damage(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
-def test_listing_that_names_files_outside_its_folder_is_refused(run: Path, name: str) -> None:
+def test_listing_with_files_outside_its_folder_is_rejected(run: Path, name: str) -> None:
     path = run / "checkpoints" / "rl-000004" / LISTING
     listing = json.loads(path.read_text())
     listing["files"][name] = {"size": 1, "checksum": "xxh3:00"}

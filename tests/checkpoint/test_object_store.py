@@ -28,7 +28,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return ObjectStore(f"{place}/{uuid.uuid4()}/run/")
 
 
-def test_what_is_put_is_read_listed_and_removed(store: ObjectStore, tmp_path: Path) -> None:
+def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_path: Path) -> None:
     store.check()
     assert store.names("") == [] and store.read("a") is None
     (tmp_path / "here").write_bytes(bytes(range(256)) * 100)
@@ -45,23 +45,23 @@ def test_what_is_put_is_read_listed_and_removed(store: ObjectStore, tmp_path: Pa
         store.get("folder/text", tmp_path / "there")
 
 
-def test_a_bucket_that_is_not_there_is_the_users_mistake(server: S3Server) -> None:
+def test_missing_bucket_is_a_user_error(server: S3Server) -> None:
     told = r"train.checkpoint_copy: there is no place s3://elsewhere/run \(The specified bucket does not exist\); make the bucket"
     with pytest.raises(UserError, match=told):
         ObjectStore("s3://elsewhere/run").check()
 
 
-def test_a_scheme_that_nobody_knows_is_the_users_mistake() -> None:
+def test_unknown_scheme_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"train.checkpoint_copy: s4://bucket/run is of no scheme that fsspec knows; write s3://"):
         ObjectStore("s4://bucket/run")
 
 
-def test_a_server_that_is_not_reached_is_told_at_once() -> None:
+def test_unreachable_server_is_reported_at_once() -> None:
     with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x is not reached: .*refused"):
         ObjectStore("ftp://127.0.0.1:9/x")
 
 
-def test_the_package_of_a_scheme_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     told = "^train.checkpoint_copy: s3:// needs the package s3fs, which is not installed; install it, or remove the key$"
@@ -69,7 +69,7 @@ def test_the_package_of_a_scheme_may_be_missing(monkeypatch: pytest.MonkeyPatch)
         ObjectStore("s3://bucket/run")
 
 
-def test_credentials_that_are_refused_are_missing_from_the_machine() -> None:
+def test_rejected_credentials_are_an_environment_error() -> None:
     with serving() as server:
         server.refuse()
         told = rf"train.checkpoint_copy: s3://{BUCKET}/run may not be written with the credentials here \(The AWS Access Key Id"
@@ -77,7 +77,7 @@ def test_credentials_that_are_refused_are_missing_from_the_machine() -> None:
             ObjectStore(f"s3://{BUCKET}/run").check()
 
 
-def test_a_store_that_answers_no_more_fails_by_its_name() -> None:
+def test_store_that_stops_responding_is_named_in_the_error() -> None:
     with serving() as server:
         store = ObjectStore(f"s3://{BUCKET}/run")
         store.write("text", b"one")

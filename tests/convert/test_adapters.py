@@ -37,7 +37,7 @@ def trained(root: Path, folder: HfFolder, mode: str = "joint") -> dict[str, Tens
 
 
 @pytest.mark.parametrize("case", ["mimo", "qwen3-moe", "qwen3.5"])
-def test_merged(tmp_path: Path, case: str) -> None:
+def test_merged_adapter_is_converted_and_verified(tmp_path: Path, case: str) -> None:
     model(case, tmp_path / "hf")
     published = trained(tmp_path, HfFolder.open(tmp_path / "hf"))
     converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True)
@@ -65,7 +65,7 @@ print("found", moved, float((adapted - merged).abs().max()))
 """In a process of its own, as people have it: without what stands in for a card beside the engine."""
 
 
-def test_pefts_folder_gives_transformers_the_merged_models_logits(tmp_path: Path) -> None:
+def test_peft_folder_gives_the_logits_of_the_merged_model(tmp_path: Path) -> None:
     model("qwen3", tmp_path / "hf")
     trained(tmp_path, HfFolder.open(tmp_path / "hf"), mode="off")
     converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf")
@@ -105,7 +105,7 @@ def spoiled(put: Callable[[HfWriter, str, Tensor], None], ending: str) -> Callab
 
 
 @pytest.mark.parametrize("case", ["mimo", "qwen3.5"])
-def test_verify_compares_pefts_folder_with_the_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_compares_the_peft_folder_with_the_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model(case, tmp_path / "hf")
     trained(tmp_path, HfFolder.open(tmp_path / "hf"))
     made = converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf", verify=True)
@@ -122,7 +122,7 @@ def test_verify_compares_pefts_folder_with_the_checkpoint(tmp_path: Path, case: 
             converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", verify=True)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatched_adapters_are_rejected(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf")
     with engine(folder, lora=LORA) as made:
         made.save(tmp_path / "step-1")

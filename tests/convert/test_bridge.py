@@ -28,7 +28,7 @@ def test_missing_tensor(tmp_path):
         pass
 
 
-def test_missing_mtp_layers_can_be_done_without(tmp_path):
+def test_missing_mtp_layers_are_accepted_with_mode_off(tmp_path):
     folder = mimo(tmp_path / "model")
     drop(folder, *(name for name in load_file(folder.path / "model.safetensors") if "mtp" in name))
     with (
@@ -59,7 +59,7 @@ def test_other_weights_of_the_same_model(tmp_path):
         assert all(value.equal(expected[name]) for name, value in made.export())
 
 
-def test_a_parameter_that_no_tensor_fills(tmp_path):
+def test_parameter_without_a_tensor_is_an_error(tmp_path):
     """It would stay as memory was found."""
     with engine(mimo(tmp_path / "model")) as made:
         made.module.decoder.layers[0].mlp.scale = torch.nn.Parameter(torch.empty(2))
@@ -71,7 +71,7 @@ def test_a_parameter_that_no_tensor_fills(tmp_path):
     ("lost", "left"),
     [("model.norm.weight", r"decoder\.final_layernorm\.weight"), ("v_proj.bias", r"(decoder|mtp)\.layers\.\d.*linear_qkv\.bias, .*")],
 )
-def test_a_tensor_that_the_bridge_does_not_see(lost, left, tmp_path, monkeypatch):
+def test_tensor_unknown_to_the_bridge_is_an_error(lost, left, tmp_path, monkeypatch):
     pretrained = WeightBridge.pretrained
 
     def fewer(self, names, *rest):

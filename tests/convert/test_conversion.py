@@ -20,7 +20,7 @@ from tests.model.test_gpt import packed_logits
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])
-def test_there_and_back(tmp_path: Path, case: str) -> None:
+def test_round_trip_restores_every_tensor(tmp_path: Path, case: str) -> None:
     reference = model(case, tmp_path / "hf")
     made = converted(tmp_path / "hf", tmp_path / "checkpoint", verify=case in ("mimo", "deepseek-v3"))
     assert made.to == "megatron"
@@ -42,7 +42,7 @@ def _assert_logits(root: Path, reference: object) -> None:
     assert_like(logits, lambda: [reference(torch.tensor([sample])).logits[0] for sample in ids], [reference])  # type: ignore[operator]
 
 
-def test_a_trainers_checkpoint_becomes_the_folder_it_would_export(tmp_path: Path) -> None:
+def test_trainer_checkpoint_converts_to_the_exported_folder(tmp_path: Path) -> None:
     """With no Hugging Face side of its own, it takes that of the model that is named."""
     folder = mimo(tmp_path / "hf")
     with engine(folder, random_seed=3, mtp=MtpConfig(mode="load")) as made:
@@ -56,7 +56,7 @@ def test_a_trainers_checkpoint_becomes_the_folder_it_would_export(tmp_path: Path
     assert all(torch.equal(found[name], exported[name]) for name in exported)
 
 
-def test_sections_of_the_config_come_back_as_they_were(tmp_path: Path) -> None:
+def test_round_trip_restores_config_sections(tmp_path: Path) -> None:
     mimo(tmp_path / "hf")
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
     change_config(tmp_path / "hf", rope_scaling=scaling)
@@ -65,7 +65,7 @@ def test_sections_of_the_config_come_back_as_they_were(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"] == scaling
 
 
-def test_parameters_without_a_tensor_are_refused_and_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmapped_parameters_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mimo(tmp_path / "hf")
     whole = StreamMap.__init__
 
@@ -79,7 +79,7 @@ def test_parameters_without_a_tensor_are_refused_and_not_left_out(tmp_path: Path
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_without_mtp_layers_the_config_names_none(tmp_path: Path) -> None:
+def test_config_of_a_checkpoint_without_mtp_has_no_mtp_layers(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf")
     with engine(folder, mtp=MtpConfig(mode="off")) as made:
         made.save(tmp_path / "step-1")
@@ -87,7 +87,7 @@ def test_without_mtp_layers_the_config_names_none(tmp_path: Path) -> None:
     assert HfFolder.open(tmp_path / "back").shape.mtp_layers == 0
 
 
-def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_path: Path) -> None:
+def test_other_files_are_copied_and_the_config_is_corrected(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf", auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"}).path
     for name, text in {
         "generation_config.json": "{}",
@@ -105,7 +105,7 @@ def test_what_lies_beside_the_weights_comes_along_and_the_config_is_mended(tmp_p
     assert config["torch_dtype"] == "bfloat16" and config["num_nextn_predict_layers"] == 1
 
 
-def test_the_published_length_of_mimo_7b_is_mended() -> None:
+def test_published_length_of_mimo_7b_is_corrected() -> None:
     from mtpctl.convert.hf_folder import written_config
     from mtpctl.families.configs import hub_config
 
@@ -114,7 +114,7 @@ def test_the_published_length_of_mimo_7b_is_mended() -> None:
     assert made["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
 
 
-def test_in_another_type_all_but_what_is_kept_in_fp32(tmp_path: Path) -> None:
+def test_dtype_casts_all_tensors_except_those_in_fp32(tmp_path: Path) -> None:
     model("deepseek-v3", tmp_path / "hf")
     from tests.fakes.convert_models import tensors, write
 
@@ -128,7 +128,7 @@ def test_in_another_type_all_but_what_is_kept_in_fp32(tmp_path: Path) -> None:
     assert {str(value.dtype) for name, value in found.items() if name.endswith("correction_bias")} == {"torch.float32"}
 
 
-def test_another_type_of_a_checkpoint_that_has_no_mtp_layers(tmp_path: Path) -> None:
+def test_dtype_applies_to_a_checkpoint_without_mtp(tmp_path: Path) -> None:
     """The folder that it is made like has them."""
     folder = mimo(tmp_path / "hf")
     with engine(folder, mtp=MtpConfig(mode="off")) as made:

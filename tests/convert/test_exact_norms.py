@@ -43,7 +43,7 @@ def folder_with_every_value(family: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
-def test_every_norm_below_two_is_loaded_exported_and_synced_to_the_bit(tmp_path: Path, family: str) -> None:
+def test_norms_below_two_are_loaded_exported_and_synced_bit_for_bit(tmp_path: Path, family: str) -> None:
     folder = HfFolder.open(folder_with_every_value(family, tmp_path / "hf"))
     expected = tensors(folder.path)
     with engine(folder, train=False, precision="bf16", mtp=MtpConfig(mode="load")) as made:
@@ -61,7 +61,7 @@ def test_every_norm_below_two_is_loaded_exported_and_synced_to_the_bit(tmp_path:
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
-def test_every_norm_below_two_is_converted_to_the_bit(tmp_path: Path, family: str) -> None:
+def test_norms_below_two_are_converted_bit_for_bit(tmp_path: Path, family: str) -> None:
     folder = folder_with_every_value(family, tmp_path / "hf")
     converted(folder, tmp_path / "checkpoint", verify=True)
     converted(tmp_path / "checkpoint", tmp_path / "back", verify=True)

@@ -174,7 +174,7 @@ def assert_like(found: Iterable[Tensor], reference: Callable[[], list[Tensor]], 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(tmp_path, case):
+def test_logits_match_transformers(tmp_path, case):
     model = hf_model(*CASES[case], tmp_path)
     ids = [s.token_ids.tolist() for s in sequences(5, high=40)]
     folder = HfFolder.open(tmp_path)

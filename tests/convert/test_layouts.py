@@ -44,14 +44,14 @@ def under_ranks(root: Path, cases: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_a_few(tmp_path: Path) -> None:
+def test_default_layouts_restore_and_save(tmp_path: Path) -> None:
     through_ranks(tmp_path, ["mimo:tp=2", "mimo:pp=2", "odd:tp=2", "qwen3-moe:dp=2,ep=2"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(tmp_path: Path, name: str) -> None:
+def test_every_family_restores_and_saves_under_other_layouts(tmp_path: Path, name: str) -> None:
     cases = [f"{name}:tp=2", f"{name}:pp=2", f"{name}:tp=2,pp=2"]
     (tmp_path / "probe").mkdir()
     model(name, tmp_path / "probe" / "hf")
@@ -60,7 +60,7 @@ def test_every_family(tmp_path: Path, name: str) -> None:
     through_ranks(tmp_path, cases)
 
 
-def test_folders_as_they_are_found(tmp_path: Path) -> None:
+def test_published_folder_variants_are_converted(tmp_path: Path) -> None:
     """Read by several ranks, they are the model that the conversion of one process makes of them."""
     cases = ["fp8:tp=2:folder", "fp8:pp=2:folder", "packed:dp=2,ep=2:folder", "prefixed:tp=2:folder"]
     for give in (fp8, packed, prefixed):

@@ -61,7 +61,7 @@ def test_wrappers(tmp_path: Path, rename: Callable[[str], str]) -> None:
     assert_same_tensors(there_and_back(tmp_path), folder)
 
 
-def test_a_head_that_is_tied_and_stored_all_the_same(tmp_path: Path) -> None:
+def test_tied_head_that_is_stored_is_accepted(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
     held = tensors(folder)
     assert "lm_head.weight" not in held
@@ -87,7 +87,7 @@ def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wra
     assert json.loads((back / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_logits_of_a_head_that_should_be_tied_are_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_of_a_differing_tied_head_match_transformers(tmp_path: Path) -> None:
     from tests.fakes.tiny import engine, sequences
     from tests.model.test_gpt import packed_logits
 
@@ -106,7 +106,7 @@ def test_logits_of_a_head_that_should_be_tied_are_those_of_transformers(tmp_path
     assert torch.equal(exported["lm_head.weight"], head)
 
 
-def test_a_head_that_is_missing(tmp_path: Path) -> None:
+def test_missing_head_is_an_error(tmp_path: Path) -> None:
     """Where the config does not speak of it, the head is the embedding; where it says that they differ, it is missing."""
     folder = mimo(tmp_path / "hf").path
     write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
@@ -118,7 +118,7 @@ def test_a_head_that_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3-next", "deepseek-v3"])
-def test_mtp_layers_that_the_config_does_not_name(tmp_path: Path, case: str) -> None:
+def test_mtp_layers_missing_in_the_config_are_detected(tmp_path: Path, case: str) -> None:
     model(case, tmp_path / "hf")
     change_config(tmp_path / "hf", num_nextn_predict_layers=None)
     assert HfFolder.open(tmp_path / "hf", weights=False).shape.mtp_layers == 0
@@ -128,7 +128,7 @@ def test_mtp_layers_that_the_config_does_not_name(tmp_path: Path, case: str) -> 
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_fp8_is_dequantised_block_by_block(tmp_path: Path) -> None:
+def test_fp8_is_dequantized_block_by_block(tmp_path: Path) -> None:
     model("deepseek-v3", tmp_path / "hf")
     expected = quantize(tmp_path / "hf")
     back = there_and_back(tmp_path)
@@ -138,7 +138,7 @@ def test_fp8_is_dequantised_block_by_block(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
-def test_other_quantisations_are_refused(tmp_path: Path) -> None:
+def test_other_quantization_is_rejected(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf").path
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
@@ -156,13 +156,13 @@ def test_pickled_weights(tmp_path: Path) -> None:
     assert not (back / "pytorch_model.bin").exists()
 
 
-def test_a_vocabulary_that_tp_did_not_divide(tmp_path: Path) -> None:
+def test_padded_vocabulary_is_converted(tmp_path: Path) -> None:
     """What a trainer with tp 2 pads is not in the folder; and its checkpoint of one rank fits two."""
     folder = mimo(tmp_path / "hf", vocab_size=61).path
     assert_same_tensors(there_and_back(tmp_path), folder)
 
 
-def test_an_index_of_pickled_shards_that_were_not_fetched(tmp_path: Path) -> None:
+def test_index_of_missing_pickled_shards_is_ignored(tmp_path: Path) -> None:
     """Beside the one file of safetensors that was: what a download of `*.json` and `*.safetensors` leaves."""
     folder = mimo(tmp_path / "hf").path
     shards = {name: "pytorch_model-00001-of-00002.bin" for name in tensors(folder)}
@@ -170,7 +170,7 @@ def test_an_index_of_pickled_shards_that_were_not_fetched(tmp_path: Path) -> Non
     assert_same_tensors(there_and_back(tmp_path), folder)
 
 
-def test_norms_of_random_weights_do_nothing(tmp_path: Path) -> None:
+def test_random_weights_have_identity_norms(tmp_path: Path) -> None:
     """Those that count from 1 hold 0, the ones before a drafter's projection too."""
     from mtpctl.convert.hf_folder import create_hf_folder
     from tests.convert.test_families import QWEN3_5, SIZES
@@ -182,7 +182,7 @@ def test_norms_of_random_weights_do_nothing(tmp_path: Path) -> None:
     assert all(torch.all(value == float(name.endswith("linear_attn.norm.weight"))) for name, value in norms.items())
 
 
-def test_a_tower_in_fp8_is_refused_and_does_not_lose_its_scales(tmp_path: Path) -> None:
+def test_fp8_vision_tower_is_rejected(tmp_path: Path) -> None:
     """Nobody here knows what it is for, so that it is carried byte by byte; but the folder that is made is not quantised any more."""
     folder = mimo(tmp_path / "hf").path
     tower = {"visual.proj.weight": torch.ones(16, 16).to(torch.float8_e4m3fn), "visual.proj.weight_scale_inv": torch.full((1, 1), 3.0)}

@@ -28,7 +28,7 @@ def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("given", [fp8, fp8_dense, pickled, prefixed, packed, unnamed])
-def test_an_update_is_that_of_the_converted_folder(tmp_path: Path, given: Callable[[Path], None]) -> None:
+def test_update_matches_the_converted_folder(tmp_path: Path, given: Callable[[Path], None]) -> None:
     given(tmp_path / "hf")
     converted(tmp_path / "hf", tmp_path / "checkpoint")
     converted(tmp_path / "checkpoint", tmp_path / "back")
@@ -39,7 +39,7 @@ def test_an_update_is_that_of_the_converted_folder(tmp_path: Path, given: Callab
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
-def test_weights_are_those_that_the_folder_means(tmp_path: Path) -> None:
+def test_weights_match_the_source_of_the_folder(tmp_path: Path) -> None:
     """To the bit, with FP8 times its scales."""
     model("glm4-moe", tmp_path)
     meant = quantize(tmp_path)
@@ -50,7 +50,7 @@ def test_weights_are_those_that_the_folder_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["mimo", "deepseek-v3"])
-def test_without_mtp_nobody_looks_at_the_mtp_layers(tmp_path: Path, case: str) -> None:
+def test_mtp_layers_are_not_checked_without_mtp(tmp_path: Path, case: str) -> None:
     """They may be there, be of another size, be FP8 without scales, or be gone."""
     model(case, tmp_path)
     whole = tensors(tmp_path)
@@ -71,7 +71,7 @@ def test_without_mtp_nobody_looks_at_the_mtp_layers(tmp_path: Path, case: str) -
             assert all(torch.equal(value, whole[name]) for name, value in made.export())
 
 
-def test_an_adapters_base_is_known_however_it_is_stored(tmp_path: Path) -> None:
+def test_adapter_base_fingerprint_is_independent_of_storage(tmp_path: Path) -> None:
     """Pickled or not, the same weights have one fingerprint; others have another."""
     mimo(tmp_path / "plain")
     pickled(tmp_path / "pickled")
@@ -90,33 +90,33 @@ class TestRefused:
 
         yield start
 
-    def test_fp8_without_scales(self, tmp_path: Path, started: Callable[[], None]) -> None:
+    def test_fp8_without_scales_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         fp8_dense(tmp_path / "hf")
         lost = "model.layers.0.mlp.up_proj.weight_scale_inv"
         write(tmp_path / "hf", {name: value for name, value in tensors(tmp_path / "hf").items() if name != lost})
         with pytest.raises(UserError, match=rf"model.layers.0.mlp.up_proj.weight is FP8 without the scales {lost}"):
             started()
 
-    def test_fp8_with_scales_of_other_blocks(self, tmp_path: Path, started: Callable[[], None]) -> None:
+    def test_fp8_with_scales_of_other_blocks_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         fp8_dense(tmp_path / "hf")
         change_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
         with pytest.raises(UserError, match=r"q_proj.weight_scale_inv holds \[2, 2\], blocks of \[8, 16\] in \[32, 32\] make \[4, 2\]$"):
             started()
 
-    def test_a_shard_that_is_torn(self, tmp_path: Path, started: Callable[[], None]) -> None:
+    def test_truncated_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         file = mimo(tmp_path / "hf").path / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
         with pytest.raises(UserError, match=r"model.safetensors: model\S+: its data ends at byte \d+, the file at \d+; the file is cut"):
             started()
 
-    def test_a_pickled_shard_that_is_torn(self, tmp_path: Path, started: Callable[[], None]) -> None:
+    def test_truncated_pickled_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         pickled(tmp_path / "hf")
         file = tmp_path / "hf" / "pytorch_model-00002-of-00002.bin"
         file.write_bytes(file.read_bytes()[:-100])
         with pytest.raises(UserError, match=r"pytorch_model-00002-of-00002.bin: not readable as pickled tensors"):
             started()
 
-    def test_a_shard_that_is_missing(self, tmp_path: Path, started: Callable[[], None]) -> None:
+    def test_missing_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         pickled(tmp_path / "hf")
         (tmp_path / "hf" / "pytorch_model-00002-of-00002.bin").unlink()
         with pytest.raises(UserError, match=r"index.json: lists pytorch_model-00002-of-00002.bin, which .* lacks; fetch what is missing"):

@@ -27,7 +27,7 @@ OF_FAMILIES = [(family, kind) for family in FAMILIES for kind in SCALINGS] + [("
 
 
 @pytest.mark.parametrize(("family", "kind"), OF_FAMILIES)
-def test_logits_with_scaled_rotary_embeddings_are_those_of_transformers(tmp_path: Path, family: str, kind: str) -> None:
+def test_logits_with_scaled_rotary_embeddings_match_transformers(tmp_path: Path, family: str, kind: str) -> None:
     name, fields = CASES[family]
     scaling = dict(SCALINGS[kind])
     model = hf_model(name, fields | {"rope_theta": 10000.0, "rope_scaling": dict(scaling)}, tmp_path)

@@ -54,7 +54,7 @@ def played(p: torch.Tensor, q: list[torch.Tensor], greedy: bool, turns: int) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_walk_over_plain_samples_tells_what_drafting_would_have_counted(kind: str) -> None:
+def test_walk_over_plain_samples_matches_simulated_drafting(kind: str) -> None:
     p, q = chains()
     greedy = kind == "greedy"
     steps, accepted, _ = played(p, q, greedy, 3000)
@@ -73,7 +73,7 @@ def test_a_walk_over_plain_samples_tells_what_drafting_would_have_counted(kind: 
         assert abs(walk.accepted[depth] / walk.steps - share) < 8 * (share * (1 - share) / steps) ** 0.5
 
 
-def test_turns_and_responses_are_walked_apart_and_tokens_behind_the_limit_left_out() -> None:
+def test_turns_and_responses_are_walked_separately_up_to_the_limit() -> None:
     """Responses of 3, 4 (a tool's token in it) and 2 tokens; drafts are always right. One step drafts all that a turn still has."""
     micro = packed([[1, 1, 1], [1, 0, 1, 1], [1, 1]], depths=2)
     ones = torch.ones(9)
@@ -86,7 +86,7 @@ def test_turns_and_responses_are_walked_apart_and_tokens_behind_the_limit_left_o
     assert metrics["mtp/expected_accept_1"] == 1
 
 
-def test_a_step_of_fewer_drafts_than_depths_begins_the_next_behind_them() -> None:
+def test_step_with_fewer_drafts_than_depths_ends_after_its_drafts() -> None:
     """Drafts of two depths are always right, and the engine drafts with the first alone."""
     micro = packed([[1, 1, 1, 1, 1]], depths=2)
     ones = torch.ones(5)
@@ -98,7 +98,7 @@ def test_a_step_of_fewer_drafts_than_depths_begins_the_next_behind_them() -> Non
     assert metrics["mtp/expected_accept_2"] == 1 and "mtp/expected_rate_2" not in metrics
 
 
-def test_nothing_measured_tells_nothing() -> None:
+def test_metrics_are_empty_without_measured_tokens() -> None:
     micro = packed([[1, 1]], depths=1)
     none = torch.zeros(2)
     depth = DepthChances(none, dict.fromkeys(KINDS, none), dict.fromkeys(KINDS, none))

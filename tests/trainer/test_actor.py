@@ -61,23 +61,23 @@ def began(value: float, reference: Path, *, resumed: bool = False, keep: int = 2
     return rank.reference[0].item(), rank.engine.module.weight.item()
 
 
-def test_a_resumed_run_has_the_reference_that_it_began_with(tmp_path: Path) -> None:
+def test_resumed_run_restores_its_initial_reference(tmp_path: Path) -> None:
     assert began(1.0, tmp_path / "reference") == (1.0, 1.0)
     assert began(7.0, tmp_path / "reference", resumed=True)[0] == 1.0
 
 
-def test_a_run_that_begins_anew_takes_nothing_of_the_one_before(tmp_path: Path) -> None:
+def test_new_run_replaces_the_reference_of_the_previous_one(tmp_path: Path) -> None:
     began(1.0, tmp_path / "reference")
     assert began(2.0, tmp_path / "reference") == (2.0, 2.0)
     assert began(3.0, tmp_path / "reference", resumed=True)[0] == 2.0
 
 
-def test_where_no_checkpoint_is_kept_the_reference_is_not_written_either(tmp_path: Path) -> None:
+def test_reference_is_not_written_without_checkpoints(tmp_path: Path) -> None:
     assert began(1.0, tmp_path / "reference", keep=0) == (1.0, 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_began_without_a_penalty_cannot_go_on_with_one(tmp_path: Path) -> None:
+def test_run_without_a_reference_cannot_resume_with_a_penalty(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference is not there"):
         began(1.0, tmp_path / "reference", resumed=True)
 
@@ -104,7 +104,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_reported(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("train_mtp", [True, False])
-def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> None:
+def test_reference_has_the_parameters_that_rl_trains(tmp_path: Path, train_mtp: bool) -> None:
     """Which may be less than the stage before moved."""
     recipe = Recipe.model_validate({"train": {"keep_checkpoints": 0, "rl": {"kl_coef": 0.1, "train_mtp": train_mtp}}})
     rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
@@ -116,7 +116,7 @@ def test_the_reference_is_of_what_rl_moves(tmp_path: Path, train_mtp: bool) -> N
 
 
 @pytest.mark.parametrize("stages", [["sft", "rl"], ["rl", "sft"]])
-def test_what_rl_leaves_alone_a_supervised_stage_trains_in_either_order(stages: list[str]) -> None:
+def test_stages_train_mtp_independently_of_their_order(stages: list[str]) -> None:
     recipe = Recipe.model_validate({"train": {"rl": {"train_mtp": False}}})
     rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
     rank.engine = Engine(1.0)  # type: ignore[assignment]
@@ -168,7 +168,7 @@ def batch(*lengths: int) -> list[Sample]:
     return made
 
 
-def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on() -> None:
+def test_empty_response_counts_in_its_group_and_is_not_trained_on() -> None:
     rank, engine = recorder(minibatches=2)
     step(rank, batch(2, 0, 1, 3), 1)
     assert [[s.columns["advantage"].tolist() for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
@@ -176,14 +176,14 @@ def test_a_response_without_a_token_counts_for_its_group_and_is_not_trained_on()
         step(rank, batch(0, 0), 1)
 
 
-def test_minibatches_hold_every_sample_of_groups_of_several_sizes() -> None:
+def test_minibatches_include_every_sample_of_unequal_groups() -> None:
     """As a run has them that goes on with another `group_size` than the groups that wait in its checkpoint."""
     rank, engine = recorder(minibatches=2)
     step(rank, batch(1, 1, 1, 1, 1), 1)
     assert [len(part) for part in engine.batches] == [4, 1]
 
 
-def test_reinforce_pp_normalises_over_the_whole_update_whatever_its_minibatches() -> None:
+def test_reinforce_pp_normalizes_over_all_minibatches() -> None:
     """By the tokens that are trained: 3 of reward 0 and 6 of reward 1, of which an environment has said two more."""
     found = []
     for minibatches in (1, 2):
@@ -196,7 +196,7 @@ def test_reinforce_pp_normalises_over_the_whole_update_whatever_its_minibatches(
     assert found[0] == found[1] == pytest.approx([-mean / std, (1 - mean) / std] * 2, abs=1e-4)
 
 
-def test_a_constant_divisor_is_the_longest_response_that_the_recipe_allows() -> None:
+def test_constant_aggregation_divides_by_the_maximum_response_length() -> None:
     rank, engine = recorder(aggregate="constant", minibatches=2)
     step(rank, batch(2, 4, 1, 2), 1)
     assert engine.denominators == [2 * rank.recipe.rollout.max_tokens] * 2
@@ -214,7 +214,7 @@ def test_empty_and_masked_trajectories_count(aggregate: str, constant: int) -> N
 
 
 @pytest.mark.parametrize("aggregate", ["sequence", "constant", "token"])
-def test_a_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -> None:
+def test_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -> None:
     """Two trajectories of 12 tokens, the second in three samples: the sum of the gradient's weights is the same for both."""
     rank, engine = recorder(aggregate=aggregate, advantage="grpo_no_std")
     whole, *parts = batch(12, 2, 3, 7)
@@ -233,7 +233,7 @@ def test_a_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -
 
 
 @pytest.mark.parametrize("context", [6, None])
-def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -> None:
+def test_response_truncated_by_the_context_gets_the_overlong_penalty(context: int | None) -> None:
     """Of the recipe or the model, whichever prompt and response fill before `rollout.max_tokens`."""
     rank, engine = recorder(overlong={"enabled": True, "buffer": 2, "penalty": 0.5})
     rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"context": context})})
@@ -242,7 +242,7 @@ def test_a_response_that_the_context_cuts_is_at_its_limit(context: int | None) -
     assert [s.columns["advantage"][0] for s in engine.batches[0]] == [-0.25, 0.25]
 
 
-def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_version_mismatch_is_logged_only_if_the_scoring_weights_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two syncs its weights have moved on, and the difference is not the engines'."""
     rank, _ = recorder(old_logprobs="recompute")
     monkeypatch.setattr(WeightSource, "plan_weights", lambda *_: None)
@@ -253,7 +253,7 @@ def test_mismatch_under_one_version_is_told_where_the_trainer_scores_with_that_v
     assert step(rank, batch(2, 2), 1)[name] == 0.5
 
 
-def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part() -> None:
+def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minibatch() -> None:
     """Tokens of the version that trains are marked, as long as the trainer has that version's weights."""
     rank, engine = recorder(minibatches=2, old_logprobs="behaviour")
     samples = batch(2, 2, 2, 2)
@@ -282,5 +282,5 @@ def test_an_update_that_recomputes_nothing_compares_policies_in_its_first_part()
         (["cluster.device=cuda", "sync.transport=ipc"], "sft", 1),
     ],
 )
-def test_the_supervised_stage_has_the_cores_that_engines_leave(sets: list[str], stage: str, threads: int) -> None:
+def test_sft_stage_uses_the_cores_of_idle_engines(sets: list[str], stage: str, threads: int) -> None:
     assert threads_in(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads

@@ -22,12 +22,12 @@ from tests.fakes.tiny import GENTLE, engine, mimo, sequences
         ([1, 2, 3], 1, [1], "loss_mask has 1 entries for 2 response tokens"),
     ],
 )
-def test_sequence_that_is_none(ids, prompt, mask, said):
+def test_sequence_without_prompt_or_response_is_rejected(ids, prompt, mask, said):
     with pytest.raises(UserError, match=said):
         Sequence(ids, prompt, mask)
 
 
-def test_column_of_another_length():
+def test_column_of_wrong_length_is_rejected():
     with pytest.raises(UserError, match="old has 3 entries for 2"):
         Sequence([1, 2, 3], 1, [1, 1], {"old": [0.0, 0.0, 0.0]})
 
@@ -40,7 +40,7 @@ def test_column_of_another_length():
         (Sequence([1] * 129, 1, [1] * 128), "sequence 1 has 129 tokens, the model's max_position_embeddings is 128"),
     ],
 )
-def test_batch_that_does_not_fit_the_model(tmp_path, sequence, said):
+def test_tokens_outside_the_model_are_rejected(tmp_path, sequence, said):
     with engine(mimo(tmp_path / "model")) as made:
         made.set_optimizer(GENTLE)
         before = {name: value.clone() for name, value in made.export()}
@@ -59,7 +59,7 @@ def test_batch_that_does_not_fit_the_model(tmp_path, sequence, said):
         ({"ep": 2, "dp": 2}, "train.parallel.ep: 2 does not divide the 0 experts of mimo"),
     ],
 )
-def test_layout_that_does_not_fit_the_model(tmp_path, layout, said):
+def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, said):
     from types import SimpleNamespace
 
     from mtpctl.model.build import complete_config

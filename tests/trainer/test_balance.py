@@ -88,7 +88,7 @@ def balancing_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig, recomp
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek"])
-def test_gradients_are_those_of_the_plain_formulas(tmp_path: Path, family: str, moe: MoeConfig, recompute: str) -> None:
+def test_gradients_match_the_plain_formulas(tmp_path: Path, family: str, moe: MoeConfig, recompute: str) -> None:
     folder, mtp = mimo(tmp_path / "model", **MODELS[family]), MtpConfig(mode="off")
     expected = plain_gradients(folder, moe, mtp)
     assert max(float(value.norm()) for value in expected.values()) > 1e-3
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_plain_formulas(tmp_path: Path, family: str, 
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_depths_that_share_a_layer_share_its_losses(tmp_path: Path, recompute: str) -> None:
+def test_depths_that_share_a_layer_share_its_router_losses(tmp_path: Path, recompute: str) -> None:
     folder = HfFolder.open(toy_folder(TOYS["qwen3.5-moe"], tmp_path / "model", 0, "fp32"))
     # Gradients of the MTP loss are as good as none.
     moe, mtp = MoeConfig(aux_loss=0.3, z_loss=0.2), MtpConfig(mode="isolated", repeat=2, loss_scale=1e-9, clip_grad=0)
@@ -105,7 +105,7 @@ def test_depths_that_share_a_layer_share_its_losses(tmp_path: Path, recompute: s
     assert_close(balancing_gradients(folder, moe, mtp, recompute), expected, 5e-5)
 
 
-def test_an_adapter_takes_part_in_spreading_tokens(tmp_path: Path) -> None:
+def test_adapter_receives_the_router_loss(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"])
     for recompute in ("none", "full"):
         with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(aux_loss=0.3), lora=LoraConfig(rank=4), recompute=recompute) as made:
@@ -115,7 +115,7 @@ def test_an_adapter_takes_part_in_spreading_tokens(tmp_path: Path) -> None:
             assert metrics["moe/dropped"] == 0
 
 
-def test_nothing_but_the_objective_moves_a_router_by_default(tmp_path: Path) -> None:
+def test_routers_have_no_extra_loss_by_default(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
     found = balancing_gradients(folder, MoeConfig(), MtpConfig(mode="off"))
     biases = {name for name in found if name.endswith("bias")}
@@ -124,7 +124,7 @@ def test_nothing_but_the_objective_moves_a_router_by_default(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_loads_are_counted_once_whatever_is_recomputed(tmp_path: Path, recompute: str) -> None:
+def test_loads_are_counted_once_with_recomputation(tmp_path: Path, recompute: str) -> None:
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL) as made:
         micros = made._micro_batches(BATCH, 0)
@@ -142,7 +142,7 @@ def test_loads_are_counted_once_whatever_is_recomputed(tmp_path: Path, recompute
         assert made.update(BATCH, NextToken())["moe/dropped"] == 0
 
 
-def test_a_dense_model_has_no_loads(tmp_path: Path) -> None:
+def test_dense_model_has_no_load_metrics(tmp_path: Path) -> None:
     with engine(mimo(tmp_path / "model"), mtp=MtpConfig(mode="off")) as made:
         made.set_optimizer(GENTLE)
         assert not [name for name in made.update(BATCH, NextToken()) if name.startswith("moe/")]
@@ -153,7 +153,7 @@ def biases(made: MegatronEngine) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_update_moves_each_bias_by_one_step_towards_equal_loads(tmp_path: Path, precision: str) -> None:
+def test_update_moves_each_bias_towards_equal_loads(tmp_path: Path, precision: str) -> None:
     """Also where bf16 could not tell the step: biases stay fp32. A skipped update moves none, and a checkpoint keeps them."""
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
     step = 1e-4

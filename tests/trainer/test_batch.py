@@ -23,14 +23,14 @@ class TestPack:
         assert micro.seq_ids.tolist() == [0, 0, 0, 0, 1, 1]
         assert micro.columns["old"].tolist() == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.1, 0.2])
 
-    def test_a_depth_begins_at_the_last_prompt_token(self):
+    def test_depth_starts_at_the_last_prompt_token(self):
         """Depth k at position i predicts token i + 1 + k, never before the response, never a token that nobody sampled."""
         first, second = pack(BATCH, [1, 0], 2, "cpu").drafts
         assert (first.rows.tolist(), first.labels.tolist(), first.tokens.tolist()) == ([2, 6], [9, 8], [3, 5])
         assert second.tokens.tolist() == []
 
     @pytest.mark.parametrize("depth", [1, 2, 3])
-    def test_every_turn_begins_without_drafts(self, depth):
+    def test_first_tokens_of_a_turn_are_not_drafted(self, depth):
         """What an environment says is read in one go, and the target samples what comes next, as behind the prompt."""
         turns = Sequence(list(range(1, 17)), 2, [1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
         alone = Sequence(list(range(1, 6)), 1, [1, 1, 1, 1])
@@ -40,14 +40,14 @@ class TestPack:
         assert micro.rows.tolist() == [*range(4 - depth), *(5 + 1 + place - depth for place in drafted)]
         assert (turns.drafted(depth), alone.drafted(depth)) == (len(drafted), 4 - depth)
 
-    def test_spare_tokens_stand_apart(self):
+    def test_padding_is_a_separate_sample(self):
         micro = pack(BATCH, [0, 1], 1, "cpu", cp=2, tp=2)
         assert len(micro.input_ids) == 16
         assert micro.packing.starts.tolist() == [0, 4, 9, 16]
         assert max(micro.rows.tolist()) < 9
 
 
-def test_routers_are_told_of_tokens_that_only_fill_up_a_row() -> None:
+def test_padding_mask_marks_padding_and_dummy_tokens() -> None:
     batch = [Sequence([1] * 5, 2, [1] * 3), Sequence([2] * 4, 2, [1] * 2)]
     assert pack(batch, [0, 1], 0, "cpu").packing.padding_mask is None
     parts = [pack(batch, [0, 1], 0, "cpu", cp_rank=rank, cp=2, tp=2).packing for rank in range(2)]

@@ -62,14 +62,14 @@ def found(kl: Kl, weight: Tensor, **options: Any) -> tuple[float, Tensor, Tensor
 
 @pytest.mark.parametrize("workspace", [1 << 20, 3 * 8 * 64 * 5])
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-def test_loss_and_gradients_are_those_of_every_logit(kl: Kl, workspace: int) -> None:
+def test_loss_and_gradients_match_the_dense_formula(kl: Kl, workspace: int) -> None:
     loss, by_hidden, by_weight = right(kl)
     value, *grads = found(kl, drawn()[1].requires_grad_(), workspace_bytes=workspace)
     assert value == pytest.approx(loss, rel=1e-10)
     assert relative(grads[0], by_hidden) < 1e-10 and relative(grads[1], by_weight) < 1e-10
 
 
-def test_gradients_of_the_head_are_added_to_megatrons_buffer() -> None:
+def test_head_gradients_are_added_to_main_grad() -> None:
     _, _, by_weight = right("reverse")
     weight = drawn()[1].requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight).detach(), False  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def test_gradients_of_the_head_are_added_to_megatrons_buffer() -> None:
 
 
 @pytest.mark.parametrize("split", [32, 64])
-def test_a_vocabulary_split_over_ranks_gives_the_same(split: int) -> None:
+def test_vocabulary_split_over_ranks_gives_equal_results(split: int) -> None:
     """Over two ranks, the second of which ends in padding, or is all padding."""
     loss, by_hidden, by_weight = right("reverse")
 
@@ -106,7 +106,7 @@ def test_a_vocabulary_split_over_ranks_gives_the_same(split: int) -> None:
 @pytest.mark.parametrize("tail", [0.3, 1e-2, 1e-4, 1e-7, 1e-10])
 @pytest.mark.parametrize("apart", [0.1, 1.0])
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-def test_gradients_in_bf16_are_within_its_rounding_however_small_the_tail(kl: Kl, apart: float, tail: float) -> None:
+def test_bf16_gradients_are_within_rounding_for_small_tails(kl: Kl, apart: float, tail: float) -> None:
     """Against float64 from the same bf16 tensors. The policy leaves about `tail` to the tokens that are no candidates, and the teacher is
     close to it or not; the teacher's tail is that of its own, or a thousandth of all if that is more."""
     torch.manual_seed(5)
@@ -134,7 +134,7 @@ def test_gradients_in_bf16_are_within_its_rounding_however_small_the_tail(kl: Kl
         assert relative(grad.double(), reference) < 2**-8 + 1e-4
 
 
-def test_a_tail_below_the_precision_of_fp32_is_raised() -> None:
+def test_tail_below_fp32_precision_is_clamped() -> None:
     """A policy that gives 1e-9 to all other tokens, and a teacher that gives them a half: their logits are to rise by a half in all."""
     weight = torch.eye(8)
     hidden = torch.zeros(1, 8)
@@ -148,7 +148,7 @@ def test_a_tail_below_the_precision_of_fp32_is_raised() -> None:
     assert out.loss_sum.item() == pytest.approx(0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-9), rel=1e-5)
 
 
-def test_the_rest_is_empty_if_all_entries_are_named() -> None:
+def test_rest_is_empty_if_all_tokens_are_candidates() -> None:
     hidden, weight, *_ = drawn()
     logprobs = torch.log_softmax(hidden @ weight[:TOPK].T, 1)
     ids = torch.arange(TOPK).expand(TOKENS, TOPK)
@@ -158,7 +158,7 @@ def test_the_rest_is_empty_if_all_entries_are_named() -> None:
     assert out.divergence.abs().max() < 1e-10 and grad.abs().max() < 1e-10
 
 
-def test_ids_of_another_number_of_tokens_are_refused() -> None:
+def test_candidates_of_wrong_length_are_rejected() -> None:
     hidden, weight, *_ = drawn()
     with pytest.raises(ValueError, match=r"ids: shape \(3, 2\) does not fit hidden \(23, 12\): expected \[23, k\]"):
         candidate_loss(hidden, weight, term_of("reverse", torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2), torch.ones(3)))

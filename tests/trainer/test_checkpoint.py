@@ -37,7 +37,7 @@ def steps(made, count):
     ]
 
 
-def test_resumed_run_repeats_the_next_five_steps_to_the_bit(tmp_path):
+def test_resumed_run_repeats_the_next_five_steps_bit_for_bit(tmp_path):
     folder = mimo(tmp_path / "model")
     with engine(folder) as made:
         made.set_optimizer(ADAM)
@@ -50,7 +50,7 @@ def test_resumed_run_repeats_the_next_five_steps_to_the_bit(tmp_path):
         assert steps(made, 5) == expected
 
 
-def test_saved_before_the_first_step(tmp_path):
+def test_checkpoint_before_the_first_step_is_restored(tmp_path):
     with engine(mimo(tmp_path / "model")) as made:
         made.set_optimizer(ADAM)
         made.save(tmp_path / "checkpoint")
@@ -60,7 +60,7 @@ def test_saved_before_the_first_step(tmp_path):
         assert steps(made, 2) == expected
 
 
-def test_restore_without_an_optimizer_takes_the_weights_alone(tmp_path):
+def test_restore_without_an_optimizer_loads_only_weights(tmp_path):
     folder = mimo(tmp_path / "model")
     with engine(folder) as made:
         made.set_optimizer(ADAM)
@@ -72,7 +72,7 @@ def test_restore_without_an_optimizer_takes_the_weights_alone(tmp_path):
         assert all(torch.equal(value, expected[name]) for name, value in made.export())
 
 
-def test_hyperparameters_are_those_of_the_new_optimizer(tmp_path):
+def test_restored_optimizer_keeps_the_new_hyperparameters(tmp_path):
     """What SFT saved may be taken up with the optimizer of RL: moments go on, rates are RL's."""
     with engine(mimo(tmp_path / "model")) as made:
         made.set_optimizer(ADAM)
@@ -92,7 +92,7 @@ def test_hyperparameters_are_those_of_the_new_optimizer(tmp_path):
         ({"num_nextn_predict_layers": 2}, r"mtp.layers.1.enorm.weight: not saved"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(tmp_path, fields, said):
+def test_checkpoint_of_another_model_is_rejected_before_anything_is_overwritten(tmp_path, fields, said):
     with engine(mimo(tmp_path / "model")) as made:
         made.save(tmp_path / "checkpoint")
     with engine(mimo(tmp_path / "other", **fields)) as made:
@@ -102,7 +102,7 @@ def test_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(tmp_p
         assert all(torch.equal(value, before[name]) for name, value in made.export())
 
 
-def test_checkpoint_with_mtp_does_not_fit_a_model_without(tmp_path):
+def test_checkpoint_with_mtp_is_rejected_by_a_model_without(tmp_path):
     folder = mimo(tmp_path / "model")
     with engine(folder) as made:
         made.save(tmp_path / "checkpoint")
@@ -110,7 +110,7 @@ def test_checkpoint_with_mtp_does_not_fit_a_model_without(tmp_path):
         made.restore(tmp_path / "checkpoint")
 
 
-def test_optimizer_that_stepped_with_less_is_told_as_that_and_not_as_another_model(tmp_path):
+def test_missing_optimizer_state_is_reported_as_such(tmp_path):
     """A run whose MTP layers stood still, taken up by one that trains them; the other way round nothing is missing."""
     folder = mimo(tmp_path / "hf")
     with engine(folder) as made:
@@ -125,7 +125,7 @@ def test_optimizer_that_stepped_with_less_is_told_as_that_and_not_as_another_mod
         made.restore(tmp_path / "trained-True")
 
 
-def test_optimizer_asked_of_a_checkpoint_without(tmp_path):
+def test_checkpoint_without_an_optimizer_is_rejected_if_one_is_set(tmp_path):
     with engine(mimo(tmp_path / "model")) as made:
         made.save(tmp_path / "checkpoint")
         made.set_optimizer(ADAM)
@@ -133,7 +133,7 @@ def test_optimizer_asked_of_a_checkpoint_without(tmp_path):
             made.restore(tmp_path / "checkpoint")
 
 
-def test_torn_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
+def test_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     with engine(mimo(tmp_path / "model")) as made:
         made.save(tmp_path / "checkpoint", {"step": 1})
         with monkeypatch.context() as patch, pytest.raises(SaveFailed, match="rank 0: OSError: disk full"):
@@ -145,7 +145,7 @@ def test_torn_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
-def test_a_save_that_is_given_up_leaves_nothing_and_the_next_one_is_whole(tmp_path):
+def test_abandoned_save_leaves_nothing_and_the_next_one_succeeds(tmp_path):
     with engine(mimo(tmp_path / "model")) as made:
         made.set_optimizer(ADAM)
         made.save(tmp_path / "checkpoint", {"step": 1})
@@ -160,7 +160,7 @@ def test_a_save_that_is_given_up_leaves_nothing_and_the_next_one_is_whole(tmp_pa
 
 
 @pytest.mark.parametrize("most", [0, 100_000])
-def test_a_full_disk_fails_a_save_and_not_the_next_one(tmp_path, most):
+def test_save_succeeds_after_one_on_a_full_disk(tmp_path, most):
     """Whether it has no room at all, or is full after some of it is written."""
     with engine(mimo(tmp_path / "model")) as made:
         made.set_optimizer(ADAM)
@@ -174,7 +174,7 @@ def test_a_full_disk_fails_a_save_and_not_the_next_one(tmp_path, most):
         assert steps(made, 2) == expected
 
 
-def test_kill_while_the_one_before_is_taken_away_leaves_a_whole_one(tmp_path, monkeypatch):
+def test_kill_during_replacement_keeps_a_complete_checkpoint(tmp_path, monkeypatch):
     """As a stop saves once more at the step that was just saved."""
 
     class Killed(BaseException):
@@ -206,7 +206,7 @@ class TestNewest:
         if keep is not None:
             publish_checkpoint(root / name, keep=keep)
 
-    def test_publishing_keeps_the_newest_and_what_is_set_aside(self, tmp_path):
+    def test_publishing_keeps_the_newest_and_damaged_checkpoints(self, tmp_path):
         root = tmp_path / "checkpoints"
         assert newest(root) is None
         with engine(mimo(tmp_path / "model")) as made:
@@ -219,7 +219,7 @@ class TestNewest:
             self.save(made, root, "rl-2", keep=1)
         assert sorted(p.name for p in root.iterdir()) == ["latest", "rl-0.partial", "rl-2", "rl-2.damaged"]
 
-    def test_publishing_an_older_one_deletes_nothing_newer(self, tmp_path):
+    def test_publishing_an_older_checkpoint_keeps_newer_ones(self, tmp_path):
         root = tmp_path / "checkpoints"
         with engine(mimo(tmp_path / "model")) as made:
             for name in ("rl-1", "rl-2", "rl-3"):
@@ -227,7 +227,7 @@ class TestNewest:
         publish_checkpoint(root / "rl-2", keep=1)
         assert [path.name for path in saved_in(root)] == ["rl-3", "rl-2"]
 
-    def test_unpublished_checkpoint_is_found_too(self, tmp_path):
+    def test_unpublished_checkpoint_is_found(self, tmp_path):
         """A run that is killed between the two has lost nothing."""
         root = tmp_path / "checkpoints"
         with engine(mimo(tmp_path / "model")) as made:
@@ -240,7 +240,7 @@ class TestListing:
     """Each file of a checkpoint is listed with its size and checksum, which the writing thread computes."""
 
     @pytest.mark.parametrize("concurrent", [False, True])
-    def test_checksums_are_those_of_the_files(self, tmp_path, concurrent):
+    def test_checksums_match_the_files(self, tmp_path, concurrent):
         with engine(mimo(tmp_path / "model")) as made:
             made.set_optimizer(ADAM)
             saving = made.begin_save(tmp_path / "a", {"step": 1}, concurrent=concurrent)
@@ -298,7 +298,7 @@ class TestUnreadable:
             made.restore(path)
         assert "\n" not in str(told.value) and "dict_keys" not in str(told.value)
 
-    def test_metadata_that_would_run_code_is_refused(self, saved, tmp_path):
+    def test_metadata_with_code_is_rejected(self, saved, tmp_path):
         made, path = saved
 
         class Attack:
@@ -310,7 +310,7 @@ class TestUnreadable:
             made.restore(path)
         assert not (tmp_path / "executed").exists()
 
-    def test_objects_in_shards_that_would_run_code_are_refused(self, saved, tmp_path):
+    def test_shard_objects_with_code_are_rejected(self, saved, tmp_path):
         made, path = saved
 
         class Attack:
@@ -330,10 +330,10 @@ class TestUnreadable:
         assert not (tmp_path / "executed").exists()
 
 
-class TestWrittenBeside:
+class TestConcurrentSave:
     """A checkpoint that is written while training goes on."""
 
-    def test_holds_the_moment_it_was_begun(self, tmp_path):
+    def test_has_the_state_at_its_start(self, tmp_path):
         folder = mimo(tmp_path / "model")
         with engine(folder) as made:
             made.set_optimizer(ADAM)
@@ -345,7 +345,7 @@ class TestWrittenBeside:
             assert made.restore(tmp_path / "checkpoint") == {"step": 2}
             assert steps(made, 5) == expected
 
-    def test_is_not_there_before_it_is_whole(self, tmp_path, monkeypatch):
+    def test_does_not_exist_until_it_is_complete(self, tmp_path, monkeypatch):
         go = threading.Event()
         write = FileSystemWriterAsync.write_preloaded_data_multithread
         monkeypatch.setattr(
@@ -359,7 +359,7 @@ class TestWrittenBeside:
             saving.finish()
             assert made.restore(tmp_path / "checkpoint") == {}
 
-    def test_failure_is_told_when_it_is_finished(self, tmp_path, monkeypatch):
+    def test_failure_is_raised_by_finish(self, tmp_path, monkeypatch):
         @staticmethod
         def fail(*_):
             raise OSError("disk full")
@@ -374,7 +374,7 @@ class TestWrittenBeside:
             made.save(tmp_path / "checkpoint", {"step": 1})
             assert made.restore(tmp_path / "checkpoint") == {"step": 1}
 
-    def test_killed_writer_leaves_the_last_one(self, tmp_path):
+    def test_killed_writer_keeps_the_last_checkpoint(self, tmp_path):
         """The process dies in the middle of the second checkpoint's shard."""
         spawn = multiprocessing.get_context("spawn")
         folder, root = mimo(tmp_path / "model"), tmp_path / "checkpoints"

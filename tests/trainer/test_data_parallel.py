@@ -35,9 +35,7 @@ def poisoned(made: MegatronEngine) -> None:
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("tokens", [FEW, 4096])
 @pytest.mark.parametrize("family", ["glm4-moe", "mimo"])
-def test_an_update_after_another_has_the_gradients_of_a_first_one(
-    tmp_path: Path, family: str, tokens: int, distributed_optimizer: bool
-) -> None:
+def test_second_update_has_the_gradients_of_a_first_one(tmp_path: Path, family: str, tokens: int, distributed_optimizer: bool) -> None:
     found = []
     for again in (False, True):
         options = {"tokens_per_microbatch": tokens, "distributed_optimizer": distributed_optimizer}
@@ -50,7 +48,7 @@ def test_an_update_after_another_has_the_gradients_of_a_first_one(
     assert_close(found[1], found[0], 1e-7)
 
 
-def test_experts_of_layers_that_rest_have_no_gradient(tmp_path: Path) -> None:
+def test_experts_of_unused_layers_have_no_gradient(tmp_path: Path) -> None:
     with engine(folder(tmp_path / "model", "glm4-moe"), mtp=MtpConfig(mode="isolated")) as made:
         made.trains_mtp = False
         made.set_optimizer(GENTLE)
@@ -63,7 +61,7 @@ def test_experts_of_layers_that_rest_have_no_gradient(tmp_path: Path) -> None:
     assert all(torch.isfinite(grad).all() for grad in grads.values())
 
 
-def test_nothing_keeps_a_model_that_has_trained_and_was_exported(tmp_path: Path) -> None:
+def test_closed_engine_is_freed_after_training_and_export(tmp_path: Path) -> None:
     """Process groups go with it, whose threads would take more time than the tests."""
     with engine(folder(tmp_path / "model", "mimo"), mtp=MtpConfig(mode="joint")) as made:
         made.set_optimizer(GENTLE)
@@ -76,7 +74,7 @@ def test_nothing_keeps_a_model_that_has_trained_and_was_exported(tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["glm4-moe", "mimo"])
-def test_matrices_are_replaced_and_only_the_rest_is_zeroed(tmp_path: Path, family: str) -> None:
+def test_only_buffers_that_are_not_overwritten_are_zeroed(tmp_path: Path, family: str) -> None:
     with engine(folder(tmp_path / "model", family), mtp=MtpConfig(mode="joint")) as made:
         made.set_optimizer(GENTLE)
         sizes = []

@@ -102,7 +102,7 @@ def in_plain_torch(model: torch.nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_logits_of_every_kind_of_layer(tmp_path: Path, case: str) -> None:
+def test_logits_of_every_kind_of_layer_match(tmp_path: Path, case: str) -> None:
     kind, fields = CASES[case]
     hf = hf_model(kind, fields | WIDE | MODELS[case], tmp_path)
     ids = [s.token_ids.tolist() for s in sequences(6, vocab=512, low=20, high=110)]
@@ -130,7 +130,7 @@ def test_logits_of_every_kind_of_layer(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
-def test_gradients_packed_and_alone(tmp_path: Path, mode: str) -> None:
+def test_gradients_of_packed_and_separate_samples_match(tmp_path: Path, mode: str) -> None:
     """Of two MTP depths and the trunk, against the formulas in plain torch."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     batch = sequences(9, seed=3)
@@ -154,7 +154,7 @@ def reduced_gradients(made: MegatronEngine) -> dict[str, Tensor]:
     return gradients(made)
 
 
-def test_what_autograd_keeps_fits_the_plan(tmp_path: Path) -> None:
+def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
     """8,192 packed tokens of a MiMo with four layers and one of MTP: peak of forward and backward beyond weights and buffers."""
     fields = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
     config = MIMO | fields | {"num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
@@ -183,7 +183,7 @@ def two_cards(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two cards")
 @pytest.mark.parametrize("name", [case.name for case in PAIRS])
-def test_two_cards_update_as_one_does(two_cards: dict[str, Any], name: str) -> None:
+def test_update_on_two_gpus_matches_one(two_cards: dict[str, Any], name: str) -> None:
     """In fp32 to rounding; in bf16, through the flash kernel, no further from one card's fp32 than one card in bf16."""
     case = next(case for case in PAIRS if case.name == name)
     for needed in (case.like, f"{case.like}-bf16", name, f"{name}-bf16"):

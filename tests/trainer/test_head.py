@@ -70,7 +70,7 @@ def updated(folder: Any, config: RlConfig, *, passes: int, temperature: float = 
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if "taught" not in name])  # a candidate's gradients are added before or after
-def test_one_pass_changes_no_bit_where_the_workspace_holds_all_logits(tmp_path: Any, loss: str) -> None:
+def test_one_pass_is_bit_equal_if_the_workspace_holds_all_logits(tmp_path: Any, loss: str) -> None:
     folder = mimo(tmp_path / "model")
     found, expected = (updated(folder, LOSSES[loss], passes=passes, temperature=0.7) for passes in (1, 2))
     assert found[0] == expected[0]
@@ -79,7 +79,7 @@ def test_one_pass_changes_no_bit_where_the_workspace_holds_all_logits(tmp_path: 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_slices_of_rows_agree_with_the_oracle(tmp_path: Any, loss: str, tied: bool) -> None:
+def test_slices_of_rows_match_the_oracle(tmp_path: Any, loss: str, tied: bool) -> None:
     """Against float64 with every logit in memory, from the same hidden states."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2, tie_word_embeddings=tied)
     few, exact = KernelsConfig(workspace_bytes=FEW_ROWS), KernelsConfig(linear_logprob="reference")
@@ -95,7 +95,7 @@ def test_slices_of_rows_agree_with_the_oracle(tmp_path: Any, loss: str, tied: bo
     [{}, {"recompute": "full", "tokens_per_microbatch": 33}, {"lora": LoraConfig(rank=4, alpha=8.0)}, {"mtp": "tv"}],
     ids=lambda fields: "-".join(fields) or "plain",
 )
-def test_the_scale_of_an_isolated_mtp_loss_changes_no_bit_of_the_policys_gradient(tmp_path: Any, loss: str, fields: dict[str, Any]) -> None:
+def test_isolated_mtp_loss_scale_leaves_policy_gradients_bit_equal(tmp_path: Any, loss: str, fields: dict[str, Any]) -> None:
     """Of trunk, embedding, untied head or adapters."""
     folder, found = mimo(tmp_path / "model"), []
     for scale in (0.0, 10.0):
@@ -110,7 +110,7 @@ def test_the_scale_of_an_isolated_mtp_loss_changes_no_bit_of_the_policys_gradien
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_number_of_micro_batches_does_not_scale_any_term(tmp_path: Any, loss: str) -> None:
+def test_number_of_microbatches_does_not_scale_any_term(tmp_path: Any, loss: str) -> None:
     """Entropy, KL penalty, a teacher's KL and a loss of the user's own among them."""
     folder = mimo(tmp_path / "model")
     expected = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=4096)
@@ -140,7 +140,7 @@ def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: Mt
 
 
 @pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
-def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
+def test_logits_are_computed_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
     """Of rows and columns that the workspace cannot hold: by MTP's loss always once. What drafts are accepted at is measured beside it,
     of the draft's logits and the trunk's, on a bounded number of tokens."""
     made, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, MtpConfig(mode="isolated", clip_grad=0))
@@ -148,7 +148,7 @@ def test_logits_are_made_once_unless_tokens_are_coupled(tmp_path: Any, monkeypat
 
 
 @pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
-def test_a_depth_learns_from_the_policy_loss_s_own_logits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
+def test_depth_learns_from_the_logits_of_the_policy_loss(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
     """Unless tokens are coupled: then the trunk's are made for the depth once more."""
     mtp = MtpConfig(mode="isolated", loss="tv", clip_grad=0)
     made, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, mtp)

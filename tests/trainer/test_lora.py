@@ -44,7 +44,7 @@ def scores(made):
 
 
 @pytest.mark.parametrize("model", ALL)
-def test_from_nothing_to_a_trained_adapter(tmp_path, model):
+def test_adapter_starts_at_zero_and_trains(tmp_path, model):
     """Bit-equal to the base before the first step; frozen weights stay to the bit; merged weights score as the adapter does;
     and what PEFT's names hold adds up to the same."""
     folder = mimo(tmp_path / "model", **MODELS[model])
@@ -82,7 +82,7 @@ def test_from_nothing_to_a_trained_adapter(tmp_path, model):
 class TestCheckpoint:
     """Of an engine with adapters: adapters, MTP layers and their optimizer, and no other weight."""
 
-    def test_resumes_to_the_bit(self, tmp_path):
+    def test_resumes_bit_for_bit(self, tmp_path):
         folder = mimo(tmp_path / "model")
         with engine(folder, lora=LORA) as made:
             made.set_optimizer(FAST)
@@ -104,21 +104,21 @@ class TestCheckpoint:
             (None, "holds an adapter, which this run does not train; set train.lora"),
         ],
     )
-    def test_for_other_adapters_is_refused(self, tmp_path, lora, said):
+    def test_of_other_adapters_is_rejected(self, tmp_path, lora, said):
         folder = mimo(tmp_path / "model")
         with engine(folder, lora=LORA) as made:
             made.save(tmp_path / "checkpoint")
         with engine(folder, lora=lora) as made, pytest.raises(UserError, match=said):
             made.restore(tmp_path / "checkpoint")
 
-    def test_of_all_weights_is_refused(self, tmp_path):
+    def test_of_all_weights_is_rejected(self, tmp_path):
         folder = mimo(tmp_path / "model")
         with engine(folder) as made:
             made.save(tmp_path / "checkpoint")
         with engine(folder, lora=LORA) as made, pytest.raises(UserError, match=r"holds all weights, .* remove train.lora"):
             made.restore(tmp_path / "checkpoint")
 
-    def test_over_other_weights_is_refused_and_changes_nothing(self, tmp_path):
+    def test_over_other_base_weights_is_rejected_without_changes(self, tmp_path):
         with engine(mimo(tmp_path / "model"), lora=LORA) as made:
             made.set_optimizer(FAST)
             made.update(sequences(), NextToken())
@@ -134,7 +134,7 @@ class TestCheckpoint:
             assert scores(made) == before
 
 
-def test_fingerprint_does_not_depend_on_how_files_are_cut(tmp_path):
+def test_fingerprint_is_independent_of_shards(tmp_path):
     folder = mimo(tmp_path / "model").path
     whole = fingerprint(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -156,7 +156,7 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path):
     assert_close(found[1], found[0], 1e-6)
 
 
-def test_target_that_no_layer_is(tmp_path):
+def test_unknown_target_is_rejected(tmp_path):
     lora = LORA.model_copy(update={"targets": ["linear_qkv", "q_proj"]})
     with (
         pytest.raises(UserError, match=r"train.lora.targets: no layer of this model is a q_proj; it has linear_fc1"),
@@ -171,7 +171,7 @@ def test_peft_reads_what_is_exported():
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, ["q_proj", "up_proj"])
 
 
-def test_mtp_layers_that_are_only_loaded_stay_the_folders_through_updates_of_an_adapter(tmp_path):
+def test_loaded_mtp_layers_stay_frozen_while_an_adapter_trains(tmp_path):
     folder = mimo(tmp_path / "model")
     tensors = load_file(folder.path / "model.safetensors")
     drafter = {name: tensor for name, tensor in tensors.items() if section_of(name, folder.shape) == "draft"}

@@ -29,7 +29,7 @@ def results(made):
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_results_are_bit_equal(tmp_path, precision, sharded, monkeypatch):
+def test_offloaded_results_are_bit_equal(tmp_path, precision, sharded, monkeypatch):
     monkeypatch.setattr(optimizer, "OPTIMIZER_SLICE", 20_000)  # several slices
     folder = mimo(tmp_path / "model")
     found = []
@@ -41,7 +41,7 @@ def test_results_are_bit_equal(tmp_path, precision, sharded, monkeypatch):
     assert all(value.equal(found[0][2][name]) for name, value in found[1][2].items())
 
 
-def test_slices_are_one_adam(tmp_path, monkeypatch):
+def test_sliced_adam_equals_one_step(tmp_path, monkeypatch):
     folder, found = mimo(tmp_path / "model"), []
     for nbytes in (1, 1 << 30):
         monkeypatch.setattr(optimizer, "OPTIMIZER_SLICE", nbytes)
@@ -51,7 +51,7 @@ def test_slices_are_one_adam(tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_memory_is_given_back_between_uses(tmp_path):
+def test_device_memory_is_freed_between_uses(tmp_path):
     with engine(mimo(tmp_path / "model"), precision="bf16", offload=EVERYTHING) as made:
         parameters = list(made.module.parameters())
         made.set_optimizer(ADAM)
@@ -71,7 +71,7 @@ def test_memory_is_given_back_between_uses(tmp_path):
             assert held(parameters) == sum(p.nbytes for p in parameters)
 
 
-def test_an_update_has_moved_everything_when_it_returns(tmp_path, monkeypatch):
+def test_update_finishes_its_copies_before_it_returns(tmp_path, monkeypatch):
     """What copies take is an update's time, and nothing that comes after it waits for them."""
     with engine(mimo(tmp_path / "model"), offload=EVERYTHING) as made:
         made.set_optimizer(ADAM)
@@ -80,7 +80,7 @@ def test_an_update_has_moved_everything_when_it_returns(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpoint_between_offloaded_and_not(tmp_path, precision):
+def test_checkpoint_restores_with_and_without_offload(tmp_path, precision):
     """Resumed either way, the next losses are those of the run that wrote it."""
     folder = mimo(tmp_path / "model")
     for offload, other in ((OffloadConfig(), EVERYTHING), (EVERYTHING, OffloadConfig())):
@@ -95,7 +95,7 @@ def test_checkpoint_between_offloaded_and_not(tmp_path, precision):
             assert [made.update(sequences(), NextToken())["sft/loss"] for _ in range(3)] == expected
 
 
-def test_views_of_one_storage_move_once_and_come_back_as_they_were():
+def test_views_of_one_storage_are_offloaded_once():
     whole = torch.arange(12.0)
     view, other = whole[2:8].view(2, 3), torch.arange(5)
     home = HostMemory([whole, view, other])

@@ -34,7 +34,7 @@ def tensors(found: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.slow) for case in COMPARED]
 )
-def test_update_equals_that_of_one_process(results: dict[str, Any], case: Case) -> None:
+def test_update_matches_one_process(results: dict[str, Any], case: Case) -> None:
     """Also where it is one of RL, and where it goes on from a checkpoint that another layout wrote."""
     found, expected = results[case.name], results[case.like]
     assert not isinstance(found, str), found

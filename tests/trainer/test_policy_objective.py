@@ -29,7 +29,7 @@ def test_large_rewards_keep_their_difference() -> None:
     assert gains([sample("g", 0, 1e39), sample("g", 1, 0.0)], advantage="grpo") == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-def test_advantage_beyond_float32_is_refused() -> None:
+def test_advantage_beyond_float32_is_rejected() -> None:
     with pytest.raises(
         RuntimeFailure, match=r"train\.rl\.advantage: rloo computes an advantage beyond the range of float32.*reward\.function"
     ):
@@ -37,7 +37,7 @@ def test_advantage_beyond_float32_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
-def test_a_trajectory_of_several_samples_counts_once_in_its_group(kind: str) -> None:
+def test_trajectory_of_several_samples_counts_once_in_its_group(kind: str) -> None:
     whole = [sample("g", 0, 1.0), sample("g", 1, 0.0), sample("g", 2, 0.0)]
     split = [sample("g", 0, 1.0), sample("g", 0, 1.0), sample("g", 0, 1.0), *whole[1:]]
     alone, together = gains(whole, advantage=kind), gains(split, advantage=kind)
@@ -45,20 +45,20 @@ def test_a_trajectory_of_several_samples_counts_once_in_its_group(kind: str) -> 
     assert alone[0] > 0 > alone[1]
 
 
-def test_tokens_of_all_samples_of_a_trajectory_weigh_where_the_batch_is_the_baseline() -> None:
+def test_batch_baseline_weighs_all_tokens_of_a_trajectory() -> None:
     alone = gains([sample("g", 0, 1.0, 8), sample("g", 1, 0.0, 4)], advantage="reinforce_pp")
     split = gains([sample("g", 0, 1.0, 3), sample("g", 0, 1.0, 5), sample("g", 1, 0.0, 4)], advantage="reinforce_pp")
     assert split == [alone[0], *alone]
 
 
-def test_a_trajectory_is_punished_for_its_longest_sample() -> None:
+def test_overlong_penalty_uses_the_longest_sample_of_a_trajectory() -> None:
     overlong = OverlongConfig(enabled=True, buffer=8, penalty=1.0)
     samples = [sample("g", 0, 1.0, 2), sample("g", 0, 1.0, 12), sample("g", 1, 1.0, 2)]
     first, second, other = gains(samples, overlong=overlong, advantage="grpo_no_std")
     assert first == second == pytest.approx(-0.25) and other == pytest.approx(0.25)
 
 
-def test_the_same_index_of_another_group_is_another_trajectory() -> None:
+def test_equal_indices_of_two_groups_are_two_trajectories() -> None:
     assert gains([sample("g", 0, 1.0), sample("h", 0, 0.0), sample("g", 1, 0.0), sample("h", 1, 0.0)], advantage="grpo_no_std") == [
         0.5,
         0.0,
@@ -67,7 +67,7 @@ def test_the_same_index_of_another_group_is_another_trajectory() -> None:
     ]
 
 
-def test_a_teacher_adds_to_each_token_what_it_thinks_more_of_it_than_the_policy_did() -> None:
+def test_teacher_adds_its_gain_to_each_advantage() -> None:
     taught = sample("g", 0, 1.0, 2)
     taught.teacher_logprobs = logprobs_of([-0.5, -3.0])
     teacher = TeacherConfig(url="http://teacher", coef=2.0)

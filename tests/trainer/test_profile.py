@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from mtpctl.trainer.actor import PROFILED_UPDATE, UpdateProfile
 
 
-def test_the_third_update_of_a_stage_is_written(tmp_path: Path) -> None:
+def test_third_update_of_a_stage_is_profiled(tmp_path: Path) -> None:
     profile = UpdateProfile(tmp_path / "logs", rank=1)
     for update in range(1, PROFILED_UPDATE + 2):
         with profile.update("rl"), record_function("mtpctl/products"):

@@ -93,7 +93,7 @@ def update(folder: HfFolder, batch: list[Sequence], **fields: Any) -> tuple[dict
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_a_model_with_fixed_routers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_gradients_match_a_model_with_fixed_routers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers' gradients are among them, and those of MTP layers, whose routers choose for themselves."""
     folder = model(family, tmp_path / "model")
     batch = routed(folder)
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_a_model_with_fixed_routers(family: str, tmp_path
     assert "moe/replay_agreement" not in without
 
 
-def test_a_pass_tells_its_routes_and_follows_them(tmp_path: Path) -> None:
+def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     """Recorded by one pass they are replayed by the next to the bit; in part, the rest is the router's own choice."""
     folder = model("qwen3-moe", tmp_path / "model")
     batch, shape = sequences(6, vocab=61), shape_of(folder)
@@ -139,7 +139,7 @@ def test_a_pass_tells_its_routes_and_follows_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"recompute": "full"}, {"lora": LoraConfig(rank=4, alpha=8.0)}], ids=lambda f: "-".join(f) or "plain"
 )
-def test_forged_routes_are_followed_after_a_resume_too(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_random_routes_are_replayed_after_a_resume(tmp_path: Path, fields: dict[str, Any]) -> None:
     """All tokens but the last of each sequence go to experts 0 and 1 of 8, whatever the routers say."""
     folder = model("qwen3-moe", tmp_path / "model")
     batch, shape = sequences(6, vocab=61, low=16), shape_of(folder)
@@ -163,7 +163,7 @@ def test_forged_routes_are_followed_after_a_resume_too(tmp_path: Path, fields: d
             made.save(tmp_path / "checkpoint")
 
 
-def test_an_adapter_trains_under_routes(tmp_path: Path) -> None:
+def test_adapter_trains_with_replayed_routes(tmp_path: Path) -> None:
     folder = model("qwen3-moe", tmp_path / "model")
     batch, lora = routed(folder), LoraConfig(rank=4, alpha=8.0)
     kept, metrics = update(folder, batch, lora=lora)
@@ -184,14 +184,14 @@ def test_an_adapter_trains_under_routes(tmp_path: Path) -> None:
         (lambda r: r.astype(np.float32), "routes are float32"),
     ],
 )
-def test_routes_of_another_model_are_refused_with_the_samples_name(change: Any, message: str, tmp_path: Path) -> None:
+def test_routes_of_another_model_are_rejected_with_the_sample_name(change: Any, message: str, tmp_path: Path) -> None:
     folder = model("qwen3-moe", tmp_path / "model")
     (sequence,) = routed(folder, 1)
     with engine(folder, train=False) as made, pytest.raises(UserError, match=f"sample p7/3: {message}"):
         made.score([replace(sequence, routes=change(sequence.routes), name="p7/3")])
 
 
-def test_a_dense_model_takes_no_routes(tmp_path: Path) -> None:
+def test_dense_model_rejects_routes(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "model")
     (sequence,) = sequences(1)
     with engine(folder, train=False) as made, pytest.raises(UserError, match="has no experts to route to"):
@@ -199,7 +199,7 @@ def test_a_dense_model_takes_no_routes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replay", ["off", "recompute", "rollout"])
-def test_minibatches_follow_the_routes_that_the_recipe_names(replay: str, tmp_path: Path) -> None:
+def test_minibatches_replay_the_routes_that_the_recipe_selects(replay: str, tmp_path: Path) -> None:
     """Under `recompute` those of the pass before the first update, though that moves the routers; under `rollout` the samples' own."""
     folder = model("qwen3-moe", tmp_path / "model")
     rl = {"steps": 1, "group_size": 2, "minibatches": 2, "prompts_per_step": 2, "old_logprobs": "recompute"}

@@ -31,7 +31,7 @@ def test_logprobs_and_entropies(tmp_path, temperature):
         torch.testing.assert_close(torch.tensor(scores.entropy), -(logprobs.exp() * logprobs).sum(-1), atol=1e-5, rtol=0)
 
 
-def test_mtp_weights_change_no_bit(tmp_path):
+def test_mtp_weights_do_not_change_scores(tmp_path):
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     batch = sequences(12)
     scored = []
@@ -41,18 +41,18 @@ def test_mtp_weights_change_no_bit(tmp_path):
     assert scored[0] == scored[1] == scored[2]
 
 
-def test_nothing_to_score(tmp_path):
+def test_scoring_no_sequence_returns_nothing(tmp_path):
     with engine(mimo(tmp_path / "model"), train=False) as made:
         assert made.score([]) == []
 
 
-def test_scoring_needs_no_optimizer_and_leaves_no_gradient(tmp_path):
+def test_scoring_needs_no_optimizer_and_creates_no_gradient(tmp_path):
     with engine(mimo(tmp_path / "model")) as made:
         made.score(sequences(3))
         assert not any(parameter.main_grad.any() for parameter in made.module.parameters())
 
 
-def test_the_state_of_linear_attention_stays_within_its_sample(tmp_path):
+def test_linear_attention_state_does_not_leak_between_samples(tmp_path):
     """Log-probs and gradients, those of MTP layers included, of samples in one row are those of each alone."""
     folder = mimo(tmp_path / "model", **MODELS["qwen3.5"], max_position_embeddings=256)
     draw = random.Random(2)

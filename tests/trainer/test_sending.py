@@ -51,7 +51,7 @@ def source(engine: Engine, rank: int = 0, **recipe: Any) -> WeightSource:
     return WeightSource(Recipe.model_validate({"sync": sync, **recipe}), rank, engine)
 
 
-def test_only_rank_0_packs_and_every_rank_exports_as_much(tmp_path: Path) -> None:
+def test_only_rank_0_packs_and_every_rank_exports(tmp_path: Path) -> None:
     first, second = Engine(dict(BASE)), Engine(dict(BASE))
     manifest = source(first).plan_weights(1, str(tmp_path), [], True, WHOLE)
     assert source(second, rank=1).plan_weights(1, str(tmp_path), [], True, WHOLE) is None
@@ -61,7 +61,7 @@ def test_only_rank_0_packs_and_every_rank_exports_as_much(tmp_path: Path) -> Non
     assert first.merged, "an adapter that does not travel by itself is in the weights"
 
 
-def test_what_fails_on_rank_0_leaves_no_other_rank_waiting_in_the_export(tmp_path: Path) -> None:
+def test_failure_on_rank_0_does_not_block_the_export_of_other_ranks(tmp_path: Path) -> None:
     engine = Engine(dict(BASE))
     weights = source(engine)
     weights.plan_weights(1, str(tmp_path), [], False, WHOLE)
@@ -71,7 +71,7 @@ def test_what_fails_on_rank_0_leaves_no_other_rank_waiting_in_the_export(tmp_pat
     assert engine.yielded == len(BASE)
 
 
-def test_an_adapters_base_goes_along_once_and_its_config_always(tmp_path: Path) -> None:
+def test_adapter_base_is_sent_once_and_its_config_always(tmp_path: Path) -> None:
     engine = Engine(adapters.adapter(BASE, 0) | BASE)
     weights = source(engine, sync={"sections": ["adapter", "draft"]}, train={"lora": {"rank": adapters.RANK, "alpha": 8}})
     first = weights.plan_weights(1, str(tmp_path), [], True, FIRST)

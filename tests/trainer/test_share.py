@@ -39,7 +39,7 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
 
 
 @pytest.mark.parametrize(("dp", "minibatches", "count"), [(1, 1, 12), (3, 2, 40), (8, 3, 9), (64, 1, 20)])
-def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatches: int, count: int) -> None:
+def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches: int, count: int) -> None:
     samples = drawn(count)
     table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
     shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made]
@@ -66,7 +66,7 @@ def test_every_sample_with_a_token_reaches_one_rank_as_it_was(dp: int, minibatch
     assert table.unscored == any(sample.response_ids and sample.old_logprobs is None for sample in samples)
 
 
-def test_each_optimizer_step_is_dealt_out_by_itself() -> None:
+def test_optimizer_steps_are_distributed_separately() -> None:
     """Its samples are those of its groups, each rank has as many micro-batches, and the budget holds."""
     samples = drawn(50, seed=1)
     _, made = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
@@ -108,7 +108,7 @@ def forked(sizes: list[list[int]]) -> list[Sample]:
         [[1], [1], [1], [1], [13], [1, 1], [1]],
     ],
 )
-def test_an_update_makes_as_many_optimizer_steps_as_the_recipe_says(sizes: list[list[int]], minibatches: int, dp: int) -> None:
+def test_update_has_the_recipes_number_of_optimizer_steps(sizes: list[list[int]], minibatches: int, dp: int) -> None:
     """Whole groups each, of whatever size, and of trajectories that are several samples."""
     samples = forked(sizes)
     table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
@@ -128,7 +128,7 @@ def test_an_update_makes_as_many_optimizer_steps_as_the_recipe_says(sizes: list[
     assert len(table.rewards) == len(samples)
 
 
-def test_a_step_without_a_sampled_token_is_left_out() -> None:
+def test_step_without_a_sampled_token_is_dropped() -> None:
     """An environment's tokens alone are nothing to train on; the other steps are as they were."""
     samples = forked([[1, 1], [1, 1], [1, 1]])
     for sample in samples[2:4]:
@@ -138,13 +138,13 @@ def test_a_step_without_a_sampled_token_is_left_out() -> None:
     assert [[int(share.indices[i]) for i in part.members] for part in share.minibatches] == [[0, 1], [4, 5]]
 
 
-def test_a_batch_without_a_token_has_no_optimizer_step() -> None:
+def test_empty_batch_has_no_optimizer_step() -> None:
     samples = [Sample("p", "g", [1], index, reward=0.0) for index in range(4)]
     table, made = deal(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
     assert all(make().minibatches == [] and make().sequences() == [] for make in made) and not table.unscored
 
 
-def test_a_share_is_sixteen_bytes_a_token_at_most() -> None:
+def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
     samples = [Sample(f"p{i}", str(i), [1] * 64, reward=0.0) for i in range(8)]
     for sample in samples:
         sample.append([1] * 960, [-1.0] * 960, 0)
@@ -155,7 +155,7 @@ def test_a_share_is_sixteen_bytes_a_token_at_most() -> None:
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
 @pytest.mark.parametrize("column", ["behaviour_logprobs", "old_logprobs", "teacher_logprobs"])
-def test_a_log_prob_of_a_trained_token_that_is_not_finite_is_refused_with_the_samples_name(column: str, value: float) -> None:
+def test_non_finite_logprob_of_a_trained_token_is_rejected_with_the_sample_name(column: str, value: float) -> None:
     samples = forked([[1, 1]])
     for sample in samples:
         sample.old_logprobs, sample.teacher_logprobs = sample.behaviour_logprobs[:], sample.behaviour_logprobs[:]
@@ -167,7 +167,7 @@ def test_a_log_prob_of_a_trained_token_that_is_not_finite_is_refused_with_the_sa
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
-def test_reward_that_is_not_finite_is_refused_with_its_function(reward: float) -> None:
+def test_non_finite_reward_is_rejected(reward: float) -> None:
     samples = drawn(4)
     samples[2].reward = reward
     with pytest.raises(RuntimeFailure, match=r"p0: reward\.function returned -?(nan|inf); return finite numbers"):

@@ -46,7 +46,7 @@ def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float6
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
-def test_losses_and_gradients(tmp_path, mode, depths, tied):
+def test_losses_and_gradients_match_the_reference(tmp_path, mode, depths, tied):
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
     batch = sequences()
     losses, expected = reference(folder, batch, depths=depths, isolated=mode == "isolated", loss_scale=0.3)
@@ -75,7 +75,7 @@ class Nothing(NextToken):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depths", [1, 2, 3])
-def test_isolated_loss_moves_nothing_but_mtp(tmp_path, depths, tied):
+def test_isolated_loss_has_gradients_on_mtp_only(tmp_path, depths, tied):
     """Exactly nothing, and every MTP parameter: the chain of depths is not cut."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
     with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
@@ -86,7 +86,7 @@ def test_isolated_loss_moves_nothing_but_mtp(tmp_path, depths, tied):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_spike_of_the_drafter_clips_no_step_of_the_policy(tmp_path, sharded):
+def test_gradient_spike_of_the_drafter_does_not_clip_the_policy(tmp_path, sharded):
     """Both are over their clips, each of its own: the trunk's weights are the same to the bit."""
     folder, found = mimo(tmp_path / "model"), []
     for scale in (1.0, 1e4):
@@ -103,7 +103,7 @@ def test_a_spike_of_the_drafter_clips_no_step_of_the_policy(tmp_path, sharded):
     [{}, {"offload": OffloadConfig(optimizer=True)}, {"distributed_optimizer": True}, {"lora": LoraConfig(rank=4, alpha=8.0)}],
     ids=lambda fields: "-".join(fields) or "plain",
 )
-def test_every_mtp_tensor_leaves_trained_after_a_resume_too(tmp_path, fields):
+def test_every_mtp_tensor_is_trained_before_and_after_a_resume(tmp_path, fields):
     """And nothing else, where the policy's loss has no gradient."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     fields = fields | {"mtp": MtpConfig(mode="isolated", clip_grad=0)}
@@ -126,7 +126,7 @@ def test_every_mtp_tensor_leaves_trained_after_a_resume_too(tmp_path, fields):
 
 
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
-def test_the_number_of_micro_batches_does_not_scale_the_loss_of_a_drafter(tmp_path, loss):
+def test_number_of_microbatches_does_not_scale_the_drafter_loss(tmp_path, loss):
     folder, found = mimo(tmp_path / "model", num_nextn_predict_layers=3), []
     for budget in (1, 40, 4096):
         with engine(folder, mtp=MtpConfig(mode="joint", loss=loss, clip_grad=0), tokens_per_microbatch=budget) as made:
@@ -138,7 +138,7 @@ def test_the_number_of_micro_batches_does_not_scale_the_loss_of_a_drafter(tmp_pa
         assert_close(grads, found[2][1], 1e-5)
 
 
-def test_chain_of_depths_is_not_cut(tmp_path):
+def test_gradients_pass_through_the_chain_of_depths(tmp_path):
     """The second depth's loss reaches the first depth's layer, beside what the first depth's own brings."""
     folder, name = mimo(tmp_path / "model", num_nextn_predict_layers=2), "model.mtp_layers.0.input_proj.weight"
     batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [1, 1, 1])]
@@ -153,7 +153,7 @@ def test_chain_of_depths_is_not_cut(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["off", "load"])
-def test_modes_that_do_not_train_mtp(tmp_path, mode):
+def test_mtp_is_frozen_in_modes_that_do_not_train_it(tmp_path, mode):
     """The trunk trains as ever; MTP's weights, where they are kept, leave as they came."""
     folder = mimo(tmp_path / "model")
     batch = sequences()
@@ -173,7 +173,7 @@ def test_modes_that_do_not_train_mtp(tmp_path, mode):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_mtp_that_one_stage_trains_and_the_next_one_does_not(tmp_path, sharded):
+def test_mtp_trained_in_one_stage_is_frozen_in_the_next(tmp_path, sharded):
     """As a supervised stage and RL with `train_mtp: false` do, after which every MTP weight is as the first one left it."""
     with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as made:
         made.set_optimizer(GENTLE)
@@ -187,7 +187,7 @@ def test_mtp_that_one_stage_trains_and_the_next_one_does_not(tmp_path, sharded):
 
 
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
-def test_the_trunk_is_no_pupil_of_its_drafter(tmp_path, loss):
+def test_drafter_loss_has_no_gradient_on_the_trunk_distribution(tmp_path, loss):
     """An isolated head that learns the trunk's distribution gives it no gradient, and comes nearer to it; its loss is the metric's own."""
     folder = mimo(tmp_path / "model")
     with engine(folder, mtp=MtpConfig(mode="isolated", loss=loss, clip_grad=0)) as made:
@@ -206,7 +206,7 @@ def test_the_trunk_is_no_pupil_of_its_drafter(tmp_path, loss):
 
 
 @pytest.mark.parametrize("mtp_lr", [None, 1e-2])
-def test_weight_decay_is_of_matrices_alone(tmp_path, mtp_lr):
+def test_weight_decay_applies_to_matrices_only(tmp_path, mtp_lr):
     """Nothing supervised, so nothing but decay: by each group's own rate, and not of norms and biases."""
     with engine(mimo(tmp_path / "model")) as made:
         made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": mtp_lr}))
@@ -218,7 +218,7 @@ def test_weight_decay_is_of_matrices_alone(tmp_path, mtp_lr):
             torch.testing.assert_close(value, kept * before[name], rtol=1e-6, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_cutting_the_batch_another_way_leaves_loss_and_gradients(tmp_path):
+def test_loss_and_gradients_do_not_depend_on_microbatches(tmp_path):
     """Every sequence alone, a few packed, all packed: 1e-6 over all gradients together."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     batch = sequences(9, seed=3)
@@ -270,7 +270,7 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path, recompute, mod
 
 
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
-def test_recomputed_depths_that_hand_on_another_state_than_is_read(tmp_path, mode):
+def test_recomputed_depths_pass_on_the_state_before_the_norm(tmp_path, mode):
     """GLM-4.5's: of the last depth, what would be handed on takes no part in the loss."""
     folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], tmp_path / "model", 0, "fp32"))
     found = []

@@ -20,12 +20,12 @@ ARRAYS = [
 
 @pytest.mark.parametrize("bring", [to_device, in_one_copy])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_shapes_dtypes_and_values_stay(bring, device: str) -> None:
+def test_shapes_dtypes_and_values_are_kept(bring, device: str) -> None:
     found = bring(ARRAYS, device)
     for tensor, array in zip(found, ARRAYS, strict=True):
         assert tensor.device.type == device and tensor.cpu().equal(torch.from_numpy(array.copy()))
 
 
-def test_one_copy_holds_them_all() -> None:
+def test_tensors_of_one_copy_share_a_storage() -> None:
     assert len({each.untyped_storage().data_ptr() for each in in_one_copy(ARRAYS, "cpu") if each.numel()}) == 1
     assert in_one_copy([], "cpu") == []

@@ -18,17 +18,17 @@ SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 BATCH = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 + [0] * 10)]
 
 
-def test_operations_of_the_batch_over_what_the_cards_could_do() -> None:
+def test_utilisation_is_flops_over_peak() -> None:
     flops = step_flops(SHAPE, [100, 50], 90, [88], isolated=True)
     share = utilisation(SHAPE, BATCH, 1, isolated=True, seconds=0.5, card="NVIDIA H200", cards=4)
     assert share == pytest.approx(flops / (0.5 * 4 * 989e12))
 
 
-def test_nothing_is_said_of_what_is_not_known() -> None:
+def test_unknown_gpu_has_no_utilisation() -> None:
     assert utilisation(SHAPE, BATCH, 0, isolated=True, seconds=1.0, card="Some Card", cards=1) is None
 
 
-def test_an_update_tells_it_where_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.trainer.batch.card_peak", {"cpu": 1e12}.get)
     folder, batch = mimo(tmp_path / "model"), sequences()
     with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as made:
