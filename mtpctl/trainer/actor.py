@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mtpctl.trainer import batch
     from mtpctl.trainer.engine import MegatronEngine
 
-PROFILED_UPDATE = 3
-"""The update of a stage that `telemetry.profile` records: by then shapes, caches and the allocator have settled."""
+PLANNED_UPDATE, PROFILED_UPDATE = 2, 3
+"""The updates of a stage of which `telemetry.profile` records the collectives and the times, after shapes and caches have settled."""
 _PHASE = "mtpctl/"
 _LISTED_OPERATIONS = 20
 
@@ -374,8 +374,9 @@ def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
 class UpdateProfile:
     """`telemetry.profile`: profiles one update of each stage on this rank.
 
-    Writes `profile-STAGE-rankN.json.gz` (Chrome trace) and `profile-STAGE-rankN.txt` (two tables) to `folder`. Phases are the ranges named
-    `mtpctl/…`; they nest, so their times do not add up. On a GPU the device time of a phase is that of its kernels.
+    Writes `profile-STAGE-rankN.json.gz` (Chrome trace) and `profile-STAGE-rankN.txt` (two tables) to `folder`, and with several ranks
+    `collectives-STAGE-rankN.txt` (`CollectivePlan`). Phases are the ranges named `mtpctl/…`; they nest, so their times do not add up. On a
+    GPU the device time of a phase is that of its kernels.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -385,11 +386,20 @@ class UpdateProfile:
     @contextlib.contextmanager
     def update(self, stage: str) -> Iterator[None]:
         """Wraps one update of `stage`."""
-        self._updates[stage] = self._updates.get(stage, 0) + 1
-        if self._updates[stage] != PROFILED_UPDATE:
+        import torch
+
+        count = self._updates[stage] = self._updates.get(stage, 0) + 1
+        if count == PLANNED_UPDATE and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            from mtpctl.trainer.collectives import CollectivePlan
+
+            with CollectivePlan() as plan:
+                yield
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"collectives-{stage}-rank{self.rank}.txt").write_text(str(plan))
+            return
+        if count != PROFILED_UPDATE:
             yield
             return
-        import torch
 
         cuda = torch.cuda.is_available()
         activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if cuda else [])
