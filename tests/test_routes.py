@@ -1,4 +1,4 @@
-"""Routes: what is one of a model, and the way through JSON."""
+"""Routes: their format for a model, and their JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def routes(config: dict[str, Any]) -> RouteShape | None:
     return RouteShape.of(shape_of(config))
 
 
-def test_layers_are_those_with_experts_and_never_mtp_layers() -> None:
+def test_layers_are_moe_layers_without_mtp_layers() -> None:
     assert routes(TOYS["glm4-moe"]) == RouteShape((1,), 2, 6)
     assert routes({**TOYS["glm4-moe"], "num_hidden_layers": 4, "first_k_dense_replace": 2}) == RouteShape((2, 3), 2, 6)
     assert routes(TOYS["qwen3.5-moe"]) == RouteShape((0, 1), 2, 5)
@@ -25,13 +25,13 @@ def test_layers_are_those_with_experts_and_never_mtp_layers() -> None:
 
 
 @pytest.mark.parametrize(("experts", "dtype", "size"), [(256, np.uint8, 320), (257, np.uint16, 640)])
-def test_an_experts_number_takes_a_byte_as_long_as_it_fits(experts: int, dtype: Any, size: int) -> None:
+def test_expert_indices_have_the_smallest_dtype(experts: int, dtype: Any, size: int) -> None:
     shape = RouteShape(tuple(range(40)), 8, experts)
     assert (shape.dtype, shape.token_bytes) == (dtype, size)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_json_keeps_every_number(dtype: Any) -> None:
+def test_routes_are_equal_after_json(dtype: Any) -> None:
     found = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (5, 3, 2)).astype(dtype)[1:, ::2]
     again = from_json(json.loads(json.dumps(to_json(found))))
     assert again.dtype == found.dtype and np.array_equal(again, found)
@@ -47,11 +47,11 @@ def test_json_keeps_every_number(dtype: Any) -> None:
         ({"data": "??"}, "base64"),
     ],
 )
-def test_what_is_no_array_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_json_is_refused(change: dict[str, Any], message: str) -> None:
     whole = to_json(np.zeros((2, 1, 2), np.uint8))
     with pytest.raises(ValueError, match=message):
         from_json({**whole, **change})
 
 
-def test_no_routes_of_a_sequence_are_routes_too() -> None:
+def test_routes_may_be_empty() -> None:
     assert RouteShape((0,), 2, 4).fault(np.zeros((0, 1, 2), np.uint8), 5) is None

@@ -1,4 +1,4 @@
-"""A sample grows by whole fields, and makes every trip through JSON unchanged."""
+"""A sample grows by whole fields, and is unchanged by JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sample() -> Sample:
     return Sample(prompt_id="p", group_id="g", prompt_ids=[1, 2, 3])
 
 
-def test_tokens_come_with_log_probs_mask_and_version() -> None:
+def test_append_adds_tokens_log_probs_mask_and_version() -> None:
     s = sample()
     s.append([10, 11], [-0.125, -0.25], version=4)
     s.append([12], [-0.375], version=4)
@@ -37,20 +37,20 @@ def test_tokens_of_the_environment_are_not_trained() -> None:
     assert s.version_spans == [VersionSpan(0, 4, 1)]
 
 
-def test_nothing_appended_changes_nothing() -> None:
+def test_appending_nothing_changes_nothing() -> None:
     s = sample()
     s.append([], [], version=9)
     assert s == sample()
 
 
-def test_tokens_without_their_log_probs_are_refused_and_leave_the_sample_as_it_was() -> None:
+def test_tokens_without_log_probs_are_refused_and_do_not_change_the_sample() -> None:
     s = sample()
     with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
         s.append([1, 2], [-0.125], version=0)
     assert s == sample()
 
 
-def test_json_round_trip() -> None:
+def test_a_sample_is_equal_after_json() -> None:
     s = sample()
     s.append([10, 11], [-0.125, -0.25], version=4)
     s.append([12], [-0.375], version=5)
@@ -62,7 +62,7 @@ def test_json_round_trip() -> None:
     assert s.copy() == s and s.copy().environment is not s.environment
 
 
-def test_a_field_of_an_earlier_release_is_left_out() -> None:
+def test_an_unknown_field_is_ignored() -> None:
     """A checkpoint's buffer may hold it."""
     assert Sample.from_dict({**sample().to_dict(), "old_entropy": None}) == sample()
 
@@ -74,7 +74,7 @@ def test_samples_share_no_arrays() -> None:
     assert second.response_ids.tolist() == [] and second.speculation.drafted == 0
 
 
-def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
+def test_cut_truncates_all_per_token_fields() -> None:
     sample = Sample("p", "g", [1])
     sample.append([5, 6], [-1.0, -2.0], 1)
     sample.append([7, 8], [-3.0, -4.0], 2)
@@ -85,7 +85,7 @@ def test_what_is_cut_takes_all_that_belongs_to_it() -> None:
     assert sample.version_spans == [VersionSpan(0, 2, 1)]
 
 
-def test_a_copy_is_the_same_and_shares_nothing_that_changes() -> None:
+def test_a_copy_is_equal_and_shares_no_mutable_field() -> None:
     s = sample()
     s.append([10, 11], [-0.125, -0.25], version=4)
     s.old_logprobs, s.speculation = logprobs_of([-0.125, -0.25]), Speculation(drafted=2, accepted=1, accepted_by_position=[1], steps=1)
@@ -100,11 +100,11 @@ def test_a_copy_is_the_same_and_shares_nothing_that_changes() -> None:
 
 
 @pytest.mark.parametrize(("context", "limit"), [(64, 8), (11, 8), (10, 7), (4, 1)])
-def test_a_response_ends_at_its_tokens_or_where_the_context_does(context: int, limit: int) -> None:
+def test_the_response_limit_is_max_tokens_or_the_rest_of_the_context(context: int, limit: int) -> None:
     assert response_limit(sample(), max_tokens=8, context=context) == limit
 
 
-def test_routes_are_of_all_tokens_but_the_last_and_go_wherever_the_sample_goes() -> None:
+def test_routes_cover_all_tokens_but_the_last_and_are_copied_and_pickled() -> None:
     """Over an abort, the environment's reply and a cut; the next request tells those of the token that was last."""
     s, rows = sample(), np.arange(20, dtype=np.uint8).reshape(10, 1, 2)
     assert s.routed == 0
@@ -122,7 +122,7 @@ def test_routes_are_of_all_tokens_but_the_last_and_go_wherever_the_sample_goes()
     assert (copy.routed, s.routed) == (4, 7) and Sample.from_dict(copy.to_dict()) == copy
 
 
-def test_arrays_are_made_of_whatever_iterates() -> None:
+def test_arrays_are_created_from_any_iterable() -> None:
     """As a user's own test makes a sample, and as a checkpoint's JSON does."""
     made = Sample(
         "p", "g", [1, 2], response_ids=range(3), loss_mask=[True, 0, 1], behaviour_logprobs=(-0.5, 0.0, -1.0), old_logprobs=[-1] * 3
@@ -133,7 +133,7 @@ def test_arrays_are_made_of_whatever_iterates() -> None:
     assert made.response_ids and not Sample("p", "g", [1]).response_ids
 
 
-def test_a_token_takes_13_bytes_and_as_many_in_a_message() -> None:
+def test_a_token_takes_13_bytes_in_memory_and_in_a_message() -> None:
     """Four of its id, four of each log-prob, one of its mask; a response that grew chunk by chunk has room for some more."""
     made, tokens = Sample("p", "g", []), 4096
     for _ in range(64):

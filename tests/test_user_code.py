@@ -1,4 +1,4 @@
-"""Objects of the user's own: found by file or module, and every mistake told with the field, or with the file and line."""
+"""User-defined objects are loaded from files and modules, and errors name the recipe field, or file and line."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def written(folder: Path, text: str, name: str = "judge.py") -> str:
     return str(folder / name)
 
 
-def test_a_name_with_a_colon_is_the_users_own() -> None:
+def test_a_name_with_a_colon_is_a_reference() -> None:
     assert is_reference("judge.py:score") and is_reference("package.module:score")
     assert not is_reference("math")
 
 
-def test_a_function_of_a_file_is_loaded_and_its_neighbours_can_be_imported(tmp_path: Path) -> None:
+def test_a_function_is_loaded_from_a_file_that_imports_its_neighbours(tmp_path: Path) -> None:
     written(tmp_path, "POINTS = 3", "points_of_judge.py")
     file = written(tmp_path, "from points_of_judge import POINTS\ndef score(): return POINTS\n")
     score = load(f"{file}:score", "reward.function")
     assert callable(score) and score() == 3
 
 
-def test_two_files_of_one_name_stay_apart_and_their_classes_can_be_pickled(tmp_path: Path) -> None:
+def test_files_with_the_same_name_are_distinct_and_their_classes_are_picklable(tmp_path: Path) -> None:
     one, two = (load(f"{written(tmp_path / n, f'class Echo: mark = {n!r}')}:Echo", "f") for n in ("one", "two"))
     assert isinstance(one, type) and isinstance(two, type)
     assert (one.mark, two.mark) == ("one", "two")  # type: ignore[attr-defined]
     assert type(pickle.loads(pickle.dumps(two()))) is two
 
 
-def test_a_function_of_a_module_is_loaded() -> None:
+def test_a_function_is_loaded_from_a_module() -> None:
     assert load("json:dumps", "reward.function") is sys.modules["json"].dumps
 
 
@@ -59,7 +59,7 @@ def test_a_function_of_a_module_is_loaded() -> None:
         ("{dir}/folder.py:score", "{dir}/folder.py is a folder; name a file"),
     ],
 )
-def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_reference_that_cannot_be_loaded_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     written(tmp_path, "def score(): ...")
     written(tmp_path, "import json\nPOINTS = 3\n", "points.py")
     written(tmp_path, "\nx = = 1\n", "broken.py")
@@ -73,7 +73,7 @@ def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, text: str, me
     assert "\n" not in str(found.value)
 
 
-def test_a_wrong_signature_is_told_with_the_call_that_would_be_made() -> None:
+def test_a_wrong_signature_is_an_error_with_the_attempted_call() -> None:
     def score(response: str, problem: object, sample: object, bonus: float = 0.0) -> float:
         return bonus
 
@@ -85,7 +85,7 @@ def test_a_wrong_signature_is_told_with_the_call_that_would_be_made() -> None:
         check_call(score, ("response", "problem", "sample"), {"malus": 1}, "reward.args")
 
 
-def test_a_long_signature_is_told_without_types_and_long_defaults_and_with_the_nearest_name() -> None:
+def test_a_long_signature_is_shown_without_types_and_long_defaults() -> None:
     def judge(response: str, url: str, prompt: str = "a prompt of many lines " * 20, max_tokens: int = 512) -> float:
         return 0.0
 
@@ -97,7 +97,7 @@ def test_a_long_signature_is_told_without_types_and_long_defaults_and_with_the_n
     )
 
 
-def test_an_error_is_told_with_the_line_of_the_users_file_and_not_of_the_library_that_it_called(tmp_path: Path) -> None:
+def test_an_error_is_located_in_the_users_file(tmp_path: Path) -> None:
     file = written(tmp_path, "import json\n\ndef score(text):\n    return json.loads(text)\n")
     score = load(f"{file}:score", "reward.function")
     assert callable(score)
@@ -107,7 +107,7 @@ def test_an_error_is_told_with_the_line_of_the_users_file_and_not_of_the_library
         assert describe_error(error, f"{file}:score").startswith("judge.py:4: JSONDecodeError: Expecting property name")
 
 
-def test_a_place_is_file_and_line_of_what_is_called_however_it_is_wrapped(tmp_path: Path) -> None:
+def test_a_location_is_file_and_line_of_the_unwrapped_function(tmp_path: Path) -> None:
     text = "import functools\ndef plain(): ...\n@functools.cache\ndef kept(): ...\nclass Echo: ...\n"
     file = written(tmp_path, text, "places.py")
     assert location_of(load(f"{file}:plain", "f")) == "places.py:2"
@@ -115,6 +115,6 @@ def test_a_place_is_file_and_line_of_what_is_called_however_it_is_wrapped(tmp_pa
     assert location_of(load(f"{file}:Echo", "f")) == "places.py:5"
 
 
-def test_the_place_of_what_python_was_not_given_is_its_name() -> None:
+def test_the_location_of_an_object_without_source_is_its_name() -> None:
     assert location_of(len) == "len"
     assert location_of(3) == "int"

@@ -1,4 +1,4 @@
-"""Waiting for whichever of two things happens first."""
+"""Await work or an event, whichever comes first, and calls in threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from mtpctl.cluster.deadlines import finished_before, in_thread
-from tests.cluster.test_replicas import in_loop
+from tests.fakes.event_loop import in_loop
 
 
 async def work(seconds: float) -> str:
@@ -18,14 +18,14 @@ async def work(seconds: float) -> str:
 
 
 @in_loop
-async def test_work_that_is_done_first_has_its_result() -> None:
+async def test_work_that_finishes_first_returns_its_result() -> None:
     task = asyncio.create_task(work(0.0))
     assert await finished_before(task, asyncio.Event())
     assert task.result() == "done"
 
 
 @in_loop
-async def test_work_that_is_not_done_when_the_event_is_set_is_cancelled() -> None:
+async def test_unfinished_work_is_cancelled_when_the_event_is_set() -> None:
     task, event = asyncio.create_task(work(60.0)), asyncio.Event()
     asyncio.get_running_loop().call_later(0.01, event.set)
     assert not await finished_before(task, event)
@@ -34,7 +34,7 @@ async def test_work_that_is_not_done_when_the_event_is_set_is_cancelled() -> Non
 
 
 @in_loop
-async def test_of_both_at_once_the_work_counts() -> None:
+async def test_work_that_finishes_with_the_event_counts_as_done() -> None:
     task, event = asyncio.create_task(work(0.0)), asyncio.Event()
     await asyncio.wait([task])
     event.set()
@@ -42,7 +42,7 @@ async def test_of_both_at_once_the_work_counts() -> None:
 
 
 @in_loop
-async def test_work_is_cancelled_with_whoever_waits_for_it() -> None:
+async def test_work_is_cancelled_with_its_waiter() -> None:
     task = asyncio.create_task(work(60.0))
     waiting = asyncio.create_task(finished_before(task, asyncio.Event()))
     await asyncio.sleep(0)
@@ -52,7 +52,7 @@ async def test_work_is_cancelled_with_whoever_waits_for_it() -> None:
 
 
 @in_loop
-async def test_an_error_of_the_work_is_for_its_result() -> None:
+async def test_an_error_of_the_work_is_raised_by_its_result() -> None:
     async def failing() -> None:
         raise ValueError("refused")
 
@@ -63,13 +63,13 @@ async def test_an_error_of_the_work_is_for_its_result() -> None:
 
 
 @in_loop
-async def test_call_in_a_thread_has_its_result_or_its_error() -> None:
+async def test_a_call_in_a_thread_returns_its_result_or_raises_its_error() -> None:
     assert await in_thread(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         await in_thread(lambda: 1 / 0)
 
 
-def test_call_that_hangs_in_a_thread_does_not_delay_the_end_of_the_loop() -> None:
+def test_a_hanging_call_in_a_thread_does_not_delay_the_end_of_the_loop() -> None:
     never = threading.Event()
 
     async def scenario() -> None:

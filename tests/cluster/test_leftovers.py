@@ -1,4 +1,4 @@
-"""What killed processes leave is found and removed; what may be in use is not."""
+"""Folders of killed processes are found and removed, and folders that may be in use are not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shared memory, and beside it the folder of Ray's sessions."""
+    """Folders that replace shared memory and the folder of Ray's sessions."""
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -50,12 +50,12 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(memory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has made a folder of versions and one of a Ray session."""
-    # Not by their arguments: a folder that some process names is in use.
-    told = json.dumps([str(memory / "mtpctl-run"), str(leftovers.sessions() / "session_1")])
+    """A process that has created a folder of versions and one of a Ray session."""
+    # Pass the folders on stdin, since a folder on a process's command line counts as in use.
+    folders = json.dumps([str(memory / "mtpctl-run"), str(leftovers.sessions() / "session_1")])
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(told + "\n")
+    process.stdin.write(folders + "\n")
     process.stdin.flush()
     assert process.stdout.readline() == "made\n"
     yield process
@@ -68,7 +68,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait(30)
 
 
-def test_a_live_runs_folders_stay_and_a_killed_ones_go(run: subprocess.Popen[str], memory: Path) -> None:
+def test_folders_are_removed_only_after_the_run_was_killed(run: subprocess.Popen[str], memory: Path) -> None:
     versions, session = memory / "mtpctl-run", leftovers.sessions() / "session_1"
     assert leftovers.find() == leftovers.remove() == []
     assert versions.is_dir() and session.is_dir()
@@ -79,7 +79,7 @@ def test_a_live_runs_folders_stay_and_a_killed_ones_go(run: subprocess.Popen[str
     assert list(memory.iterdir()) == list(session.parent.iterdir()) == [] == leftovers.find()
 
 
-def test_an_id_that_was_given_out_again_is_not_the_owner(run: subprocess.Popen[str], memory: Path) -> None:
+def test_a_reused_process_id_is_not_the_owner(run: subprocess.Popen[str], memory: Path) -> None:
     folder = memory / "mtpctl-run"
     owner = json.loads((folder / MARK).read_text())
     (folder / MARK).write_text(json.dumps(owner | {"started": owner["started"] - 1}))
@@ -87,7 +87,7 @@ def test_an_id_that_was_given_out_again_is_not_the_owner(run: subprocess.Popen[s
 
 
 @pytest.mark.parametrize("mark", [None, "", "[]", "{}"])
-def test_what_does_not_tell_whose_it_is_stays_and_is_named(mark: str | None, memory: Path) -> None:
+def test_a_folder_without_a_readable_mark_is_listed_and_kept(mark: str | None, memory: Path) -> None:
     folder = memory / "mtpctl-run"
     folder.mkdir()
     if mark is not None:
@@ -101,10 +101,10 @@ def change_mark(folder: Path, **changed: object) -> None:
     (folder / MARK).write_text(json.dumps(owner | changed))
 
 
-def test_what_was_made_in_another_container_stays_and_is_named(
+def test_a_folder_of_another_container_is_listed_and_kept(
     run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ids mean nothing here."""
+    """Its process ids cannot be looked up here."""
     folder = memory / "mtpctl-run"
     kill(run)
     change_mark(folder, namespace="another")
@@ -116,8 +116,8 @@ def test_what_was_made_in_another_container_stays_and_is_named(
     assert f"left alone: {folder} was made elsewhere" in capsys.readouterr().out
 
 
-def test_no_process_in_memory_outlives_a_boot(run: subprocess.Popen[str], memory: Path) -> None:
-    """Ray's folders may be on a disk of several machines: there another boot may be another machine."""
+def test_shared_memory_of_an_earlier_boot_is_removed(run: subprocess.Popen[str], memory: Path) -> None:
+    """Ray's folders may be on a disk shared by several machines, where another boot may be another machine."""
     versions, session = memory / "mtpctl-run", leftovers.sessions() / "session_1"
     for folder in (versions, session):
         change_mark(folder, boot="another")
@@ -125,7 +125,7 @@ def test_no_process_in_memory_outlives_a_boot(run: subprocess.Popen[str], memory
     assert leftovers.elsewhere() == [session] and session.is_dir()
 
 
-def test_a_removal_that_breaks_off_is_taken_up_again(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_is_continued_by_the_next(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(run)
     (memory / "mtpctl-run" / "zz").mkdir()
     removed = shutil.rmtree
@@ -146,12 +146,12 @@ def test_a_removal_that_breaks_off_is_taken_up_again(run: subprocess.Popen[str],
     assert list(memory.iterdir()) == []
 
 
-def test_one_that_an_earlier_remover_left_without_a_mark_is_named(memory: Path) -> None:
+def test_a_partly_removed_folder_without_a_mark_is_listed(memory: Path) -> None:
     (memory / ".mtpctl-going-7-mtpctl-run").mkdir()
     assert leftovers.unknown() == [memory / ".mtpctl-going-7-mtpctl-run"]
 
 
-def test_one_process_at_a_time_removes(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_one_process_removes_at_a_time(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kill(run)
     with leftovers._alone(wait=True):
         assert leftovers.remove() == []
@@ -161,7 +161,7 @@ def test_one_process_at_a_time_removes(run: subprocess.Popen[str], memory: Path,
     assert len(leftovers.remove()) == 2
 
 
-def test_and_a_claim_waits_for_it(run: subprocess.Popen[str], memory: Path) -> None:
+def test_a_claim_waits_for_a_removal(run: subprocess.Popen[str], memory: Path) -> None:
     folder = memory / "mtpctl-run"
     kill(run)
     claimed: list[bool] = []
@@ -174,8 +174,8 @@ def test_and_a_claim_waits_for_it(run: subprocess.Popen[str], memory: Path) -> N
     assert claimed == [True] and [path.name for path in folder.iterdir()] == [MARK]
 
 
-def test_what_was_claimed_anew_since_it_was_found_stays(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine marks its adapters' folder without waiting; nothing may be moved from under it."""
+def test_a_folder_that_was_claimed_again_is_not_removed(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine marks its adapters' folder without the lock, so a marked folder must not be moved."""
     folder = memory / "mtpctl-run"
     kill(run)
     found = leftovers.find()
@@ -185,13 +185,13 @@ def test_what_was_claimed_anew_since_it_was_found_stays(run: subprocess.Popen[st
     assert folder not in [left.path for left in leftovers.remove()] and folder.is_dir()
 
 
-def test_so_does_another_users(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_removed(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(run)
     monkeypatch.setattr(os, "getuid", lambda: 1 + memory.stat().st_uid)
     assert leftovers.find() == leftovers.remove() == leftovers.unknown() == []
 
 
-def test_and_a_session_of_which_ray_still_has_a_process(run: subprocess.Popen[str], memory: Path) -> None:
+def test_a_session_with_a_living_ray_process_is_not_removed(run: subprocess.Popen[str], memory: Path) -> None:
     kill(run)
     session = leftovers.sessions() / "session_1"
     with subprocess.Popen([sys.executable, "-c", "input()", f"--session-dir={session}"], stdin=subprocess.PIPE) as raylet:
@@ -201,7 +201,7 @@ def test_and_a_session_of_which_ray_still_has_a_process(run: subprocess.Popen[st
 
 
 class Ray(types.ModuleType):
-    """Ray as far as `cluster` asks it, with a session of its own."""
+    """A fake of the Ray functions that `cluster` calls."""
 
     def __init__(self, session: Path) -> None:
         super().__init__("ray")
@@ -227,7 +227,7 @@ def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a rank died; look into Ray's logs"), KeyboardInterrupt()])
-def test_a_session_that_ended_by_itself_keeps_its_logs(error: BaseException | None, ray: Ray) -> None:
+def test_a_session_that_ended_normally_keeps_its_logs(error: BaseException | None, ray: Ray) -> None:
     with suppress(RuntimeError, KeyboardInterrupt), cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0):
         assert (ray.session / MARK).is_file()
         if error is not None:
@@ -235,7 +235,7 @@ def test_a_session_that_ended_by_itself_keeps_its_logs(error: BaseException | No
     assert ray.ended and ray.session.is_dir() and not (ray.session / MARK).exists()
 
 
-def test_a_run_needs_no_mark(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_even_if_its_mark_cannot_be_written(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -259,7 +259,7 @@ with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0) as daemons:
 
 
 @pytest.mark.slow
-def test_the_next_start_removes_what_a_killed_one_left() -> None:
+def test_the_next_start_removes_leftovers_of_a_killed_run() -> None:
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # pytest's own are too deep for Ray's sockets
         environment = os.environ | {"RAY_TMPDIR": folder}
         command = [sys.executable, "-c", KILLED, f"test-{os.getpid()}"]
@@ -279,7 +279,7 @@ def test_the_next_start_removes_what_a_killed_one_left() -> None:
         assert left in [each.path for each in leftovers.remove()] and not left.exists()
 
 
-def test_the_command_tells_what_it_removed(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_prints_the_removed_folders(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (memory / "mtpctl-ipc-x").touch()
     kill(run)
     for said in (["removed " + str(memory / "mtpctl-run"), "removed "], ["killed runs left nothing here"]):

@@ -1,4 +1,4 @@
-"""Links between hosts: every pair is tried, and the one that is slow is told."""
+"""Links between hosts: every pair is measured, and slow links are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtpctl.cluster.links import Endpoint, Link, rounds_of, slow
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
-def test_every_pair_is_tried_once_and_no_host_twice_in_a_round(count: int) -> None:
+def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
     rounds = rounds_of(count)
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
@@ -20,7 +20,7 @@ def test_every_pair_is_tried_once_and_no_host_twice_in_a_round(count: int) -> No
         assert len(hosts) == len(set(hosts))
 
 
-def test_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_and_latency_of_a_link_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "BYTES", 4 << 20)
     there = Endpoint().listen("127.0.0.1")
     for _ in range(2):
@@ -28,12 +28,12 @@ def test_a_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < latency < 5 and rate > 1e6
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_an_unreachable_host_is_an_error() -> None:
     with pytest.raises(OSError):
         Endpoint().measure("127.0.0.1", 1)
 
 
-def test_the_slow_one_is_told() -> None:
+def test_slow_and_failed_links_are_reported() -> None:
     good = [Link("a", "b", 1e-4, 1.2e9), Link("a", "c", 1e-4, 1.0e9), Link("b", "c", 1.2e-4, 1.1e9)]
     assert slow(good) == []
     thin, far, dead = Link("c", "d", 1e-4, 1e8), Link("a", "d", 0.02, 1e9), Link("b", "d", error="not reached: refused")

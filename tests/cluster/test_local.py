@@ -1,4 +1,4 @@
-"""A cluster of this machine that would be too small is told of before Ray is started."""
+"""A local cluster that is too small is an error before Ray starts, and other clusters are not joined."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from mtpctl.recipe.cluster import ClusterConfig
 
 
 @pytest.mark.parametrize(
-    ("config", "cpus", "gpus", "said"),
+    ("config", "cpus", "gpus", "message"),
     [
         (ClusterConfig(num_cpus=1), 2, 0, r"cluster\.num_cpus: the recipe's actors need 2 CPUs, but the cluster has 1; use fewer"),
         (ClusterConfig(num_gpus=2), 1, 2.5, r"cluster\.num_gpus: the recipe's actors need 2\.5 GPUs, but the cluster has 2; use fewer"),
     ],
 )
-def test_too_little(config: ClusterConfig, cpus: float, gpus: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_cpus_or_gpus_are_an_error(
+    config: ClusterConfig, cpus: float, gpus: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
-    with pytest.raises(ClusterResources, match=said), cluster(config, cpus=cpus, gpus=gpus):
+    with pytest.raises(ClusterResources, match=message), cluster(config, cpus=cpus, gpus=gpus):
         pass
 
 
-def test_a_cluster_elsewhere_is_asked_when_it_answers() -> None:
+def test_the_size_of_a_joined_cluster_is_not_checked_before_ray_connects() -> None:
     check_room(ClusterConfig(address="head:6379", num_cpus=1), cpus=64, gpus=64)
 
 
-def test_one_that_the_environment_names_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run without an address never joins it, whatever room there may be."""
+def test_ray_address_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without an address never joins it."""
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     with pytest.raises(ClusterResources, match=r"cluster\.num_cpus"):
         check_room(ClusterConfig(num_cpus=1), cpus=64, gpus=0)
@@ -48,8 +50,8 @@ def assert_own_ray(address: str) -> None:
         assert ray.cluster_resources()["CPU"] == 2
 
 
-def test_what_the_machine_names_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the environment's Ray nor the last that was started here, which nobody answers for any more."""
+def test_a_local_cluster_does_not_join_a_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the cluster in the environment nor the last one started on this machine, which no longer exists."""
     address = "127.0.0.1:1"
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "ray").mkdir()
@@ -60,8 +62,8 @@ def test_what_the_machine_names_is_not_joined(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_foreign_ray_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's `ray start`, of one CPU, which Ray's own search on this machine finds: it would refuse the run."""
+def test_a_ray_cluster_started_by_another_user_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would join the `ray start` of one CPU on this machine, which is too small for the run."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # pytest's own are too deep for Ray's sockets
         monkeypatch.setenv("RAY_TMPDIR", folder)
         options = ["--head", "--block", "--port=0", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
@@ -80,7 +82,7 @@ def test_a_foreign_ray_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("alive", "one"), [([True], True), ([True, False], True), ([True, True], False)])
-def test_hosts_that_are_gone_do_not_count(alive: list[bool], one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_hosts_do_not_count(alive: list[bool], one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": each} for each in alive])
     assert on_one_host() is one

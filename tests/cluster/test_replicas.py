@@ -1,4 +1,4 @@
-"""Replicas that die are replaced once, up to date, and given up when they keep failing; nothing else hears of it."""
+"""Replicas that die are replaced once, after bring-up, and slots that fail too often are quarantined."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 
 import mtpctl.cluster.replicas as module
 from mtpctl.cluster.replicas import Lifecycle, Replicas, Slot, start_all
+from tests.fakes.event_loop import in_loop
 
 
 class Gone(Exception):
-    """What a dead replica answers."""
+    """The error of a dead replica."""
 
 
 class Fake:
@@ -29,14 +30,14 @@ class Fake:
 
 
 class Fleet:
-    """Every replica that was started, and what to do when the next one is."""
+    """Fake replicas. `failing`: number of starts that fail next; `available`: whether bring-up has its version."""
 
     def __init__(self) -> None:
         self.started: list[Fake] = []
         self.failing = 0
         self.bringing_up: Callable[[Fake], None] = lambda _: None
         self.bringing_up_takes = self.ending_takes = partial(asyncio.sleep, 0)
-        self.kept = True
+        self.available = True
         self.changes = 0
         self.lines: list[str] = []
         self.end_s = self.bring_up_s = 1.0
@@ -56,7 +57,7 @@ class Fleet:
     async def bring_up(self, replica: Fake) -> bool:
         self.bringing_up(replica)
         await self.bringing_up_takes()
-        return self.kept
+        return self.available
 
     async def changed(self) -> None:
         self.changes += 1
@@ -76,23 +77,13 @@ class Fleet:
         return Replicas(await start_all(self.start, self.end, count), lifecycle)
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Runs an asynchronous test, with a deadline."""
-
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    run.__doc__, run.__name__ = test.__doc__, test.__name__
-    return run
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
 
 
 @in_loop
-async def test_a_dead_replica_is_ended_and_replaced_once_however_many_noticed() -> None:
+async def test_a_dead_replica_is_replaced_once_despite_repeated_reports() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2)
     slot, dead = replicas.live()[1]
@@ -106,8 +97,8 @@ async def test_a_dead_replica_is_ended_and_replaced_once_however_many_noticed() 
 
 
 @in_loop
-async def test_one_that_dies_while_the_first_ones_start_is_started_again() -> None:
-    """As often as it may be restarted later; an error that is no death would come again, and is raised at once."""
+async def test_a_replica_that_dies_during_start_up_is_restarted() -> None:
+    """Up to `max_restarts` times. Other errors are raised at once."""
 
     def starter(*errors: Exception) -> Callable[[int], Coroutine[Any, Any, Fake]]:
         left = list(errors)
@@ -121,8 +112,8 @@ async def test_one_that_dies_while_the_first_ones_start_is_started_again() -> No
         return start
 
     fleet = Fleet()
-    found = await start_all(starter(Gone(), Gone()), fleet.end, 2, dead=(Gone,), max_restarts=2)
-    assert [each.index for each in found] == [0, 1]
+    replicas = await start_all(starter(Gone(), Gone()), fleet.end, 2, dead=(Gone,), max_restarts=2)
+    assert [replica.index for replica in replicas] == [0, 1]
     for errors, kind in (((Gone(), Gone(), Gone()), Gone), ((RuntimeError("no memory"),), RuntimeError)):
         fleet = Fleet()
         with pytest.raises(kind):
@@ -131,7 +122,7 @@ async def test_one_that_dies_while_the_first_ones_start_is_started_again() -> No
 
 
 @in_loop
-async def test_a_fresh_replica_takes_its_seat_only_when_it_was_brought_up_and_never_during_an_update() -> None:
+async def test_a_fresh_replica_serves_after_bring_up_and_never_during_an_update() -> None:
     fleet = Fleet()
     fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
     replicas = await fleet.replicas(1)
@@ -145,23 +136,23 @@ async def test_a_fresh_replica_takes_its_seat_only_when_it_was_brought_up_and_ne
 
 
 @in_loop
-async def test_an_update_may_bring_what_a_fresh_replica_waits_for() -> None:
-    """As the second try of a version that the others have from the first, and that no store has yet."""
+async def test_an_update_may_provide_the_version_that_a_fresh_replica_waits_for() -> None:
+    """For example the retry of a version that the others already have, but that is not in the store yet."""
     fleet = Fleet()
-    fleet.kept = False
+    fleet.available = False
     replicas = await fleet.replicas(1)
     replicas.lost(*replicas.live()[0], Gone())
     await until(lambda: len(fleet.started) == 2)
     async with asyncio.timeout(2), replicas.updating:
-        fleet.kept = True
+        fleet.available = True
     await until(lambda: bool(replicas.live()))
     assert replicas.live()[0][1] is fleet.started[1]
 
 
 @in_loop
-async def test_what_never_comes_is_not_waited_for_without_end() -> None:
+async def test_waiting_for_a_version_times_out() -> None:
     fleet, before = Fleet(), module.VERSION_WAIT_S
-    fleet.kept = False
+    fleet.available = False
     replicas = await fleet.replicas(1, max_restarts=0)
     module.VERSION_WAIT_S = 0.05
     try:
@@ -170,13 +161,12 @@ async def test_what_never_comes_is_not_waited_for_without_end() -> None:
         await until(lambda: bool(replicas.all_quarantined()))
     finally:
         module.VERSION_WAIT_S = before
-    assert (
-        "the weight version of the other replicas was not available within 0.05 s" in replicas.all_quarantined() and fleet.started[1].ended
-    )
+    assert "the weight version of the other replicas was not available within 0.05 s" in replicas.all_quarantined()
+    assert fleet.started[1].ended
 
 
 @in_loop
-async def test_what_cannot_be_brought_up_is_ended_and_tried_again() -> None:
+async def test_a_replica_whose_bring_up_fails_is_ended_and_replaced() -> None:
     fleet = Fleet()
 
     def refuse(replica: Fake) -> None:
@@ -191,7 +181,7 @@ async def test_what_cannot_be_brought_up_is_ended_and_tried_again() -> None:
 
 
 @in_loop
-async def test_a_seat_that_keeps_failing_is_given_up_with_its_reason() -> None:
+async def test_a_slot_that_fails_too_often_is_quarantined_with_its_reason() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2, max_restarts=2)
     fleet.failing = 9
@@ -204,7 +194,7 @@ async def test_a_seat_that_keeps_failing_is_given_up_with_its_reason() -> None:
 
 
 @in_loop
-async def test_failures_of_long_ago_are_forgotten() -> None:
+async def test_old_failures_are_forgotten() -> None:
     replicas = await Fleet().replicas(1, max_restarts=1)
     (slot,) = replicas.slots
     for _ in range(4):
@@ -219,7 +209,7 @@ async def test_failures_of_long_ago_are_forgotten() -> None:
 
 
 @in_loop
-async def test_all_are_asked_at_once_and_one_that_refuses_is_heard_after_the_others() -> None:
+async def test_replicas_are_called_concurrently_and_errors_raised_at_the_end() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(3)
     assert await replicas.each(Fake.ask) == ["here"] * 3
@@ -230,7 +220,7 @@ async def test_all_are_asked_at_once_and_one_that_refuses_is_heard_after_the_oth
 
 
 @in_loop
-async def test_whoever_is_named_is_asked_and_nobody_comes_in_between() -> None:
+async def test_an_update_calls_the_named_replicas_and_no_others() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(3)
     async with replicas.fixed_members():
@@ -238,23 +228,25 @@ async def test_whoever_is_named_is_asked_and_nobody_comes_in_between() -> None:
         fleet.started[1].answer = Gone()
         replicas.lost(*replicas.live()[1], Gone())
         await until(lambda: len(fleet.started) == 4)
-        asked: list[Fake] = []
+        called: list[Fake] = []
 
         async def ask(replica: Fake) -> str:
-            asked.append(replica)
+            called.append(replica)
             return await replica.ask()
 
         assert await replicas.apply_update(ask) == ["here"]
-        assert asked == fleet.started[1:3], "the dead one too: others may wait for it"
-        assert len(await replicas.apply_update(Fake.ask)) == 2, "names are for once"
+        assert called == fleet.started[1:3], "includes the dead one, for which others may wait"
+        assert len(await replicas.apply_update(Fake.ask)) == 2, "names apply to one update"
     await until(lambda: len(replicas.live()) == 3)
     assert replicas.members("fake", 1) == ["fake 0.0.0", "fake 1.1.0", "fake 2.0.0"]
     async with replicas.fixed_members():
-        assert await replicas.apply_update(Fake.ask, where=lambda replica: replica.index > 1) == ["here"], "nor are they for another block"
+        assert await replicas.apply_update(Fake.ask, where=lambda replica: replica.index > 1) == ["here"], (
+            "names do not apply to another block"
+        )
 
 
 @in_loop
-async def test_updates_do_not_wait_for_one_that_hangs_while_it_is_brought_up() -> None:
+async def test_updates_do_not_wait_for_a_hanging_bring_up() -> None:
     fleet = Fleet()
     fleet.bring_up_s = 0.05
     replicas = await fleet.replicas(1, max_restarts=1)
@@ -267,7 +259,7 @@ async def test_updates_do_not_wait_for_one_that_hangs_while_it_is_brought_up() -
 
 
 @in_loop
-async def test_what_does_not_end_is_not_waited_for_at_the_close() -> None:
+async def test_close_does_not_wait_for_a_replica_that_hangs() -> None:
     fleet = Fleet()
     fleet.end_s = 0.05
     replicas = await fleet.replicas(2)
@@ -278,7 +270,7 @@ async def test_what_does_not_end_is_not_waited_for_at_the_close() -> None:
 
 
 @in_loop
-async def test_close_ends_one_that_is_being_brought_up() -> None:
+async def test_close_ends_a_replica_during_bring_up() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(1)
     fleet.bringing_up_takes = asyncio.Event().wait
@@ -290,7 +282,7 @@ async def test_close_ends_one_that_is_being_brought_up() -> None:
 
 
 @in_loop
-async def test_where_one_does_not_start_the_others_are_ended() -> None:
+async def test_if_a_replica_does_not_start_the_others_are_ended() -> None:
     fleet = Fleet()
     fleet.failing = 1
     with pytest.raises(RuntimeError, match="no memory"):
@@ -299,11 +291,11 @@ async def test_where_one_does_not_start_the_others_are_ended() -> None:
 
 
 async def hand_nothing_over(slot: Slot[Fake], replica: Fake) -> None:
-    """What a replica that leaves still has to do, where it has nothing."""
+    """The hand-over of a replica without remaining work."""
 
 
 @in_loop
-async def test_who_is_asked_to_leave_gets_no_work_while_it_hands_over_and_has_not_failed() -> None:
+async def test_a_leaving_replica_gets_no_work_and_counts_no_failure() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2)
     over = asyncio.Event()
@@ -322,7 +314,7 @@ async def test_who_is_asked_to_leave_gets_no_work_while_it_hands_over_and_has_no
 
 
 @in_loop
-async def test_a_seat_is_vacated_while_its_replica_is_being_started_and_after_it_failed_too_often() -> None:
+async def test_a_restarting_or_quarantined_slot_can_be_vacated() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(3, max_restarts=0)
     fleet.bringing_up_takes = asyncio.Event().wait
@@ -339,13 +331,13 @@ async def test_a_seat_is_vacated_while_its_replica_is_being_started_and_after_it
 
 
 @in_loop
-async def test_who_joins_is_brought_up_first_and_the_failures_of_its_seat_are_forgotten() -> None:
+async def test_a_joining_replica_is_brought_up_and_earlier_failures_are_forgotten() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(1, max_restarts=0)
     replicas.lost(*replicas.live()[0], Gone("killed"))
     await until(lambda: bool(replicas.all_quarantined()))
     await replicas.leave(0, hand_nothing_over)
-    assert replicas.all_quarantined() == "", "nobody is wanted, so nobody is missed"
+    assert replicas.all_quarantined() == "", "vacant slots do not count"
     fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
     replicas.join(0)
     replicas.join(1)
@@ -355,7 +347,7 @@ async def test_who_joins_is_brought_up_first_and_the_failures_of_its_seat_are_fo
 
 
 @in_loop
-async def test_who_joins_and_does_not_start_is_given_up_like_any_other() -> None:
+async def test_a_joining_replica_that_does_not_start_is_quarantined() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(1, max_restarts=1)
     fleet.failing = 9

@@ -1,4 +1,4 @@
-"""The watchdog ends what belongs to the daemons, and nothing else, when the command ends or is killed."""
+"""The watchdog ends the daemons and nothing else when the command ends or is killed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def versions() -> Path:
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_watchdog_ends_only_daemons_and_their_descendants(versions: Path, end: str) -> None:
+def test_the_watchdog_ends_only_daemons_and_their_descendants(versions: Path, end: str) -> None:
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND],
         stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ def test_watchdog_ends_only_daemons_and_their_descendants(versions: Path, end: s
         leftovers.remove(wait=True)
 
 
-def test_session_of_another_leader_has_no_members() -> None:
+def test_a_session_with_another_leader_has_no_members() -> None:
     """The id of a process that has ended may have been given to another one."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
         try:
@@ -102,7 +102,7 @@ def test_session_of_another_leader_has_no_members() -> None:
             process.kill()
 
 
-def test_killed_watchdog_does_not_keep_the_command_from_ending() -> None:
+def test_the_command_ends_despite_a_killed_watchdog() -> None:
     watchdog = Watchdog()
     watchdog._process.kill()
     watchdog._process.wait()

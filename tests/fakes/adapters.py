@@ -13,11 +13,14 @@ from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.sync.packing import default_section
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
+from tests.fakes.engine_checkpoints import random_tensors, tiny_config
 
 RANK, ALPHA = 4, 8.0
 _ADAPTED = re.compile(r"model\.layers\.\d+\..*_proj\.weight")
 
 Tensors = dict[str, torch.Tensor]
+BASE = random_tensors(tiny_config(vocab_size=32), 0)
+"""Base weights of a tiny MiMo."""
 
 
 def adapter(base: Mapping[str, torch.Tensor], seed: int, *, rank: int = RANK, size: float = 0.1) -> Tensors:

@@ -1,15 +1,31 @@
-"""Every byte of every tensor travels once, in order, in bounded and aligned buckets."""
+"""Every byte of every tensor is sent once, in order, in bounded and aligned buckets."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.plan.buckets import ALIGNMENT, DTYPE_BYTES, Bucket, TensorSpec, plan_buckets
+from mtpctl.families.reading import shape_of
+from mtpctl.plan.buckets import (
+    ALIGNMENT,
+    DTYPE_BYTES,
+    Bucket,
+    TensorSpec,
+    adapter_tensors,
+    base_weight_bytes,
+    plan_buckets,
+    section_buckets,
+    wire_tensors,
+)
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.train import LoraConfig, adapter_targets
+from tests.fakes.tiny import engine, mimo
+from tests.fakes.trainer_cases import MODELS
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 spec_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), max_size=12).map(
@@ -34,7 +50,7 @@ def send(specs: list[TensorSpec], buckets: list[Bucket], payload: dict[str, byte
 
 
 @given(specs=spec_lists, limit=limits, seed=st.integers(0, 2**16))
-def test_what_is_packed_arrives(specs: list[TensorSpec], limit: int, seed: int) -> None:
+def test_packed_tensors_are_unpacked_equal(specs: list[TensorSpec], limit: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     payload = {spec.name: rng.integers(1, 255, spec.nbytes, dtype=np.uint8).tobytes() for spec in specs}
     assert send(specs, plan_buckets(specs, limit), payload) == payload
@@ -54,7 +70,7 @@ def test_buckets_are_bounded_aligned_ordered_and_do_not_overlap(specs: list[Tens
 
 
 @given(specs=spec_lists, limit=limits)
-def test_each_tensor_once_and_split_only_when_it_does_not_fit(specs: list[TensorSpec], limit: int) -> None:
+def test_each_tensor_is_sent_once_and_split_only_if_it_exceeds_a_bucket(specs: list[TensorSpec], limit: int) -> None:
     entries = [e for b in plan_buckets(specs, limit) for e in b.entries]
     parts: dict[str, list[tuple[int, int]]] = {}
     for e in entries:
@@ -74,7 +90,7 @@ def test_both_ends_compute_the_same_plan(specs: list[TensorSpec], limit: int) ->
 
 
 @given(specs=spec_lists.filter(bool), limit=limits, data=st.data())
-def test_an_alias_moves_no_bytes_and_is_named_on_its_tensor(specs: list[TensorSpec], limit: int, data: st.DataObject) -> None:
+def test_an_alias_is_listed_on_its_tensor_and_not_sent(specs: list[TensorSpec], limit: int, data: st.DataObject) -> None:
     owner = data.draw(st.sampled_from(specs))
     listed = data.draw(st.booleans())
     tied = [*specs, TensorSpec("tied", owner.shape, owner.dtype)] if listed else specs
@@ -85,7 +101,7 @@ def test_an_alias_moves_no_bytes_and_is_named_on_its_tensor(specs: list[TensorSp
     assert sum(e.nbytes for e in entries) == sum(s.nbytes for s in specs)
 
 
-def test_a_large_tensor_runs_through_buckets_and_the_next_follows_its_last_part() -> None:
+def test_a_large_tensor_spans_buckets_and_the_next_follows_its_last_part() -> None:
     buckets = plan_buckets([TensorSpec("a", (4,), "float32"), TensorSpec("big", (300,), "float32"), TensorSpec("b", (8,), "bfloat16")], 512)
     assert [[(e.name, e.offset, e.part_start, e.part_stop) for e in b.entries] for b in buckets] == [
         [("a", 0, 0, 4)],
@@ -109,6 +125,26 @@ A, B = TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (2,), "float32")
         ([TensorSpec("q", (2,), "int3")], 512, {}, "q: dtype 'int3' is unknown"),
     ],
 )
-def test_mistakes_are_named(specs: list[TensorSpec], limit: int, aliases: dict[str, str], message: str) -> None:
+def test_invalid_plans_are_errors(specs: list[TensorSpec], limit: int, aliases: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_buckets(specs, limit, aliases)
+
+
+@pytest.mark.parametrize("model", ["mimo", "tied", "qwen3-moe", "deepseek", "qwen3.5"])
+def test_planned_adapter_tensors_equal_the_trainers_export(tmp_path: Path, model: str) -> None:
+    folder = mimo(tmp_path / "model", **MODELS[model])
+    lora = LoraConfig(rank=3, targets=adapter_targets(folder.shape))
+    with engine(folder, lora=lora) as made:
+        exported = {name: tuple(tensor.shape) for name, tensor in made.export_adapter()}
+    planned = adapter_tensors(folder.shape, lora.rank, lora.targets, "float32")
+    assert {spec.name: spec.shape for spec in planned} == exported
+
+
+def test_adapter_syncs_exclude_the_trunk() -> None:
+    lora = ["train.lora={rank: 4}", "sync.sections=[adapter, draft]"]
+    merged, alone = (load_recipe("tiny_mtp", sets=sets).recipe for sets in ([], lora))
+    assert alone.model.config is not None
+    shape = shape_of(alone.model.config)
+    trunk = sum(spec.nbytes for spec in wire_tensors(shape, "target", "float32"))
+    assert (list(section_buckets(merged, shape)), base_weight_bytes(merged, shape)) == (["target", "draft"], 0)
+    assert (list(section_buckets(alone, shape)), base_weight_bytes(alone, shape)) == (["adapter", "draft"], trunk)

@@ -1,4 +1,4 @@
-"""What would make a rank fit is told with its gain, and holds."""
+"""Remedies for ranks that do not fit are reported with their gain, and suffice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def only(made: Recipe) -> Misfit:
     return misfit
 
 
-def test_the_gain_of_a_remedy_is_what_the_rank_needs_less_with_it() -> None:
+def test_the_gain_of_a_remedy_is_the_reduction_of_the_memory() -> None:
     made = recipe(ONE_CARD)
     needs = trainer_memory(made, MIMO).total
     for remedy in only(made).remedies:
@@ -34,7 +34,7 @@ def test_the_gain_of_a_remedy_is_what_the_rank_needs_less_with_it() -> None:
         assert remedy.fits == (needs - remedy.gain <= 139 * GIB)
 
 
-def test_the_largest_gain_comes_first_and_the_error_line_names_one_that_suffices_on_the_cards_that_are_there() -> None:
+def test_the_error_names_a_sufficient_remedy_without_more_cards() -> None:
     misfit = only(recipe("cluster.gpu_gib=40", "rollout.gpu_memory=0.9"))
     gains = [remedy.gain for remedy in misfit.remedies]
     assert gains == sorted(gains, reverse=True) and len(gains) >= 6
@@ -43,7 +43,7 @@ def test_the_largest_gain_comes_first_and_the_error_line_names_one_that_suffices
     assert str(misfit.error).endswith(f"set {enough}, which gains {enough.gain / GIB:.1f} GiB")
 
 
-def test_remedies_are_settings_that_the_recipes_checks_let_through_and_say_whether_they_take_cards() -> None:
+def test_remedies_pass_the_recipes_checks_and_report_further_cards() -> None:
     sets = {str(remedy): remedy for remedy in only(recipe(ONE_CARD)).remedies}
     for text, remedy in sets.items():
         made = recipe(ONE_CARD, *text.split())
@@ -53,7 +53,7 @@ def test_remedies_are_settings_that_the_recipes_checks_let_through_and_say_wheth
 
 
 @pytest.mark.parametrize("card", [90, 60, 50])
-def test_where_no_remedy_suffices_alone_those_that_do_together_are_told(card: int) -> None:
+def test_remedies_are_combined_if_no_single_one_suffices(card: int) -> None:
     made = recipe(ONE_CARD, f"cluster.gpu_gib={card}", "rollout.gpu_memory=0.5")
     misfit = only(made)
     assert not any(remedy.fits for remedy in misfit.remedies) and len(misfit.together) > 1
@@ -62,14 +62,14 @@ def test_where_no_remedy_suffices_alone_those_that_do_together_are_told(card: in
     check_fits(made, MIMO)
 
 
-def test_an_engine_without_room_is_given_a_larger_share_or_two_ranks() -> None:
+def test_remedies_of_an_engine_are_a_larger_share_or_two_ranks() -> None:
     misfit = only(recipe("rollout.gpu_memory=0.1"))
     assert {"rollout.tp=2": True, "rollout.gpu_memory=0.12": True}.items() <= {str(r): r.fits for r in misfit.remedies}.items()
     for text in ("rollout.gpu_memory=0.12", "rollout.tp=2"):
         check_fits(recipe("rollout.gpu_memory=0.1", text), MIMO)
 
 
-def test_a_cache_in_bytes_that_is_too_small_or_too_large_is_given_one_that_fits() -> None:
+def test_remedies_of_a_cache_in_bytes_are_sizes_that_fit() -> None:
     for asked in (1 << 20, 128 * GIB):
         made = recipe(f"rollout.kv_cache_bytes={asked}")
         remedy = next(remedy for remedy in only(made).remedies if "rollout.kv_cache_bytes" in remedy.change)
@@ -77,7 +77,7 @@ def test_a_cache_in_bytes_that_is_too_small_or_too_large_is_given_one_that_fits(
         check_fits(changed(made, remedy.change), MIMO)
 
 
-def test_a_log_prob_rank_and_a_shared_card_name_the_shares_that_would_do() -> None:
+def test_remedies_of_a_log_prob_rank_and_a_shared_card_are_shares() -> None:
     shares = ["logprob.gpus=0.1", "rollout.gpu_memory=0.8"]
     remedy = next(remedy for remedy in only(recipe(*shares)).remedies if "logprob.gpus" in remedy.change)
     assert remedy.fits and remedy.change["logprob.gpus"] == 0.14
@@ -85,7 +85,7 @@ def test_a_log_prob_rank_and_a_shared_card_name_the_shares_that_would_do() -> No
     assert (shared.rank, str(shared.remedies[0]), shared.remedies[0].fits) == ("shared_card", "rollout.gpu_memory=0.7", True)
 
 
-def test_the_card_that_is_needed_holds_the_run_and_a_smaller_one_does_not() -> None:
+def test_card_needed_is_the_smallest_card_that_fits() -> None:
     for sets in ([ONE_CARD], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
         made = recipe(*sets, "cluster.gpu_gib=null")
         needed = card_needed(made, MIMO)

@@ -1,4 +1,4 @@
-"""Operations of a training step against those that torch counts in transformers' own model, and cards by name."""
+"""Operations of a training step equal those that torch counts in the model of transformers; peaks of cards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = Qwen2Config(
 LENGTH = 24
 
 
-def test_a_step_has_the_operations_that_torch_counts() -> None:
+def test_operations_of_a_step_equal_those_counted_by_torch() -> None:
     torch.manual_seed(0)
     config = CONFIG
     config._attn_implementation = "eager"
@@ -37,14 +37,14 @@ def test_a_step_has_the_operations_that_torch_counts() -> None:
     assert counter.get_total_flops() == pytest.approx(step_flops(shape, [LENGTH], LENGTH, [], isolated=False) + hidden, rel=1e-3)
 
 
-def test_rows_without_a_log_prob_spare_the_head_and_packing_the_attention_between_samples() -> None:
+def test_rows_without_log_probs_and_attention_across_samples_do_not_count() -> None:
     shape = shape_of(CONFIG.to_dict())
     whole, fewer = (step_flops(shape, [LENGTH], rows, [], isolated=False) for rows in (LENGTH, LENGTH - 10))
     assert whole - fewer == 6 * 10 * shape.hidden * shape.vocab
     assert 2 * attention_flops(shape, [LENGTH // 2] * 2) == attention_flops(shape, [LENGTH])
 
 
-def test_an_isolated_drafter_leaves_the_heads_gradient_out() -> None:
+def test_an_isolated_drafter_computes_no_gradient_of_the_head() -> None:
     shape = shape_of(CONFIG.to_dict())
     joint, isolated = (step_flops(shape, [LENGTH], LENGTH, [20], isolated=each) for each in (False, True))
     assert joint - isolated == 2 * 20 * shape.hidden * shape.vocab
@@ -61,5 +61,5 @@ def test_an_isolated_drafter_leaves_the_heads_gradient_out() -> None:
         ("cpu", None),
     ],
 )
-def test_cards_by_name(card: str, peak: float | None) -> None:
+def test_card_peaks_are_found_by_name(card: str, peak: float | None) -> None:
     assert card_peak(card) == peak

@@ -1,4 +1,4 @@
-"""Parameters a rank, and what follows from them in bytes."""
+"""Parameters of a rank, and the resulting bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def recipe(*sets: str, name: str = "mimo7b_mtp") -> Recipe:
     return load_recipe(name, sets=sets).recipe
 
 
-def test_one_rank_holds_everything_once() -> None:
+def test_a_single_rank_holds_all_parameters_once() -> None:
     (only,) = stages(MIMO, ParallelConfig(), depths=1)
     counted = count_parameters(MIMO)
     assert (only.parameters, only.mtp) == (counted["total"], counted["mtp"])
@@ -38,13 +38,13 @@ def test_one_rank_holds_everything_once() -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_tensor_ranks_split_matrices_and_repeat_norms(tp: int) -> None:
+def test_tensor_parallel_ranks_split_matrices_and_replicate_norms(tp: int) -> None:
     (rank,) = stages(MIMO, ParallelConfig(tp=tp), depths=1)
     norms = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if "norm" in name)
     assert rank.parameters == norms + (count_parameters(MIMO)["total"] - norms) // tp
 
 
-def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp_layers() -> None:
+def test_the_last_pipeline_stage_holds_head_and_mtp_layers() -> None:
     first, last = stages(MIMO, ParallelConfig(pp=2, pp_layout=[20, 16]), depths=1)
     counted = count_parameters(MIMO)
     layer = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if name.startswith("model.layers.0."))
@@ -58,11 +58,11 @@ def test_pipeline_stages_hold_their_layers_and_the_last_one_the_head_and_the_mtp
 @pytest.mark.parametrize(
     ("layers", "depths", "pp", "counts"), [(6, 0, 3, [2, 2, 2]), (36, 1, 2, [19, 17]), (3, 2, 2, [3, 0]), (7, 0, 1, [7])]
 )
-def test_stages_are_even_where_an_mtp_depth_counts_as_a_layer(layers: int, depths: int, pp: int, counts: list[int]) -> None:
+def test_stages_are_even_if_mtp_depths_count_as_layers(layers: int, depths: int, pp: int, counts: list[int]) -> None:
     assert stage_layers(layers, depths, ParallelConfig(pp=pp)) == counts
 
 
-def test_a_rank_is_planned_with_the_layers_that_its_stage_is_built_with() -> None:
+def test_planned_layers_equal_those_of_the_built_stage() -> None:
     assert [stage.layers for stage in stages(MIMO, ParallelConfig(pp=2), depths=1)] == [range(19), range(19, 36)]
     repeated, laid_out = (recipe(f"train.parallel={{tp: 1, pp: 2{sets}}}", "mtp.repeat=3") for sets in ("", ", pp_layout: [20, 16]"))
     assert trainer_memory(repeated, MIMO) == trainer_memory(laid_out, MIMO)
@@ -85,13 +85,13 @@ def moe_shape() -> ModelShape:
     )
 
 
-def test_expert_ranks_split_experts_alone() -> None:
+def test_expert_parallelism_splits_only_experts() -> None:
     shape = moe_shape()
     whole, split = (stages(shape, ParallelConfig(ep=ep, dp=4), depths=0)[0].parameters for ep in (1, 4))
     assert whole - split == count_parameters(shape)["experts"] * 3 // 4
 
 
-def test_experts_of_expert_ranks_are_whole_beside_matrices_that_tensor_ranks_split() -> None:
+def test_expert_parallel_experts_are_not_split_by_tp() -> None:
     shape = moe_shape()
     layout = ParallelConfig(tp=2, sequence_parallel=True, dp=2, ep=2)
     experts = count_parameters(shape)["experts"]
@@ -101,7 +101,7 @@ def test_experts_of_expert_ranks_are_whole_beside_matrices_that_tensor_ranks_spl
     assert alone - stages(shape, four, depths=0)[0].parameters == experts // 2 - experts // 4
 
 
-def test_norms_that_feed_an_mtp_projection_are_whole_on_every_rank() -> None:
+def test_norms_of_an_mtp_projection_are_replicated() -> None:
     shape = shape_of(
         {
             "architectures": ["Qwen3_5ForCausalLM"],
@@ -144,7 +144,7 @@ def test_fp32_has_no_masters() -> None:
     assert (memory.gradients, memory.optimizer) == (memory.weights, 2 * memory.weights)
 
 
-def test_what_is_offloaded_moves_to_the_host_and_what_is_sharded_is_divided() -> None:
+def test_offloading_moves_memory_to_the_host_and_sharding_divides_it() -> None:
     plain = trainer_memory(recipe("train.parallel.dp=2"), MIMO)
     sharded = trainer_memory(recipe("train.parallel.dp=2", "train.distributed_optimizer=true"), MIMO)
     offloaded = trainer_memory(recipe("train.parallel.dp=2", "train.offload.optimizer=true"), MIMO)
@@ -152,7 +152,7 @@ def test_what_is_offloaded_moves_to_the_host_and_what_is_sharded_is_divided() ->
     assert (offloaded.optimizer, offloaded.host) == (0, plain.optimizer)
 
 
-def test_a_sharded_optimizer_spreads_experts_over_the_ranks_that_have_the_same_ones() -> None:
+def test_a_distributed_optimizer_shards_experts_over_their_replicas() -> None:
     shape = moe_shape()
     routed = count_parameters(shape)["experts"]
     rest = count_parameters(shape)["total"] - routed
@@ -169,7 +169,7 @@ def test_a_sharded_optimizer_spreads_experts_over_the_ranks_that_have_the_same_o
     assert both.optimizer == 8 * (others // 2 + routed // 4)
 
 
-def test_mtp_layers_that_rl_leaves_alone_have_gradient_buffers_and_state_where_it_is_sharded() -> None:
+def test_frozen_mtp_layers_have_gradient_buffers_and_sharded_state() -> None:
     idle, shards = "train.rl.train_mtp=false", ["train.parallel={tp: 1, dp: 2}", "train.distributed_optimizer=true"]
     one = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
     trained, alone = (trainer_memory(recipe(*one, *sets), MIMO) for sets in ([], [idle]))
@@ -185,7 +185,7 @@ def test_mtp_layers_that_rl_leaves_alone_have_gradient_buffers_and_state_where_i
     assert both.optimizer == 12 * count_parameters(MIMO)["total"]
 
 
-def test_the_reference_policy_of_a_kl_penalty_is_a_copy_of_what_moves() -> None:
+def test_the_reference_policy_is_a_copy_of_the_trained_parameters() -> None:
     free, held = (trainer_memory(recipe("train.parallel={tp: 1}", f"train.rl.kl_coef={kl}"), MIMO) for kl in (0, 0.1))
     assert (free.reference, held.reference) == (0, 2 * count_parameters(MIMO)["total"])
     assert held.total >= free.total + held.reference
@@ -203,7 +203,7 @@ def test_depths_that_share_a_layer_each_have_activations() -> None:
     assert three.activations - one.activations == 2 * 8192 * 2 * LAYER
 
 
-def test_a_step_of_an_offloaded_optimizer_holds_the_masters_and_a_slice_of_moments() -> None:
+def test_a_step_of_an_offloaded_optimizer_needs_masters_and_a_slice_of_moments() -> None:
     """Which may be more than the activations that are gone by then: MiMo-7B with 1,024 tokens."""
     few = trainer_memory(recipe("train.parallel={tp: 1}", "train.offload.optimizer=true", "train.tokens_per_microbatch=1024"), MIMO)
     assert few.step == 4 * count_parameters(MIMO)["total"] + 3 * (1 << 30)
@@ -211,7 +211,7 @@ def test_a_step_of_an_offloaded_optimizer_holds_the_masters_and_a_slice_of_momen
     assert few.total == few.weights + few.gradients + few.step
 
 
-def test_mtp_layers_that_are_loaded_only_have_weights_and_nothing_else() -> None:
+def test_mtp_layers_that_are_only_loaded_need_only_weights() -> None:
     trained, loaded, off = (
         trainer_memory(recipe("train.parallel={tp: 1}", f"mtp.mode={mode}"), MIMO) for mode in ("isolated", "load", "off")
     )
@@ -221,7 +221,7 @@ def test_mtp_layers_that_are_loaded_only_have_weights_and_nothing_else() -> None
     assert loaded.gradients == off.gradients
 
 
-def test_an_adapter_trains_little() -> None:
+def test_an_adapter_needs_little_optimizer_memory() -> None:
     memory = trainer_memory(recipe("train.parallel={tp: 1}", "train.lora={rank: 8}", "mtp.mode=load"), MIMO)
     sides = 4096 + 48 * 128 + 4096 + 4096 + 4096 + 2 * 11008 + 11008 + 4096
     assert memory.gradients == 8 * 36 * sides * 4
@@ -230,23 +230,23 @@ def test_an_adapter_trains_little() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "smaller"), [("selective", 1.0), ("full", 0.15)])
-def test_recompute(recompute: str, smaller: float) -> None:
+def test_recomputation_reduces_activations(recompute: str, smaller: float) -> None:
     plain, less = (trainer_memory(recipe("train.parallel={tp: 1}", f"train.recompute={mode}"), MIMO) for mode in ("none", recompute))
     assert less.activations <= plain.activations * smaller
 
 
-def test_sequence_parallelism_splits_what_tensor_parallelism_leaves() -> None:
+def test_sequence_parallelism_splits_the_remaining_activations() -> None:
     tp, sp = (activation_width(MIMO, ParallelConfig(tp=4, sequence_parallel=flag)) for flag in (False, True))
     assert sp == activation_width(MIMO, ParallelConfig()) / 4
     assert tp - sp == 2 * MIMO.hidden * 3 / 4
 
 
-def test_every_logit_is_kept_by_the_reference_kernel() -> None:
+def test_the_reference_kernel_stores_all_logits() -> None:
     memory = trainer_memory(recipe("train.parallel={tp: 1}", "kernels.linear_logprob=reference", "train.tokens_per_microbatch=1024"), MIMO)
     assert memory.workspace == 1024 * 151680 * 8
 
 
-def test_kv_cache() -> None:
+def test_kv_cache_bytes_per_token() -> None:
     assert kv_bytes_per_token(MIMO, 1, 2, drafting=False) == 36 * 2 * 8 * 128 * 2
     assert kv_bytes_per_token(MIMO, 4, 2, drafting=True) == 37 * 2 * 2 * 128 * 2
     memory = engine_memory(recipe("rollout.kv_cache_bytes=10000000000"), MIMO)
@@ -254,7 +254,7 @@ def test_kv_cache() -> None:
     assert engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
 
 
-def test_default_cache_on_a_cpu_holds_one_sample_of_full_length() -> None:
+def test_the_default_cache_on_a_cpu_fits_one_sample_of_full_length() -> None:
     recipe = load_recipe("tiny_mtp", sets=["rollout.kv_cache_bytes=null"]).recipe
     short = engine_memory(recipe, shape_of(recipe.model.config or {}))
     assert short.kv_cache == 256 << 20
@@ -262,14 +262,14 @@ def test_default_cache_on_a_cpu_holds_one_sample_of_full_length() -> None:
     assert long.kv_tokens == 1 << 20
 
 
-def test_a_cache_too_small_for_one_sample_names_what_would_do() -> None:
+def test_a_cache_too_small_for_one_sample_is_an_error_with_the_minimum() -> None:
     needed = 10240 * kv_bytes_per_token(MIMO, 1, 2, drafting=True)
     with pytest.raises(UserError, match=f"rollout.kv_cache_bytes: .* give at least {needed}"):
         check_fits(recipe(f"rollout.kv_cache_bytes={needed - 1}"), MIMO)
     check_fits(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
 
 
-def test_a_cache_that_the_card_does_not_hold_and_one_that_gpu_memory_leaves_too_small() -> None:
+def test_a_cache_that_exceeds_the_card_or_its_share_is_an_error() -> None:
     with pytest.raises(ClusterResources, match=r"rollout.kv_cache_bytes: 128.0 GiB and 14.6 GiB of weights exceed the card's 139 GiB"):
         check_fits(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a cache; [0-9]+ bytes hold"):
@@ -312,7 +312,7 @@ PLAIN = ["rollout.max_in_flight=256", "rollout.context=4096", "cluster.gpu_gib="
         (QWEN3_NEXT_80B | {"mamba_ssm_dtype": "float32"}, 1, 0, False, False),
     ],
 )
-def test_the_state_of_linear_attention(config: dict[str, Any], tp: int, drafts: int, caching: bool, precise: bool) -> None:
+def test_state_bytes_of_linear_attention(config: dict[str, Any], tp: int, drafts: int, caching: bool, precise: bool) -> None:
     """As vLLM counts it: the shapes of its gated delta net, on 36 of 48 layers."""
     shape = shape_of(config)
     sets = PLAIN[:-1] if caching else PLAIN
@@ -323,7 +323,7 @@ def test_the_state_of_linear_attention(config: dict[str, Any], tp: int, drafts: 
     assert memory.states == 256 * memory.sequence_state
 
 
-def test_256_sequences_of_qwen3_next_in_flight() -> None:
+def test_states_of_256_sequences_of_qwen3_next() -> None:
     memory = engine_memory(recipe(*PLAIN, "rollout.speculation.num_tokens=0"), shape_of(QWEN3_NEXT_80B))
     assert round(memory.states / GIB, 1) == 9.4
     cached = engine_memory(
@@ -332,7 +332,7 @@ def test_256_sequences_of_qwen3_next_in_flight() -> None:
     assert cached.kv_tokens == (20 * GIB - cached.states) // cached.kv_token
 
 
-def test_a_cache_has_to_hold_one_sequences_state_too() -> None:
+def test_the_cache_must_fit_the_state_of_one_sequence() -> None:
     sets, shape = [*PLAIN, "rollout.speculation.num_tokens=0"], shape_of(QWEN3_NEXT_80B)
     free = engine_memory(recipe(*sets), shape)
     needed = 4096 * free.kv_token + free.sequence_state
@@ -341,17 +341,17 @@ def test_a_cache_has_to_hold_one_sequences_state_too() -> None:
         check_fits(recipe(*sets, f"rollout.kv_cache_bytes={needed - 1}"), shape)
 
 
-def test_other_attention_has_no_such_state() -> None:
+def test_full_attention_has_no_state() -> None:
     assert engine_memory(recipe(), MIMO).states == 0
 
 
-def test_a_log_prob_rank_holds_one_layers_activations_and_both_versions_on_demand() -> None:
+def test_a_log_prob_rank_holds_one_layers_activations_and_one_or_two_versions() -> None:
     one, two = (logprob_memory(recipe(f"logprob.keep_previous={flag}"), MIMO) for flag in ("false", "true"))
     assert two.weights == 2 * one.weights == 4 * count_parameters(MIMO)["total"]
     assert one.activations < 4 * GIB
 
 
-def test_a_log_prob_rank_keeps_its_part_of_the_base_weights_of_an_adapter_that_is_synced_alone() -> None:
+def test_a_log_prob_rank_stores_base_weights_of_synced_adapters() -> None:
     lora = ["train.lora={rank: 16}", "sync.sections=[adapter, draft]"]
     merged = logprob_memory(recipe(lora[0]), MIMO)
     alone, split, kept = (logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
@@ -377,7 +377,7 @@ def test_a_log_prob_rank_keeps_its_part_of_the_base_weights_of_an_adapter_that_i
         ),
     ],
 )
-def test_what_a_card_does_not_hold(sets: list[str], message: str) -> None:
+def test_ranks_that_exceed_a_card_are_errors(sets: list[str], message: str) -> None:
     with pytest.raises(ClusterResources, match=message):
         check_fits(recipe(*sets), MIMO)
 
@@ -399,7 +399,7 @@ def test_what_a_card_does_not_hold(sets: list[str], message: str) -> None:
         (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.9", "train.stages=[sft]", "train.sft.steps=1"], ""),
     ],
 )
-def test_those_that_share_a_card_have_its_memory_together(sets: list[str], message: str) -> None:
+def test_ranks_on_a_shared_card_are_checked_together(sets: list[str], message: str) -> None:
     made = recipe("cluster.gpu_gib=80", *sets, name="tiny_mtp")
     if message:
         with pytest.raises(ClusterResources, match=message):
@@ -408,11 +408,11 @@ def test_those_that_share_a_card_have_its_memory_together(sets: list[str], messa
         check_fits(made, moe_shape())
 
 
-def test_without_a_stated_card_nothing_is_checked() -> None:
+def test_memory_is_not_checked_without_the_cards_size() -> None:
     check_fits(recipe("train.parallel={tp: 1}", "cluster.gpu_gib="), MIMO)
 
 
-def test_sections_on_the_wire_are_each_tensor_once() -> None:
+def test_sections_contain_each_tensor_once() -> None:
     buckets = section_buckets(recipe(), MIMO)
     names = [entry.name for section in buckets.values() for bucket in section for entry in bucket.entries if entry.part_start == 0]
     assert sorted(names) == sorted(tensor_shapes(MIMO))

@@ -1,4 +1,4 @@
-"""How sequences are dealt out to micro-batches and ranks."""
+"""Assignment of sequences to microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 class TestPartition:
     @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
-    def test_every_sequence_once_and_equally_many_micro_batches(self, lengths, budget, dp):
+    def test_every_sequence_is_assigned_once_and_ranks_have_equally_many_microbatches(self, lengths, budget, dp):
         parts = partition(lengths, budget, dp)
         assert sorted(i for rank in parts for micro in rank for i in micro) == list(range(len(lengths)))
         assert len({len(rank) for rank in parts}) == 1
 
     @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
-    def test_budget_holds_but_for_a_sequence_alone(self, lengths, budget, dp):
+    def test_microbatches_keep_the_budget_unless_they_have_one_sequence(self, lengths, budget, dp):
         for rank in partition(lengths, budget, dp):
             for micro in rank:
                 assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= budget
@@ -32,12 +32,12 @@ class TestPartition:
         loads = [sum(lengths[i] for micro in rank for i in micro) for rank in partition(lengths, 120, 2)]
         assert max(loads) <= 1.2 * min(loads)
 
-    def test_nothing_to_pack(self):
+    def test_no_sequence_is_an_error(self):
         with pytest.raises(ValueError, match="no sequence"):
             partition([], 10, 1)
 
     @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
-    def test_no_fewer_micro_batches_would_do_for_longest_first(self, lengths, budget, dp):
+    def test_the_number_of_microbatches_is_minimal_for_longest_first(self, lengths, budget, dp):
         """As it is found out one number of micro-batches after another, by looking at every load each time."""
         count = -(-max(dp, -(-sum(lengths) // budget)) // dp) * dp
         while True:
@@ -50,7 +50,7 @@ class TestPartition:
             count += dp
         assert len(partition(lengths, budget, dp)[0]) * dp == count
 
-    def test_a_large_step_over_many_ranks_takes_no_time(self):
+    def test_a_large_step_over_many_ranks_is_fast(self):
         """The bound is 0.5 s; the processor's time, so that other work does not change it."""
         draw = random.Random(0)
         lengths = [draw.randint(1000, 5000) for _ in range(16_384)]

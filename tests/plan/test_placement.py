@@ -1,4 +1,4 @@
-"""Every rank has its CPUs and GPUs on one host, engines stay whole, and too few is told with the counts."""
+"""Ranks are placed with their CPUs and GPUs, engines are not split, and too few cards are an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def placed(*sets: str, name: str = "mimo7b_mtp", hosts: list[Host] | None = None
     return place(load_recipe(name, sets=sets).recipe, hosts)
 
 
-def test_mimo_on_one_host_of_eight() -> None:
+def test_mimo_is_placed_on_one_host_of_eight_cards() -> None:
     placement = placed()
     assert Counter(actor.role for actor in placement.actors) == {"trainer": 4, "rollout": 3, "logprob": 1}
     assert (placement.hosts, placement.gpus) == (1, 8)
@@ -32,7 +32,7 @@ def test_mimo_on_one_host_of_eight() -> None:
     assert [(actor.cpus, actor.gpus) for actor in placement.of("rollout")] == [(1, 1.0)] * 3
 
 
-def test_a_teacher_has_cards_of_its_own_where_the_run_serves_it() -> None:
+def test_a_served_teacher_gets_its_own_cards() -> None:
     teacher = "train.rl.teacher={{path: {}, hint: x, replicas: 2, gpus: 0.75}}"
     placement = placed("train.parallel.tp=2", teacher.format("some/model"))
     assert [(actor.name, actor.gpus) for actor in placement.of("teacher")] == [("teacher-0", 0.75), ("teacher-1", 0.75)]
@@ -42,22 +42,22 @@ def test_a_teacher_has_cards_of_its_own_where_the_run_serves_it() -> None:
 
 
 @pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x3_lora", 3), ("h200x4", 4), ("h200x8", 8)])
-def test_overlays_fill_their_cards(overlay: str, gpus: int) -> None:
+def test_overlays_use_all_their_cards(overlay: str, gpus: int) -> None:
     assert place(load_recipe("mimo7b_mtp", overlays=[overlay]).recipe).gpus == gpus
 
 
-def test_a_fraction_shares_the_rollout_card() -> None:
+def test_a_fractional_log_prob_rank_shares_the_rollout_card() -> None:
     placement = placed("train.parallel.tp=1", "rollout.replicas=1", "logprob.gpus=0.25")
     assert [actor.gpus for actor in placement.actors] == [1.0, 0.75, 0.25]
 
 
-def test_a_whole_run_on_one_card() -> None:
+def test_a_run_fits_on_one_card() -> None:
     placement = placed("train.parallel.tp=1", "train.gpus=0.4", "rollout.replicas=1", "rollout.gpus=0.4", "logprob.gpus=0.2")
     assert [actor.gpus for actor in placement.actors] == [0.4, 0.4, 0.2]
     assert placement.gpus == pytest.approx(1)
 
 
-def test_a_share_is_of_one_card() -> None:
+def test_a_share_does_not_span_cards() -> None:
     """Two cards have room for 2.0, but after two ranks of 0.6 none for a third, or for an engine of 0.8."""
     alone = ["train.gpus=0.6", "logprob.standalone=false", "rollout.replicas=1"]
     for sets in (["train.parallel.tp=3", "rollout.gpus=0.2"], ["train.parallel.tp=2", "rollout.gpus=0.8"]):
@@ -75,7 +75,7 @@ def test_a_share_is_of_one_card() -> None:
         (["logprob.gpus=1.5"], r"logprob\.gpus: 1\.5 cards cannot be assigned to one rank"),
     ],
 )
-def test_cards_that_ray_cannot_be_asked_for(sets: list[str], message: str) -> None:
+def test_gpu_counts_that_ray_cannot_allocate_are_errors(sets: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         placed("rollout.tp=2", "rollout.replicas=1", *sets)
     assert placed("rollout.tp=2", "rollout.replicas=1", "logprob.gpus=0.25", "rollout.gpus=1").gpus == pytest.approx(6.25)
@@ -88,7 +88,7 @@ def test_cards_that_ray_cannot_be_asked_for(sets: list[str], message: str) -> No
         (["logprob.gpus=0.25", "logprob.parallel.tp=2"], r"logprob\.gpus: 0\.25 puts two of logprob\.parallel's 2 ranks on one card"),
     ],
 )
-def test_ranks_that_talk_over_nccl_have_cards_of_their_own(sets: list[str], message: str) -> None:
+def test_two_nccl_ranks_on_one_card_are_an_error(sets: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         placed(*sets)
     shares = [actor.gpus for actor in placed(*(text.replace("0.4", "0.6").replace("0.25", "0.75") for text in sets)).actors]
@@ -104,7 +104,7 @@ def test_ranks_that_talk_over_nccl_have_cards_of_their_own(sets: list[str], mess
         (["train.parallel.tp=1", "rollout.replicas=1", "logprob.gpus=0.25"], 2),
     ],
 )
-def test_cards_in_use(sets: list[str], cards: int) -> None:
+def test_number_of_cards_in_use(sets: list[str], cards: int) -> None:
     assert placed(*sets).cards == cards
 
 
@@ -114,18 +114,18 @@ def test_engines_do_not_span_hosts() -> None:
     assert [(actor.role, actor.host) for actor in placement.actors] == [("trainer", 0)] * 2 + [("rollout", 1)] * 4
 
 
-def test_many_hosts_are_planned_where_one_is_not_enough() -> None:
+def test_several_hosts_are_planned_if_one_is_too_small() -> None:
     placement = placed("rollout.replicas=12")
     assert placement.gpus == 17
     per_host = Counter(actor.host for actor in placement.actors)
     assert placement.hosts == 3 and max(per_host.values()) <= 8
 
 
-def test_sft_alone_places_trainers_alone() -> None:
+def test_sft_places_only_trainer_ranks() -> None:
     assert {actor.role for actor in placed("train.stages=[sft]").actors} == {"trainer"}
 
 
-def test_cpu_claims_threads() -> None:
+def test_cpu_ranks_reserve_their_threads() -> None:
     placement = placed("train.threads=2", "rollout.threads=3", name="tiny_mtp", hosts=[Host(5)])
     assert (placement.device, placement.cpus, placement.gpus) == ("cpu", 5, 0)
     assert [(actor.cpus, actor.gpus) for actor in placement.of("trainer")] == [(2, 0.0)]
@@ -146,7 +146,7 @@ def test_cpu_claims_threads() -> None:
         (["cluster.num_cpus=1"], "tiny_mtp", None, "2 CPUs are needed"),
     ],
 )
-def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
+def test_too_few_cards_or_cpus_are_an_error(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
     with pytest.raises(ClusterResources, match=message):
         placed(*sets, name=name, hosts=hosts)
 
@@ -154,37 +154,37 @@ def test_too_few(sets: list[str], name: str, hosts: list[Host] | None, message: 
 ELASTIC = "rollout.replicas={min: 1, max: 8}"
 
 
-def test_a_run_whose_engines_come_and_go_is_planned_with_the_least() -> None:
+def test_an_elastic_run_is_placed_with_the_minimum_of_engines() -> None:
     assert len(placed(ELASTIC).of("rollout")) == 1
     assert len(place(load_recipe("mimo7b_mtp", sets=[ELASTIC]).recipe, engines=3).of("rollout")) == 3
 
 
-def test_how_many_engines_there_is_room_for() -> None:
+def test_most_engines_is_the_number_that_fits() -> None:
     recipe = load_recipe("mimo7b_mtp", sets=[ELASTIC, "logprob.standalone=false"]).recipe
     assert [most_engines(recipe, [Host(64, cards)] * hosts) for cards, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
     with pytest.raises(ClusterResources, match=r"5 GPUs are needed \(trainer 4, rollout 1\)"):
         most_engines(recipe, [Host(64, 4)])
 
 
-def test_more_engines_than_a_cluster_without_further_hosts_has_room_for() -> None:
+def test_too_many_engines_for_a_fixed_cluster_are_an_error() -> None:
     recipe = load_recipe("tiny_mtp", sets=[ELASTIC, "cluster.num_cpus=3"]).recipe
     with pytest.raises(ClusterResources, match=r"but 3 are available; lower rollout\.replicas\.max: 8, or join a cluster"):
         place(recipe, engines=8)
 
 
-def test_an_engine_larger_than_a_host_is_the_recipes_mistake() -> None:
+def test_an_engine_larger_than_a_host_is_an_error() -> None:
     with pytest.raises(UserError, match=r"rollout\.tp: 16 ranks do not fit a host of cluster\.gpus_per_node: 8"):
         placed("rollout.tp=16")
 
 
-def test_a_tensor_parallel_group_is_not_split_where_a_host_can_hold_it() -> None:
+def test_a_tensor_parallel_group_that_fits_a_host_is_not_split() -> None:
     alone = ["train.parallel.tp=2", "train.stages=[sft]"]
     placement = placed(*alone, "train.parallel.dp=2", hosts=[Host(64, 3), Host(64, 2)])
     assert [(actor.host, actor.cards) for actor in placement.actors] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
     assert [actor.host for actor in placed(*alone, hosts=[Host(64, 1), Host(64, 1)]).actors] == [0, 1], "none could hold it"
 
 
-def test_who_shares_a_card_is_reserved_together_and_so_is_an_engine() -> None:
+def test_bundles_join_ranks_of_a_card_and_ranks_of_an_engine() -> None:
     shares = ["train.gpus=0.6", "rollout.gpus=0.4", "logprob.gpus=0.4", "sync.transport=ipc", "train.parallel.tp=2"]
     bundles = placed(*shares, "rollout.replicas=1").bundles()
     assert [([actor.name for actor in bundle.actors], bundle.gpus) for bundle in bundles] == [

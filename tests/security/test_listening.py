@@ -15,7 +15,7 @@ from mtpctl.cluster.local import keep_token_private, make_private_sessions
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
-from tests.cluster.test_daemons import Command, command
+from tests.fakes.daemons import Command, command
 
 __all__ = ["command"]  # a fixture
 

@@ -1,4 +1,4 @@
-"""A drafter that a sync left behind is noticed; noise, and a drafter that never was good, are not."""
+"""A collapse of draft acceptance after a sync is reported, but not noise or a drafter that was never good."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def feed(watch: AcceptanceWatch, rate: float, version: int, samples: int = 8) ->
     return [collapse for _ in range(samples) if (collapse := watch.take(sample(rate, [version])))]
 
 
-def test_a_collapse_is_told_once_after_enough_drafts() -> None:
+def test_a_collapse_is_reported_once_after_enough_drafts() -> None:
     watch = AcceptanceWatch()
     watch.synced(1)
     assert not feed(watch, 0.8, 1)
@@ -36,7 +36,7 @@ def test_half_the_mean_is_no_collapse() -> None:
     assert not feed(watch, 0.4, 1)
 
 
-def test_responses_of_the_version_before_do_not_count() -> None:
+def test_responses_of_the_previous_version_do_not_count() -> None:
     watch = AcceptanceWatch()
     feed(watch, 0.8, 0)
     watch.synced(1)
@@ -45,7 +45,7 @@ def test_responses_of_the_version_before_do_not_count() -> None:
     assert [c for _ in range(20) if (c := watch.take(sample(0.0, [0, 1, 1])))]
 
 
-def test_a_drafter_that_never_was_good_cannot_collapse() -> None:
+def test_a_drafter_with_low_acceptance_cannot_collapse() -> None:
     watch = AcceptanceWatch()
     feed(watch, 0.06, 0)
     watch.synced(1)

@@ -1,4 +1,4 @@
-"""What counts as an adapter, what a live model takes, and that adapter and drafter are of one version or the update is undone."""
+"""Checks of adapters against their config and the live model, and atomic updates of adapter and drafter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from mtpctl.sync.parameters import TpRank
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters
-from tests.fakes.engine_checkpoints import random_tensors, tiny_config
-
-BASE = random_tensors(tiny_config(vocab_size=32), 0)
+from tests.fakes.adapters import BASE
 
 
 def plan_of(delta: adapters.Tensors, tmp_path: Path, **config: Any) -> SectionPlan:
@@ -34,7 +32,7 @@ def plan_of(delta: adapters.Tensors, tmp_path: Path, **config: Any) -> SectionPl
 
 
 class TestLayers:
-    def test_are_pairs_and_the_weights_that_they_change(self, tmp_path: Path) -> None:
+    def test_layers_are_pairs_with_the_shape_of_the_adapted_weight(self, tmp_path: Path) -> None:
         layers = layers_of(plan_of(adapters.adapter(BASE, 0), tmp_path))
         assert {name: layer.shape for name, layer in layers.items()} == {name: tuple(BASE[name].shape) for name in layers}
         assert len(layers) == 2 * 7
@@ -47,11 +45,11 @@ class TestLayers:
             (lambda delta: {name: t[:3].contiguous() if "lora_A" in name else t for name, t in delta.items()}, r"not of rank 4"),
         ],
     )
-    def test_of_what_is_no_adapter_are_refused(self, tmp_path: Path, change: Any, said: str) -> None:
+    def test_tensors_that_are_not_an_adapter_are_refused(self, tmp_path: Path, change: Any, said: str) -> None:
         with pytest.raises(PlanMismatch, match=f"this is no LoRA adapter: .*{said}"):
             layers_of(plan_of(change(adapters.adapter(BASE, 0)), tmp_path))
 
-    def test_without_a_rank_are_refused(self, tmp_path: Path) -> None:
+    def test_an_adapter_without_a_rank_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(PlanMismatch, match="names no rank r"):
             layers_of(plan_of(adapters.adapter(BASE, 0), tmp_path, r=0))
 
@@ -79,20 +77,20 @@ class TestFit:
     def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, room: int | None = 8) -> None:
         check_fits(plan_of(delta, tmp_path), model, rename=None, tp=TpRank(), room=room)
 
-    def test_of_what_fits(self, tmp_path: Path) -> None:
+    def test_an_adapter_that_fits_is_accepted(self, tmp_path: Path) -> None:
         self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL))
 
-    def test_of_a_model_that_adapts_fewer_layers(self, tmp_path: Path) -> None:
+    def test_an_adapter_for_an_unadapted_layer_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(PlanMismatch, match=r"model\.layers\.0\.mlp\.down_proj\.weight lies in .*, which takes no adapter"):
             self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL[:-1]))
 
-    def test_of_another_shape(self, tmp_path: Path) -> None:
+    def test_an_adapter_of_another_shape_is_refused(self, tmp_path: Path) -> None:
         other = BASE | {"model.layers.1.mlp.up_proj.weight": torch.zeros(200, 128)}
         with pytest.raises(PlanMismatch, match=r"the adapter of model\.layers\.1\.mlp\.up_proj\.weight has shape \(200, 128\)"):
             self.check(adapters.adapter(other, 0), tmp_path, live(*ALL))
 
     @pytest.mark.parametrize(("room", "said"), [(None, "without room for adapters"), (1, "has rank 4, .* max_lora_rank 1")])
-    def test_of_an_engine_without_room(self, tmp_path: Path, room: int | None, said: str) -> None:
+    def test_an_adapter_above_the_engines_rank_is_refused(self, tmp_path: Path, room: int | None, said: str) -> None:
         with pytest.raises(PlanMismatch, match=said):
             self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL), room)
 
@@ -148,7 +146,7 @@ class TestOneVersion:
 
         return EngineTarget(engine, 0, within=within, paused=lambda: True)
 
-    def test_weights_that_are_not_what_was_sent_are_never_served(self, tmp_path: Path) -> None:
+    def test_a_target_with_different_checksums_is_dirty(self, tmp_path: Path) -> None:
         """The fake engine takes everything in and can tell no checksum."""
         engine = Engine()
         target = self.target(engine)
@@ -159,14 +157,14 @@ class TestOneVersion:
             asyncio.run(update_target(target, manifest, verify=True))
         assert target.dirty
 
-    def test_what_was_published_without_checksums_is_refused_before_anything_changes(self, tmp_path: Path) -> None:
+    def test_verifying_a_version_without_checksums_fails_before_any_change(self, tmp_path: Path) -> None:
         engine = Engine()
         target = self.target(engine)
         with pytest.raises(SyncError, match="version 1 was published without checksums"):
             asyncio.run(update_target(target, self.publish(tmp_path, 1), verify=True))
         assert (engine.live, target.version, target.dirty) == ({}, 0, False)
 
-    def test_a_drafter_that_fails_takes_the_adapter_back(self, tmp_path: Path) -> None:
+    def test_a_failed_drafter_restores_the_previous_adapter(self, tmp_path: Path) -> None:
         engine = Engine()
         target = self.target(engine)
         asyncio.run(update_target(target, self.publish(tmp_path, 1)))
@@ -192,7 +190,7 @@ class TestOneVersion:
         finally:
             target.abort_update = abort  # type: ignore[method-assign]
 
-    def test_an_adapter_that_the_engine_cannot_load_leaves_it_where_it_was(self, tmp_path: Path) -> None:
+    def test_an_adapter_that_the_engine_refuses_restores_the_previous_one(self, tmp_path: Path) -> None:
         engine = Engine()
         target = self.target(engine)
         asyncio.run(update_target(target, self.publish(tmp_path, 1)))
@@ -202,7 +200,7 @@ class TestOneVersion:
         assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
         assert engine.label == 1, "what is made from now on is named after the weights that make it"
 
-    def test_what_the_version_before_did_not_bring_it_does_not_bring_back(self, tmp_path: Path) -> None:
+    def test_a_target_is_dirty_if_the_previous_version_lacks_the_section(self, tmp_path: Path) -> None:
         """The version before was the drafter's alone: after one that breaks off, the target's weights are nobody's."""
         engine = Engine()
         target = self.target(engine)
@@ -213,7 +211,7 @@ class TestOneVersion:
             asyncio.run(self.failing(target, self.publish(tmp_path, 3, ("target", "draft")), engine))
         assert target.dirty
 
-    def test_an_adapter_is_loaded_whenever_requests_may_ask_for_it(self, tmp_path: Path) -> None:
+    def test_an_adapter_is_loaded_before_requests_and_after_each_session(self, tmp_path: Path) -> None:
         engine = Engine()
         target = self.target(engine)
         asyncio.run(target.hold_adapter())
@@ -231,14 +229,14 @@ class TestOneVersion:
             asyncio.run(update_target(target, self.publish(tmp_path, 2, ("target", "draft"))))
         assert (engine.live, target.version) == ({"adapter": 1, "draft": 1}, 1)
 
-    def test_a_first_version_that_breaks_off_has_no_way_back(self, tmp_path: Path) -> None:
+    def test_a_failed_first_version_makes_the_target_dirty(self, tmp_path: Path) -> None:
         engine = Engine()
         target, engine.refuses = self.target(engine), "begin"
         with pytest.raises(TargetDirty, match="restart this engine"):
             asyncio.run(update_target(target, self.publish(tmp_path, 1)))
 
 
-def test_a_section_that_moved_once_is_left_out_of_later_versions(tmp_path: Path) -> None:
+def test_a_section_that_is_sent_once_is_omitted_from_later_versions(tmp_path: Path) -> None:
     sends = adapters.publisher(tmp_path)
     whole = adapters.adapter(BASE, 0) | BASE
     first = sends.publish(whole.items(), 1, checksums=True)
@@ -249,7 +247,7 @@ def test_a_section_that_moved_once_is_left_out_of_later_versions(tmp_path: Path)
     assert second.sections["draft"].checksums == first.sections["draft"].checksums
 
 
-def test_an_engine_is_started_with_room_for_the_adapter() -> None:
+def test_an_engine_starts_with_the_smallest_sufficient_adapter_rank() -> None:
     rollout = VllmConfig(max_in_flight=4)
     for rank, room in ((1, 1), (4, 8), (16, 16), (300, 320)):
         args = engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter=LoraConfig(rank=rank)).args
@@ -257,7 +255,7 @@ def test_an_engine_is_started_with_room_for_the_adapter() -> None:
     assert "enable_lora" not in engine_settings(rollout, model="m", precision="fp32", device="cpu").args
 
 
-def test_an_engine_makes_room_in_adapted_layers_alone_and_everywhere_for_experts() -> None:
+def test_an_engine_adapts_only_the_target_layers_unless_they_have_experts() -> None:
     def modules(*targets: str) -> object:
         adapter = LoraConfig(targets=list(targets))
         return engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu", adapter=adapter).args.get("lora_target_modules")
@@ -266,7 +264,7 @@ def test_an_engine_makes_room_in_adapted_layers_alone_and_everywhere_for_experts
     assert modules("linear_qkv", "linear_fc1") is None
 
 
-def test_a_paused_engine_gives_its_cache_back_once_and_has_it_again_before_it_serves() -> None:
+def test_a_paused_engine_releases_its_cache_once_and_restores_it_on_resume() -> None:
     calls: list[str] = []
 
     class Recorder:
@@ -297,7 +295,7 @@ def test_a_paused_engine_gives_its_cache_back_once_and_has_it_again_before_it_se
     assert done == ["pause_scheduler_async", "release_kv_cache_memory", "pause_scheduler_async", "wake_up", "resume_generation"]
 
 
-def test_the_ranks_that_a_recipe_may_ask_for_are_those_that_vllm_has() -> None:
+def test_adapter_ranks_of_the_recipe_equal_vllms() -> None:
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks

@@ -77,7 +77,7 @@ class Start:
         assert "Traceback" not in self.log.read_text()
 
 
-def test_the_engines_policy_is_the_trainers_with_the_adapter(tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_with_a_synced_adapter(tmp_path: Path) -> None:
     start = Start(tmp_path / "run", tmp_path / "first.log")
     start.wait_for(2)
     start.engine().kill()

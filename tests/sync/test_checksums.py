@@ -1,4 +1,4 @@
-"""The checksum sees every bit and every place, whatever the dtype and the layout."""
+"""The checksum depends on every bit and every position, for any dtype and layout."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from mtpctl.sync.checksums import checksum, summed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-def test_changes_with_one_bit(dtype: torch.dtype) -> None:
+def test_the_checksum_changes_with_one_bit(dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 100).to(dtype)
     before = checksum(tensor)
     tensor.view(torch.uint8)[17] ^= 1
     assert checksum(tensor) != before
 
 
-def test_changes_when_elements_swap() -> None:
+def test_the_checksum_changes_if_elements_are_swapped() -> None:
     assert checksum(torch.tensor([1.0, 2.0, 3.0])) != checksum(torch.tensor([2.0, 1.0, 3.0]))
 
 
-def test_changes_with_trailing_zeros() -> None:
+def test_the_checksum_changes_with_trailing_zeros() -> None:
     assert checksum(torch.tensor([1.0])) != checksum(torch.tensor([1.0, 0.0]))
 
 
-def test_is_the_same_for_equal_bytes_in_another_layout() -> None:
+def test_the_checksum_does_not_depend_on_strides() -> None:
     tensor = torch.randn(6, 8)
     assert checksum(tensor.t().contiguous().t()) == checksum(tensor)
 
 
-def test_spans_chunks() -> None:
+def test_the_checksum_spans_chunks() -> None:
     tensor = torch.zeros((1 << 20) + 3)
     before = checksum(tensor)
     tensor[-1] = 1
@@ -39,7 +39,7 @@ def test_spans_chunks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.float64])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 40), (7, 30), (3, (1 << 20) + 9)])
-def test_is_what_its_formula_says(dtype: torch.dtype, rows: int, columns: int) -> None:
+def test_sums_equal_their_formula(dtype: torch.dtype, rows: int, columns: int) -> None:
     """Also of a part `[rows, columns - 5]` that starts in column 2, and without a change to it."""
     matrix = (100 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))).to(dtype)
     part, before = matrix[:, 2 : columns - 3], matrix.clone()

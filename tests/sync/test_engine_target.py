@@ -1,4 +1,4 @@
-"""vLLM's side of an update goes on when nobody waits for it any more: what is asked of it next comes behind."""
+"""An engine's side of an update continues after its caller has given up, and later calls are queued after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, SyncError
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters
-from tests.sync.test_adapter import BASE
+from tests.fakes.adapters import BASE
 
 SECTIONS = ("target", "draft")
 
@@ -76,7 +76,7 @@ class Core:
 
 
 @pytest.mark.parametrize("slow", ["start", "begin", "buckets", "finish"])
-def test_an_update_that_is_too_slow_is_taken_back_and_the_next_one_comes(tmp_path: Path, slow: str) -> None:
+def test_an_update_that_times_out_is_restored_before_the_next(tmp_path: Path, slow: str) -> None:
     sends = adapters.publisher(tmp_path, sections=SECTIONS)
 
     async def within(step: Awaitable[Any], what: str) -> Any:
@@ -98,7 +98,7 @@ def test_an_update_that_is_too_slow_is_taken_back_and_the_next_one_comes(tmp_pat
 
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
-def test_a_section_that_passes_by_makes_no_version(tmp_path: Path, transport: str) -> None:
+def test_a_dropped_section_does_not_change_the_version(tmp_path: Path, transport: str) -> None:
     """The drafter's, where nothing is drafted, comes first here, and then the target's is refused."""
     sends = adapters.publisher(tmp_path, sections=("draft", "target"))
 

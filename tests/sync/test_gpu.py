@@ -180,7 +180,7 @@ def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, .
     return report
 
 
-def test_an_adapter_is_pushed_onto_a_card_while_requests_are_in_flight(engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
+def test_an_adapter_is_pushed_while_requests_are_in_flight(engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
     push(run, engine, trainer, FIRST, 1)
     first = engine.version
 
@@ -201,7 +201,7 @@ def test_an_adapter_is_pushed_onto_a_card_while_requests_are_in_flight(engine: V
 
 
 @pytest.mark.skipif(CARDS == 0, reason="the KV cache lies on a card")
-def test_the_kv_cache_is_given_back_for_the_time_of_a_sync(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
+def test_the_kv_cache_is_released_during_a_sync(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     def used() -> int:
         return int(run(engine._llm.collective_rpc("mtpctl_memory"))[0]["used"])
 
@@ -246,7 +246,7 @@ def wide_engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> Vl
 
 
 @pytest.mark.parametrize("trainer", TP_CARDS, indirect=True)
-def test_both_ranks_of_an_engine_take_their_parts(wide_engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
+def test_both_ranks_of_an_engine_receive_their_shards(wide_engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
     for sections in (FIRST, LATER):
         push(run, wide_engine, trainer, sections, 2)
         assert_matches([run(wide_engine.generate(request(0)))], {wide_engine.version: policy(wide_engine.version)})
@@ -259,7 +259,7 @@ REPLICA_CARDS = [
 
 
 @pytest.mark.parametrize("trainer", REPLICA_CARDS, indirect=True)
-def test_a_logprob_replica_is_pushed_to(folder: Path, run: Loop, trainer: Trainer) -> None:
+def test_weights_are_pushed_to_a_log_prob_replica(folder: Path, run: Loop, trainer: Trainer) -> None:
     config = ReplicaConfig(
         str(folder), ParallelConfig(), "bf16" if CARDS else "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=1024, threads=1
     )

@@ -1,4 +1,4 @@
-"""What is packed is what comes out, in any bucket size; and an export that changes is an error."""
+"""Published tensors are unpacked unchanged for any bucket size, and an export that differs from the plan is an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unpacked(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 400, 1 << 20])
-def test_every_tensor_arrives_byte_equal(tmp_path: Path, bucket_bytes: int) -> None:
+def test_every_tensor_is_unpacked_byte_equal(tmp_path: Path, bucket_bytes: int) -> None:
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=bucket_bytes)
     for version in (1, 2):
         manifest = publisher.publish(model(version).items(), version)
@@ -46,13 +46,13 @@ def test_every_tensor_arrives_byte_equal(tmp_path: Path, bucket_bytes: int) -> N
         assert all(bucket.nbytes <= bucket_bytes for plan in manifest.sections.values() for bucket in plan.buckets)
 
 
-def test_sections_are_told_apart_and_may_be_left_out(tmp_path: Path) -> None:
+def test_sections_are_distinguished_and_may_be_omitted(tmp_path: Path) -> None:
     manifest = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20, sections=["draft"]).publish(model(1).items(), 1)
     assert list(manifest.sections) == ["draft"]
     assert list(manifest.sections["draft"].tensors()) == ["model.mtp_layers.0.w"]
 
 
-def test_tied_weights_travel_once(tmp_path: Path) -> None:
+def test_tied_weights_are_sent_once(tmp_path: Path) -> None:
     tensors = model(1)
     tensors["lm_head.weight"] = tensors["model.embed.weight"]
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20)
@@ -95,7 +95,7 @@ def test_a_planned_export_streams(tmp_path: Path) -> None:
         (lambda tensors: tensors.update({"model.more": torch.zeros(1)}), "model.more: not in the plan"),
     ],
 )
-def test_an_export_that_changes_is_refused(tmp_path: Path, change: object, message: str) -> None:
+def test_an_export_that_differs_from_the_plan_is_refused(tmp_path: Path, change: object, message: str) -> None:
     store = VersionStore(tmp_path)
     publisher = Publisher(store, bucket_bytes=1 << 20)
     publisher.publish(model(1).items(), 1)

@@ -1,4 +1,4 @@
-"""`ipc` and `nccl` between processes (gloo and a mapped file on a CPU): byte-equal, one group kept, and no fault without an end."""
+"""`ipc` and `nccl` between processes (a mapped file and gloo on a CPU): byte-equal, one group for all versions, deadlines."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def test_every_receiver_gets_every_byte(tmp_path: Path, pair: list[Receiver], tr
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_that_gives_up_when_all_was_sent_does_not_spoil_the_next_try(
-    tmp_path: Path, pair: list[Receiver], transport: str
-) -> None:
+def test_a_receiver_that_fails_after_the_transfer_does_not_affect_the_next(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
     """As an engine that refuses an adapter does, when it has all of it."""
     sends = sender(tmp_path, transport)
     for last in (False, True):
@@ -74,7 +72,7 @@ def test_a_receiver_that_gives_up_when_all_was_sent_does_not_spoil_the_next_try(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+def test_a_sent_version_is_persisted_for_later_receivers(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
     sends = sender(tmp_path, transport)
     manifest = sends.announce(1, ["a"])
     pair[0].take(manifest)
@@ -90,7 +88,7 @@ def test_what_was_sent_is_kept_for_those_who_come_later(tmp_path: Path, pair: li
     sends.close()
 
 
-def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_store_does_not_delay_the_next_version(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     written = Event()
     upstream = Writer.put
 
@@ -114,7 +112,7 @@ def test_a_slow_store_holds_no_later_version_up(tmp_path: Path, pair: list[Recei
     sends.close()
 
 
-def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_pauses_during_a_transfer(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE", 8)
     monkeypatch.setattr("mtpctl.sync.sender.PAUSE_S", 30.0)
     begun, upstream = Event(), Writer.put
@@ -155,7 +153,7 @@ def test_the_store_waits_while_a_version_is_on_its_way(tmp_path: Path, pair: lis
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_others_than_last_time_make_a_new_group(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+def test_other_receivers_get_a_new_group(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
     sends = sender(tmp_path, transport)
     for version, members in ((1, pair[:1]), (2, pair), (3, pair[1:])):
         manifest = sends.announce(version, [str(id(member)) for member in members])
@@ -168,7 +166,7 @@ def test_others_than_last_time_make_a_new_group(tmp_path: Path, pair: list[Recei
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_killed_in_a_bucket_ends_the_transfer_for_all(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+def test_a_killed_receiver_ends_the_transfer_for_all(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
     sends = sender(tmp_path, transport, deadline_s=30.0)
     doomed = Receiver(Die(bucket=3))
     manifest = sends.announce(1, ["a", "doomed"])
@@ -207,7 +205,7 @@ def _send_and_die(root: Path, transport: str, announced: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_sender_killed_in_a_bucket_is_noticed(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
+def test_a_killed_sender_is_noticed_and_leaves_no_file(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
     announced = CONTEXT.Queue()
     dying = in_process(_send_and_die, tmp_path, transport, announced)
     began = time.monotonic()
@@ -231,14 +229,14 @@ def test_an_export_that_changed_ends_the_transfer_for_all(tmp_path: Path, pair: 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_that_never_comes_is_not_waited_for_forever(tmp_path: Path, transport: str) -> None:
+def test_waiting_for_a_missing_receiver_times_out(tmp_path: Path, transport: str) -> None:
     sends = sender(tmp_path, transport, deadline_s=0.3)
     sends.announce(1, ["a"])
     with pytest.raises(SyncError, match=r"took longer than sync.deadline_s = 0.3"):
         sends.send(model(1).items())
 
 
-def test_a_receiver_too_many_is_turned_away(tmp_path: Path, pair: list[Receiver]) -> None:
+def test_a_surplus_receiver_is_refused(tmp_path: Path, pair: list[Receiver]) -> None:
     sends = sender(tmp_path, "nccl")
     manifest = sends.announce(1, ["a"])
     pair[0].take(manifest)

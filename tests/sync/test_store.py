@@ -1,4 +1,4 @@
-"""Versions appear whole or not at all, only grow, and go away with the store."""
+"""Versions are published atomically, only increase, and are deleted with the store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_newest_two_versions_are_kept(tmp_path: Path) -> None:
         VersionStore(tmp_path / "store").open(1)
 
 
-def test_versions_only_grow(tmp_path: Path) -> None:
+def test_a_version_that_is_not_newer_is_refused(tmp_path: Path) -> None:
     store = publisher(tmp_path)
     store.publish(tensors(1), 3)
     for version in (3, 2):
@@ -48,7 +48,7 @@ def test_versions_only_grow(tmp_path: Path) -> None:
     assert VersionStore(tmp_path).versions() == [3]
 
 
-def test_a_manifest_survives_json(tmp_path: Path) -> None:
+def test_a_manifest_is_equal_after_json(tmp_path: Path) -> None:
     written = publisher(tmp_path).publish(tensors(1), 1, checksums=True)
     assert VersionStore(tmp_path).open(1) == written
     assert set(written.sections) == {"target", "draft"}
@@ -75,7 +75,7 @@ def _publish_and_die(root: Path) -> None:
 
 # The child uses one thread, none of which it inherits, and is killed.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_publisher_killed_in_a_bucket_publishes_nothing(tmp_path: Path) -> None:
+def test_a_killed_publisher_publishes_nothing(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_publish_and_die, args=(tmp_path,))
     process.start()
     process.join(30)
@@ -87,7 +87,7 @@ def test_a_publisher_killed_in_a_bucket_publishes_nothing(tmp_path: Path) -> Non
     assert store.versions() == [1, 2]
 
 
-def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     store = publisher(tmp_path)
     store.publish(tensors(1), 1)
 
@@ -100,7 +100,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
 
 
-def test_close_leaves_no_trace(tmp_path: Path) -> None:
+def test_close_deletes_the_store(tmp_path: Path) -> None:
     store = VersionStore(tmp_path / "run")
     Publisher(store, bucket_bytes=1 << 20).publish(tensors(1), 1)
     store.close()
@@ -108,7 +108,7 @@ def test_close_leaves_no_trace(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_store_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentMissing, match="cannot hold published weights"):
         publisher(tmp_path / "file").publish(tensors(1), 1)
@@ -124,12 +124,12 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def test_shared_memory_is_used_where_the_kept_versions_fit_and_the_next_one(memory: Path, tmp_path: Path) -> None:
+def test_shared_memory_is_used_if_the_kept_versions_and_the_next_one_fit(memory: Path, tmp_path: Path) -> None:
     assert default_root("run", 999, tmp_path) == memory / "mtpctl-run"
     assert default_root("run", 1000, tmp_path) == tmp_path
 
 
-def test_the_store_holds_no_more_than_it_was_given_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_never_holds_more_versions_than_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
     def watched(self: VersionStore, manifest: Manifest) -> None:
@@ -145,7 +145,7 @@ def test_the_store_holds_no_more_than_it_was_given_room_for(tmp_path: Path, monk
     assert most == KEPT + 1
 
 
-def test_what_a_killed_process_left_is_neither_kept_nor_in_the_way(memory: Path, tmp_path: Path) -> None:
+def test_a_store_of_a_killed_process_is_removed(memory: Path, tmp_path: Path) -> None:
     def leave() -> None:
         store = VersionStore(memory / "mtpctl-run")
         store.claim()
@@ -164,7 +164,7 @@ def change_mark(root: Path, **changed: object) -> None:
     (root / leftovers.MARK).write_text(json.dumps(owner | changed))
 
 
-def test_another_containers_store_of_the_same_name_stays(memory: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_container_is_not_removed(memory: Path, tmp_path: Path) -> None:
     """Containers that share memory may have run directories of one path."""
     for place in ("mtpctl-run", f"mtpctl-run-{leftovers.namespace()}"):
         root = default_root("run", 1, tmp_path)
@@ -178,7 +178,7 @@ def test_another_containers_store_of_the_same_name_stays(memory: Path, tmp_path:
         VersionStore(root).claim()
 
 
-def test_a_runs_own_folder_is_claimed_whoever_left_it(memory: Path, tmp_path: Path) -> None:
+def test_a_store_in_the_run_directory_is_always_claimed(memory: Path, tmp_path: Path) -> None:
     """The run goes on in a new container, with the directory of the old one."""
     store = VersionStore(tmp_path / "run" / "versions")
     store.claim()
@@ -188,7 +188,7 @@ def test_a_runs_own_folder_is_claimed_whoever_left_it(memory: Path, tmp_path: Pa
     assert store.versions() == []
 
 
-def test_a_store_whose_removal_breaks_off_still_tells_whose_it_is(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_keeps_the_stores_mark(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = VersionStore(default_root("run", 1, tmp_path))
     publisher(store.root).publish(tensors(1), 7)
 
@@ -204,23 +204,23 @@ def test_a_store_whose_removal_breaks_off_still_tells_whose_it_is(memory: Path, 
     assert (store.root / leftovers.MARK).is_file()
 
 
-def test_actors_on_several_hosts_meet_on_disk(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_use_a_store_on_disk(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.sync.store.on_one_host", lambda: False)
     assert default_root("run", 1, tmp_path) == tmp_path
 
 
-def test_folders_of_one_name_have_stores_of_their_own(tmp_path: Path) -> None:
+def test_folders_with_the_same_name_have_different_stores(tmp_path: Path) -> None:
     names = {name_of(tmp_path / place / "run") for place in ("a", "b")}
     assert len(names) == 2 and all(name.startswith("run-") for name in names)
 
 
-def test_manifest_counts_bytes(tmp_path: Path) -> None:
+def test_a_manifest_counts_bytes(tmp_path: Path) -> None:
     manifest = publisher(tmp_path).publish(tensors(1), 1)
     assert isinstance(manifest, Manifest)
     assert manifest.nbytes == 8 * 4 + 4 * 4
 
 
-def test_manifest_that_does_not_fit_is_reported_with_its_folder(tmp_path: Path) -> None:
+def test_a_manifest_on_a_full_disk_is_an_error_with_its_folder(tmp_path: Path) -> None:
     store = VersionStore(tmp_path)
     manifest = publisher(tmp_path).publish(tensors(1), 1)
     folder = store.prepare(2)

@@ -1,4 +1,4 @@
-"""Processes meet at a store that is held from the moment its address is told: no one else can take its port in between."""
+"""A store listens from the moment its address is known, so that no other process can take its port."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _greet(address: str) -> None:
     join_store(address, 30).set("greeting", "hello")
 
 
-def test_others_join_at_the_address_that_was_told() -> None:
+def test_a_store_is_joined_at_its_address() -> None:
     store = host_store()
     other = get_context("spawn").Process(target=_greet, args=(address_of(store),))
     other.start()
@@ -38,8 +38,8 @@ def test_others_join_at_the_address_that_was_told() -> None:
     assert other.exitcode == 0
 
 
-def test_in_a_cluster_the_address_is_the_one_that_ray_reaches_the_host_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host's own name often leads to its loopback, where no other host finds it."""
+def test_a_store_uses_the_hosts_address_in_the_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's name often resolves to its loopback, which other hosts cannot reach."""
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.0.1")
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.2")
@@ -49,7 +49,7 @@ def test_in_a_cluster_the_address_is_the_one_that_ray_reaches_the_host_at(monkey
     assert store.get("greeting") == b"hello"
 
 
-def test_a_store_keeps_its_port_until_it_is_let_go() -> None:
+def test_a_store_keeps_its_port_until_it_is_closed() -> None:
     store = host_store("127.0.0.1")
     address = address_of(store)
     assert taken(address)
@@ -57,7 +57,7 @@ def test_a_store_keeps_its_port_until_it_is_let_go() -> None:
     assert not taken(address)
 
 
-def test_where_no_store_is_held_joining_fails_at_once() -> None:
+def test_joining_without_a_store_fails_at_once() -> None:
     store = host_store("127.0.0.1")
     address = address_of(store)
     del store
@@ -67,7 +67,7 @@ def test_where_no_store_is_held_joining_fails_at_once() -> None:
     assert time.monotonic() - began < 1
 
 
-def test_what_is_never_written_is_waited_for_no_longer_than_asked() -> None:
+def test_reading_a_missing_key_times_out() -> None:
     store = host_store("127.0.0.1")
     joined = join_store(address_of(store), 0.2)
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):
@@ -75,7 +75,7 @@ def test_what_is_never_written_is_waited_for_no_longer_than_asked() -> None:
 
 
 @pytest.mark.parametrize("kind", ["trainer", "log-prob replica"])
-def test_the_first_rank_holds_what_it_tells_the_others(kind: str) -> None:
+def test_rank_0_hosts_the_store_whose_address_it_returns(kind: str) -> None:
     rank = first_rank(kind)
     assert taken(rank.address())
 

@@ -1,4 +1,4 @@
-"""What an actor prints, and what the processes that it starts print, is in its file of the run."""
+"""Output of an actor and its child processes is in the actor's log file, and imported modules are not garbage-collected."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def run(folder: Path, name: str = "rollout replica 0") -> str:
     return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def test_everything_that_a_process_and_its_children_print_is_in_its_file(tmp_path: Path) -> None:
+def test_output_of_a_process_and_its_children_is_in_its_file(tmp_path: Path) -> None:
     assert run(tmp_path) == "before\n"
     head, *lines = (tmp_path / "rollout-replica-0.log").read_text().splitlines()
     assert head.startswith("── 20") and ", process " in head
     assert sorted(lines) == sorted([str(tmp_path / "rollout-replica-0.log"), "from python", "from native code", "from a child"])
 
 
-def test_a_replica_that_takes_anothers_place_appends(tmp_path: Path) -> None:
+def test_a_replacement_replica_appends_to_the_file(tmp_path: Path) -> None:
     run(tmp_path)
     run(tmp_path)
     assert (tmp_path / "rollout-replica-0.log").read_text().count("from a child") == 2
 
 
-def test_a_host_that_lacks_the_folder_leaves_the_output_where_it_is(tmp_path: Path) -> None:
+def test_output_is_not_redirected_without_the_folder(tmp_path: Path) -> None:
     assert run(tmp_path / "nowhere").splitlines()[:2] == ["before", "None"]
 
 
-def test_a_process_that_no_run_has_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_not_redirected_outside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(process.FOLDER_VARIABLE, raising=False)
     assert write_to_run() is None
 
 
-def test_a_file_that_has_grown_is_emptied_and_writers_go_on_at_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_copied_and_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "FILE_BYTES", 100)
     path = tmp_path / "a.log"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -64,7 +64,7 @@ def test_a_file_that_has_grown_is_emptied_and_writers_go_on_at_its_beginning(tmp
     assert path.read_text() == "new" and (tmp_path / "a.1.log").read_text() == "x" * 100 + "y"
 
 
-def test_an_actor_of_a_run_writes_to_the_runs_folder(tmp_path: Path) -> None:
+def test_an_actor_writes_to_the_log_folder_of_its_run(tmp_path: Path) -> None:
     """Through Ray: the folder is told to all actors, the name to each."""
     program = f"""
 import ray
@@ -85,3 +85,56 @@ with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0, tidy=False, logs=Path({s
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
     assert (tmp_path / "trainer-rank-3.log").read_text().splitlines()[1:] == ["said"]
+
+
+SETTLE = """
+import gc, weakref
+import mtpctl.recipe.schema
+from mtpctl.cluster.process import settle_heap
+
+class Node: pass
+
+def circle():
+    made = Node()
+    made.self = made
+    return weakref.ref(made)
+
+gc.disable()
+loaded = [Node() for _ in range(1000)]
+before, alive = circle(), len(gc.get_objects())
+settle_heap()
+assert before() is None, "what nobody holds is not kept for good"
+seen = gc.get_objects()
+assert alive > 10_000 > len(seen) and not any(isinstance(each, Node) for each in seen), "what was loaded is looked at again"
+after = circle()
+assert after() is not None
+gc.collect()
+assert after() is None, "what came since is collected"
+"""
+
+
+def test_objects_are_collected_only_if_created_after_settle_heap() -> None:
+    subprocess.run([sys.executable, "-c", SETTLE], check=True, timeout=60)
+
+
+IMPORT = """
+import gc
+from mtpctl.cluster.process import importing
+
+class Node: pass
+
+with importing():
+    assert not gc.isenabled()
+    loaded = Node()
+assert gc.isenabled() and not any(isinstance(each, Node) for each in gc.get_objects()), "what was imported is looked at again"
+gc.disable()
+try:
+    with importing():
+        raise ImportError
+except ImportError:
+    assert not gc.isenabled(), "it is left as it was"
+"""
+
+
+def test_the_collector_is_disabled_while_importing_and_skips_the_modules() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True, timeout=60)
