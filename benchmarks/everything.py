@@ -33,17 +33,12 @@ RL_7B = (
     "--set rollout.max_tokens=256 --set rollout.context=1024 --set rollout.eager=true --set async.sync_every=2 --seed 0 --json"
 )
 """RL on the cycle model, whose rewards are all equal: prompts of 300 tokens, responses of 197 that end by themselves."""
-BENCH_7B = "mtpctl bench async mimo7b_mtp --overlay"
-DATA_PARALLEL = (
-    "--set 'train.parallel={tp: 1, dp: 2, sequence_parallel: false}' --set train.distributed_optimizer=true "
-    "--set train.tokens_per_microbatch=8192"
-)
-"""The overlay makes the trainer's two cards tensor-parallel."""
-TWO_PROCESSES_A_CARD = (
+DATA_PARALLEL = "--set 'train.parallel={tp: 1, dp: 2, sequence_parallel: false}' --set train.distributed_optimizer=true"
+EIGHT_ON_FOUR = (
     "--set cluster.gpus_per_node=4 --set train.gpus=0.6 --set rollout.gpus=0.4 --set logprob.gpus=0.4 --set rollout.gpu_memory=0.3 "
     "--set rollout.kv_cache_bytes=25769803776 --set sync.transport=ipc"
 )
-"""The layout for eight cards, on four."""
+"""Two processes to a card."""
 SHORT = "--set train.rl.steps=6 --set train.eval_every=3 --json"
 
 
@@ -60,22 +55,17 @@ class Task:
         return [word.replace("{out}", str(out)) for word in shlex.split(self.command)]
 
 
+def rl_7b(name: str, cards: int, minutes: float, overlay: str, options: str) -> Task:
+    return Task(name, cards, minutes, f"mtpctl bench async mimo7b_mtp --overlay {overlay} --out {{out}}/{name} {options} {RL_7B}")
+
+
+BOTH_ARMS = "--arm partial --arm partial-server --set train.rl.steps=6"
 ON_GPU = [
-    Task("rl-7b-x4", 4, 8, f"{BENCH_7B} h200x4 --out {{out}}/rl-7b-x4 --arm partial --arm partial-server --set train.rl.steps=6 {RL_7B}"),
-    Task(
-        "rl-7b-x8-on-4",
-        4,
-        6,
-        f"{BENCH_7B} h200x8 --out {{out}}/rl-7b-x8-on-4 --arm partial-server --set train.rl.steps=6 {TWO_PROCESSES_A_CARD} {RL_7B}",
-    ),
-    Task("rl-7b-x4-dp", 3, 5, f"{BENCH_7B} h200x4 --out {{out}}/rl-7b-x4-dp --arm partial --set train.rl.steps=4 {DATA_PARALLEL} {RL_7B}"),
-    Task(
-        "rl-7b-lora",
-        3,
-        7,
-        f"{BENCH_7B} h200x3_lora --out {{out}}/rl-7b-lora --arm partial --arm partial-server --set train.rl.steps=6 {RL_7B}",
-    ),
-    Task("rl-7b-x2", 2, 6, f"{BENCH_7B} h200x2 --out {{out}}/rl-7b-x2 --arm partial-server --set train.rl.steps=4 {RL_7B}"),
+    rl_7b("rl-7b-x4", 4, 8, "h200x4", BOTH_ARMS),
+    rl_7b("rl-7b-x8-on-4", 4, 6, "h200x8", f"--arm partial-server --set train.rl.steps=6 {EIGHT_ON_FOUR}"),
+    rl_7b("rl-7b-x4-dp", 3, 5, "h200x4", f"--arm partial --set train.rl.steps=4 --set train.tokens_per_microbatch=8192 {DATA_PARALLEL}"),
+    rl_7b("rl-7b-lora", 3, 7, "h200x3_lora", BOTH_ARMS),
+    rl_7b("rl-7b-x2", 2, 6, "h200x2", "--arm partial-server --set train.rl.steps=4"),
     Task("sync-weights", 2, 6, "mtpctl bench sync-weights --eager --repeats 5 --transport nccl --transport ipc --json"),
     Task("sharded-head", 2, 3, "benchmarks/sharded_head.py --ranks 2"),
     Task("async", 1, 42, "mtpctl bench async mimo_small_mtp --overlay long_tail --out {out}/async --json"),

@@ -47,17 +47,17 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Talk:
-    """A round of conversations: `batch` at a time, each of `turns` questions of `asked` tokens and answers of `tokens`."""
+    """A round of conversations: `batch` at a time, each of `turns` questions of `question` tokens and answers of `tokens`."""
 
     batch: int
     turns: int
-    asked: int
+    question: int
     tokens: int
 
     def questions(self, number: int) -> Messages:
         """The messages of one conversation's client."""
         texts = (f"question {turn} of conversation {number} " for turn in range(self.turns))
-        return [{"role": "user", "content": text.ljust(self.asked - TEMPLATE, ".")} for text in texts]
+        return [{"role": "user", "content": text.ljust(self.question - TEMPLATE, ".")} for text in texts]
 
     def figures(self, seconds: float, cpu_s: float) -> tuple[float, float]:
         """Tokens/s, and CPU milliseconds of this process for an answer."""
@@ -177,7 +177,7 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, help="the folder of the model, written if it does not exist; default: a temporary one")
     arguments.add_argument("--batch", type=int, action="append", help="concurrent conversations; may be repeated; default: 64, 256")
     arguments.add_argument("--turns", type=int, default=4)
-    arguments.add_argument("--asked", type=int, default=64, help="tokens of a question, the template's included")
+    arguments.add_argument("--question", type=int, default=64, help="tokens of a question, the template's included")
     arguments.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     arguments.add_argument("--step-ms", type=float, default=10.0, help="time of a token of the simulated engine")
     arguments.add_argument("--rounds", type=int, default=3)
@@ -194,7 +194,7 @@ def main() -> None:
             measurement = Measurement(generate, tokenizer, context, pipe, vocab)
             settle_heap()
             for batch in batches:
-                talk, warmup = (Talk(batch, turns, options.asked, options.tokens) for turns in (options.turns, 1))
+                talk, warmup = (Talk(batch, turns, options.question, options.tokens) for turns in (options.turns, 1))
                 await measurement.direct(warmup)
                 await measurement.through_gateway(warmup)
                 pairs = [(await measurement.direct(talk), await measurement.through_gateway(talk)) for _ in range(options.rounds)]
@@ -209,7 +209,7 @@ def main() -> None:
         tokenizer = load_byte_tokenizer(Path(scratch) / "tokenizer")
         bench = None
         if options.shape:
-            prompt = options.turns * options.asked + (options.turns - 1) * options.tokens
+            prompt = options.turns * options.question + (options.turns - 1) * options.tokens
             folder = options.model or Path(scratch) / "model"
             settings = Options(known_shape(options.shape), folder, batches, prompt, options.tokens, 1, 1.0, options.rounds, device)
             bench = Bench(settings, print, at_once=1)

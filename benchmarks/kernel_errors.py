@@ -95,8 +95,6 @@ def errors_of(case: Case, output: Output, exact: Exact) -> Errors:
         clipped_loss(logprob, entropy, x.old_logprob, x.advantage).sum().backward()
         assert logprob.grad is not None
         by_logprob, by_entropy = logprob.grad, entropy.grad
-    elif case.work.startswith("mtp"):
-        by_logprob = x.half.double()
     hidden_grad, weight_grad = exact.grads(by_logprob, by_entropy)
     return {
         "log-prob": None if output.logprob is None else distance(output.logprob, exact.logprob),

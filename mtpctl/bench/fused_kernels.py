@@ -15,19 +15,18 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mtpctl.bench.report import markdown, number, to_json
+from mtpctl.bench.report import machine, markdown, number
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.plan.memory import GIB
 
-Work = Literal["forward", "forward+backward", "policy loss", "mtp, detached, half the rows"]
+Work = Literal["forward", "forward+backward", "policy loss"]
 ROUNDS, SAMPLES = 3, 5
 SETTLE_MS = 250
 """How long a case runs before it is timed: a GPU at its power limit needs that long to settle its clock."""
@@ -37,7 +36,7 @@ SLACK_ELSEWHERE = 1.1
 TIMER = (
     "one whole call from hidden states and weight to results on the device, argument checks and launches included, "
     "data creation and compilation excluded; median of 15 runs, in three rounds in which all cases take turns, each after running for "
-    "250 ms untimed."
+    "250 ms untimed"
 )
 
 
@@ -70,13 +69,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """hidden [N, H] and weight [V, H] require gradients; labels [N]; half [N] masks about half of the rows; upstream [N] is the gradient of
-    each log-prob; old_logprob and advantage [N] belong to the policy loss."""
+    """hidden [N, H] and weight [V, H] require gradients; labels [N]; upstream [N] is the gradient of each log-prob; old_logprob and
+    advantage [N] belong to the policy loss."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
-    half: Tensor
     upstream: Tensor
     old_logprob: Tensor
     advantage: Tensor
@@ -98,8 +96,8 @@ Run = Callable[[Inputs], Output]
 
 @dataclass(frozen=True)
 class Case:
-    """One implementation of one kind of work. `most_ratio`: bound on time over the floor (for mtp: over the first forward+backward case);
-    `most_gib`: on memory. A `peer` is another package's, without bounds."""
+    """One implementation of one kind of work. `most_ratio`: bound on time over the floor; `most_gib`: on memory. A `peer` is another
+    package's, without bounds."""
 
     work: Work
     name: str
@@ -111,7 +109,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table; `peak_gib` is None on a CPU. `ratio` is to the floor, for mtp to the first forward+backward case."""
+    """One row of the table. `ratio` is of the time to the floor; `peak_gib` is None on a CPU."""
 
     shape: str
     what: str
@@ -137,12 +135,10 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inp
         rows = weight[start : start + 8192]
         rows.copy_(normal(*rows.shape) * (2 / shape.hidden**0.5))
     labels = torch.randint(0, shape.vocab, (shape.rows,), device=device, generator=generator)
-    half = torch.rand(shape.rows, device=device, generator=generator) < 0.5
     return Inputs(
         normal(shape.rows, shape.hidden).to(dtype).requires_grad_(),
         weight.requires_grad_(),
         labels,
-        half,
         normal(shape.rows),
         normal(shape.rows) * 0.1 - 13.0,
         normal(shape.rows),
@@ -164,16 +160,12 @@ def own_cases(shape: Shape, device: str) -> list[Case]:
     ]
     if device != "cuda":
         return chunked
-    mtp: Work = "mtp, detached, half the rows"
     return [
         Case("forward", "triton, 0.5 GiB", _forward("triton", half), 1.12, 0.5),
         Case("forward+backward", "triton, 0.5 GiB", _backward("triton", half), 1.42, 0.5),
         Case("forward+backward", "triton, 1 GiB", _backward("triton", one)),
         Case("forward+backward", "triton, 3 GiB", _backward("triton", three), 1.12, 3.0),
-        Case("forward+backward", "triton, 0.5 GiB, main_grad", _main_grad(half)),
         Case("policy loss", "triton, 1.5 GiB", _policy(more), 1.12, 1.5),
-        Case(mtp, "linear_logprob, 0.5 GiB", _mtp(half), 0.40),
-        Case(mtp, "linear_policy_loss, 1.5 GiB", _mtp_policy(more), 0.40),
         *chunked,
     ]
 
@@ -210,18 +202,6 @@ def _backward(implementation: str, workspace: int) -> Run:
     return run
 
 
-def _main_grad(workspace: int) -> Run:
-    def run(x: Inputs) -> Output:
-        weight = x.weight
-        if not hasattr(weight, "main_grad"):
-            vars(weight)["main_grad"] = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        out = linear_logprob(x.hidden, weight, x.labels, entropy=True, workspace_bytes=workspace, implementation="triton", main_grad=True)
-        (hidden_grad, _) = torch.autograd.grad(out.logprob, (x.hidden, weight), x.upstream, allow_unused=True)
-        return Output(out.logprob.detach(), hidden_grad=hidden_grad)
-
-    return run
-
-
 def _policy(workspace: int) -> Run:
     def run(x: Inputs) -> Output:
         def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -230,29 +210,6 @@ def _policy(workspace: int) -> Run:
 
         out = linear_policy_loss(x.hidden, x.weight, x.labels, token_loss, entropy=True, workspace_bytes=workspace, implementation="triton")
         return Output(out.logprob, out.entropy, *torch.autograd.grad(out.loss_sum, (x.hidden, x.weight)))
-
-    return run
-
-
-def _mtp(workspace: int) -> Run:
-    def run(x: Inputs) -> Output:
-        out = linear_logprob(
-            x.hidden, x.weight, x.labels, rows=x.half, detach_weight=True, hit=True, workspace_bytes=workspace, implementation="triton"
-        )
-        return Output(hidden_grad=torch.autograd.grad(out.logprob.sum(), x.hidden)[0])
-
-    return run
-
-
-def _mtp_policy(workspace: int) -> Run:
-    def run(x: Inputs) -> Output:
-        def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return logprob.sum(), {}
-
-        out = linear_policy_loss(
-            x.hidden, x.weight, x.labels, token_loss, rows=x.half, detach_weight=True, workspace_bytes=workspace, implementation="triton"
-        )
-        return Output(hidden_grad=torch.autograd.grad(out.loss_sum, x.hidden)[0])
 
     return run
 
@@ -375,13 +332,11 @@ def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> lis
     floors = _floors(x)
     peaks = {case: peak_gib(lambda case=case: case.run(x), device) for case in cases}  # type: ignore[misc]
     times = time_in_turns({case: (lambda case=case: case.run(x)) for case in (*floors, *cases)}, device)  # type: ignore[misc]
-    whole = next(statistics.median(times[c]) for c in cases if c.work == "forward+backward")
     forward, forward_backward = (statistics.median(times[c]) for c in floors)
-    units = {"forward": forward, "forward+backward": forward_backward, "policy loss": forward_backward}
     results = []
     for case, taken in times.items():
         ms = statistics.median(taken)
-        ratio, peak = ms / units.get(case.work, whole), peaks.get(case)
+        ratio, peak = ms / (forward if case.work == "forward" else forward_backward), peaks.get(case)
         missed = () if case.peer else misses(case, shape, ratio, peak)
         results.append(Result(str(shape), case.work, case.name, ms, min(taken), max(taken), ratio, peak, case.peer, missed))
     return results
@@ -414,16 +369,5 @@ def verdict(results: list[Result]) -> list[str]:
     return lines
 
 
-def environment(device: str) -> str:
-    """The card and versions, for the head of a table."""
-    versions = [f"torch {torch.__version__}"]
-    for package in ("triton", "cut-cross-entropy"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}; {', '.join(versions)}"
-
-
-def as_json(results: list[Result], device: str) -> str:
-    return to_json({"environment": environment(device), "results": [asdict(r) for r in results]})
+def as_json(results: list[Result]) -> dict[str, object]:
+    return {"environment": machine(), "timer": TIMER, "results": [asdict(r) for r in results]}

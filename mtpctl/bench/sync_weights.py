@@ -70,33 +70,17 @@ class Options:
         return 0.1 if self.device == "cuda" else 1.0
 
 
-@dataclass(frozen=True)
-class ExtraMemory:
-    """GiB of one card that syncs needed beyond what was allocated before.
+def extra_gib(before: dict[str, int], after: dict[str, int], *, alone: bool) -> float:
+    """GiB of a card that syncs needed beyond what was allocated before, from two readings of `card_memory`, the first of which reset its
+    peaks.
 
-    tensors: their peak. reserved: what torch's allocator reserved beyond them because free memory was fragmented. other: NCCL's buffers
-    and CUDA's kernels, known only if a process has the card for itself.
+    Counts the peak of tensors in full, what torch's allocator reserved beyond it because free memory was fragmented, and NCCL's buffers and
+    CUDA's kernels; the last are known only if the process has the card for itself.
     """
-
-    tensors: float = 0.0
-    reserved: float = 0.0
-    other: float = 0.0
-
-    @classmethod
-    def between(cls, before: dict[str, int], after: dict[str, int], *, alone: bool) -> ExtraMemory:
-        """The difference of two readings of `card_memory`, the first of which reset its peaks."""
-        tensors = after["peak"] - before["allocated"]
-        reserved = after["peak_reserved"] - before["reserved"]
-        other = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if alone else 0
-        return cls(tensors / GIB, max(0, reserved - tensors) / GIB, max(0, other) / GIB)
-
-    @property
-    def total(self) -> float:
-        """Tensors count in full even if the allocator had memory reserved for them."""
-        return self.tensors + self.reserved + self.other
-
-    def __str__(self) -> str:
-        return f"{self.total:.2f} (tensors {self.tensors:.2f}, allocator {self.reserved:.2f}, NCCL and CUDA {self.other:.2f})"
+    tensors = after["peak"] - before["allocated"]
+    reserved = after["peak_reserved"] - before["reserved"]
+    other = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if alone else 0
+    return (tensors + max(0, reserved - tensors) + max(0, other)) / GIB
 
 
 @dataclass
@@ -107,7 +91,6 @@ class Result:
     nbytes: int
     buckets: int
     link_gb_per_s: float
-    first_seconds: float
     verified: int
     seconds: list[float] = field(default_factory=list)
     export_seconds: list[float] = field(default_factory=list)
@@ -115,8 +98,8 @@ class Result:
     stall_seconds: list[float] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
-    trainer_gib: ExtraMemory = field(default_factory=ExtraMemory)
-    engine_gib: ExtraMemory = field(default_factory=ExtraMemory)
+    trainer_gib: float = 0.0
+    engine_gib: float = 0.0
     misses: list[str] = field(default_factory=list)
 
     @property
@@ -142,8 +125,8 @@ def misses(result: Result, options: Options) -> list[str]:
         check("a sync", statistics.median(result.seconds), BOUNDS["seconds"], "s")
         check("a stall", statistics.median(result.stall_seconds), BOUNDS["stall"], "s")
         room = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
-        check("extra memory of the trainer", result.trainer_gib.total, room, "GiB")
-        check("extra memory of the engine", result.engine_gib.total, room, "GiB")
+        check("extra memory of the trainer", result.trainer_gib, room, "GiB")
+        check("extra memory of the engine", result.engine_gib, room, "GiB")
     return missed
 
 
@@ -247,7 +230,7 @@ async def _measure_transport(
         await sync.persisted()
         link = await _link(options, trainer, engine, manifest)
         buckets = sum(len(section.buckets) for section in manifest.sections.values())
-        result = Result(transport, manifest.nbytes, buckets, link, first.seconds, first.verified)
+        result = Result(transport, manifest.nbytes, buckets, link, first.verified)
         say(f"{transport}: {result.nbytes / 1e9:.3f} GB in {buckets} buckets, {first.verified} tensors verified, link {link:.1f} GB/s")
         await _steady(load, options)
         for _ in range(options.repeats):
@@ -278,10 +261,8 @@ async def _measure_transport(
 
             # The store may be in shared memory, which outlives this process.
             VersionStore(store).close()
-    result.trainer_gib, result.engine_gib = (
-        ExtraMemory.between(*readings, alone=not options.shared) for readings in zip(before, after, strict=True)
-    )
-    say(f"  extra GiB of the trainer: {result.trainer_gib}; of the engine: {result.engine_gib}")
+    result.trainer_gib, result.engine_gib = (extra_gib(*readings, alone=not options.shared) for readings in zip(before, after, strict=True))
+    say(f"  extra GiB of the trainer: {result.trainer_gib:.2f}; of the engine: {result.engine_gib:.2f}")
     result.misses = misses(result, options)
     return result, version
 
@@ -353,7 +334,7 @@ def table(results: list[Result]) -> str:
             spread(r.stall_seconds, ".3f"),
             spread(r.back_seconds, ".3f"),
             f"{statistics.median(r.tokens_per_s):.0f}",
-            f"{r.trainer_gib.total:.2f} / {r.engine_gib.total:.2f}",
+            f"{r.trainer_gib:.2f} / {r.engine_gib:.2f}",
             r.verified,
         )
         for r in results

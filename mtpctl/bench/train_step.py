@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
+from mtpctl.kernels.main_grad import take_stale
 from mtpctl.model.packing import Packing
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.memory import GIB
@@ -73,6 +74,9 @@ class Materialised(TwoPasses):
         topk: int = 0,
         detach_weight: bool = False,
     ) -> LogProbOut:
+        # The engine expects the head's kernels to overwrite the gradient's buffer; autograd adds to it.
+        if not detach_weight and take_stale(buffer := cast(Any, weight).main_grad):
+            buffer.zero_()
         weight = weight.detach() if detach_weight else weight
         logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
         chosen = logprobs.gather(1, labels[:, None]).squeeze(1)

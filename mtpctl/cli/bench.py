@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -42,26 +43,19 @@ def fused_kernels(
     import torch
 
     from mtpctl.bench import fused_kernels as bench
-    from mtpctl.errors import ThresholdMissed, UserError
+    from mtpctl.bench.report import render
+    from mtpctl.errors import UserError
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    default = "8192x4096x151680" if device == "cuda" else "64x64x1000"
+    default = "8192x4096x151680" if torch.cuda.is_available() else "64x64x1000"
     try:
         shapes = [bench.Shape.parse(text) for text in shape or [default]]
     except ValueError as error:
         raise UserError(str(error)) from error
     results = [result for each in shapes for result in bench.measure(each, with_peers=peers)]
-    if json:
-        answer(bench.as_json(results, device))
-    else:
-        answer(f"{bench.environment(device)}\nThe timer covers: {bench.TIMER}\n\n{bench.table(results)}\n")
-        for line in bench.verdict(results):
-            answer(line)
-    missed = [r for r in results if r.misses]
-    if missed:
-        raise ThresholdMissed(
-            f"{len(missed)} of {len(results)} measurements missed a bound, first: {missed[0].what} {missed[0].name}: {missed[0].misses[0]}"
-        )
+    answer(render(bench.as_json(results), bench.table(results), as_json=json))
+    if not json:
+        answer("\n".join(["", *bench.verdict(results)]))
+    _check([f"{r.what} {r.name}: {miss}" for r in results for miss in r.misses])
 
 
 @app.command("train-step")
@@ -98,20 +92,9 @@ def train_step(
         if not folder.shape.mtp_layers:
             trained = MtpConfig(mode="off")
         parallel = bench.layout(tp, cp, ep, folder)
-        results, rate = bench.measure(folder, parallel, bench.Load(tokens, samples, prompt_share, precision, trained, recompute))
-    options = {
-        "model": model,
-        "tokens": tokens,
-        "samples": samples,
-        "prompt_share": prompt_share,
-        "precision": precision,
-        "layers": layers,
-        "mtp": trained.mode,
-        "recompute": recompute,
-        "tp": tp,
-        "cp": cp,
-        "ep": ep,
-    }
+        load = bench.Load(tokens, samples, prompt_share, precision, trained, recompute)
+        results, rate = bench.measure(folder, parallel, load)
+    options = {"model": model, "layers": layers, "tp": tp, "cp": cp, "ep": ep} | asdict(load) | {"mtp": trained.mode}
     answer(render(bench.as_json(results, rate, machine(), options), bench.table(parallel, results, rate), as_json=json))
 
 
@@ -133,7 +116,7 @@ def rollout(
     json: Json = False,
 ) -> None:
     """Tokens/s through mtpctl's pool and through vLLM alone, empty slots, and the gain by k drafts. Exit code 6 if a bound is missed."""
-    from mtpctl.errors import ThresholdMissed, UserError
+    from mtpctl.errors import UserError
 
     parts = part or ["path", "speculation"]
     for name in parts:
@@ -170,12 +153,7 @@ def rollout(
         show(line)
     if json:
         answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))
-    missed = [r for r in results if r.misses]
-    if missed:
-        first = missed[0]
-        raise ThresholdMissed(
-            f"{len(missed)} of {len(results)} measurements missed a bound, first: {first.what}, {first.load}: {first.misses[0]}"
-        )
+    _check([f"{r.what}, {r.load}: {miss}" for r in results for miss in r.misses])
 
 
 @app.command("sync-weights")
@@ -193,7 +171,7 @@ def sync_weights(
     json: Json = False,
 ) -> None:
     """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 if a bound is missed."""
-    from mtpctl.errors import EnvironmentMissing, ThresholdMissed, UserError
+    from mtpctl.errors import EnvironmentMissing, UserError
     from mtpctl.recipe.sync import TRANSPORTS
 
     for name in transport or ():
@@ -235,9 +213,7 @@ def sync_weights(
         )
         results = asyncio.run(bench.measure(options, print_progress))
     answer(render(bench.as_json(results, machine(), options.as_json), bench.table(results), as_json=json))
-    missed = [f"{result.transport}: {miss}" for result in results for miss in result.misses]
-    if missed:
-        raise ThresholdMissed("; ".join(missed))
+    _check([f"{result.transport}: {miss}" for result in results for miss in result.misses])
 
 
 @app.command("logprob")
@@ -261,7 +237,7 @@ def logprob(
     """Tokens/s, latency and memory of the log-prob server, against its engine alone. Exit code 6 if a bound is missed."""
     import asyncio
 
-    from mtpctl.errors import ThresholdMissed, UserError
+    from mtpctl.errors import UserError
 
     if precision not in ("", "fp32", "bf16"):
         raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
@@ -297,9 +273,15 @@ def logprob(
         stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
         report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
     answer(render(bench.as_json(report, machine(), load), bench.table(report), as_json=json))
-    missed = [finding for finding in report.findings if finding.missed]
-    if missed:
-        raise ThresholdMissed(f"{len(missed)} bound(s) missed, first: {missed[0].what}: {missed[0].value:.3g}, bound {missed[0].bound:.3g}")
+    _check([f"{f.what}: {f.value:.3g}, bound {f.bound:.3g}" for f in report.findings if f.missed])
+
+
+def _check(misses: list[str]) -> None:
+    """Raise ThresholdMissed if a bound was missed."""
+    from mtpctl.errors import ThresholdMissed
+
+    if misses:
+        raise ThresholdMissed(f"{len(misses)} bound(s) missed, first: {misses[0]}")
 
 
 def _mtp_config(mode: str) -> MtpConfig:

@@ -66,7 +66,7 @@ def test_results_with_different_options_are_reported() -> None:
 
 def test_slower_sync_is_worse() -> None:
     def document(seconds: float) -> Any:
-        result = Result("nccl", 10**9, 1, link_gb_per_s=100.0, first_seconds=1.0, verified=3)
+        result = Result("nccl", 10**9, 1, link_gb_per_s=100.0, verified=3)
         for name in ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s"):
             setattr(result, name, [1.0])
         result.seconds = result.stall_seconds = [seconds] * 3

@@ -41,7 +41,7 @@ def test_json_has_the_environment_and_every_result() -> None:
     done = CliRunner().invoke(app, ["fused-kernels", "--shape", "16x8x100", "--json"])
     assert done.exit_code == 0, done.output
     document = json.loads(done.output)
-    assert document["environment"].startswith("CPU; torch")
+    assert document["environment"]["device"].startswith("CPU") and document["environment"]["torch"]
     assert {r["name"] for r in document["results"]} == {"floor", "chunked, 1 GiB"}
 
 

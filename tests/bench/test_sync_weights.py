@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.bench import sync_weights
 from mtpctl.bench.sync_ends import Load
-from mtpctl.bench.sync_weights import ExtraMemory, misses, table
+from mtpctl.bench.sync_weights import extra_gib, misses, table
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.memory import GIB
 from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
@@ -91,9 +91,7 @@ def test_medians_within_the_bounds_miss_nothing() -> None:
 
 
 def test_missed_bounds_are_reported_with_their_figures() -> None:
-    slow = sync_result(
-        seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=ExtraMemory(2.0, 0.5, 1.0), engine_gib=ExtraMemory(4.0)
-    )
+    slow = sync_result(seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=3.5, engine_gib=4.0)
     assert misses(slow, SYNC_OPTIONS) == [
         "wire over link 3.000 x, bound 2",
         "a sync 0.600 s, bound 0.5",
@@ -112,9 +110,8 @@ def test_table_has_medians_with_least_and_most() -> None:
     assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.400 (0.300–9.000) |" in table([sync_result()])
 
 
-def test_extra_memory_is_divided_into_tensors_reserved_and_other() -> None:
+def test_extra_memory_has_tensors_reserved_memory_and_other_buffers() -> None:
     before = {"allocated": 10 * GIB, "peak": 10 * GIB, "reserved": 12 * GIB, "peak_reserved": 12 * GIB, "used": 13 * GIB}
     after = {"allocated": 10 * GIB, "peak": 13 * GIB, "reserved": 16 * GIB, "peak_reserved": 16 * GIB, "used": 18 * GIB}
-    extra = ExtraMemory.between(before, after, alone=True)
-    assert (extra, extra.total) == (ExtraMemory(tensors=3.0, reserved=1.0, other=1.0), 5.0)
-    assert ExtraMemory.between(before, after, alone=False).other == 0
+    assert extra_gib(before, after, alone=True) == 3 + 1 + 1
+    assert extra_gib(before, after, alone=False) == 3 + 1
