@@ -105,13 +105,8 @@ def _unshare(*, own_user: bool) -> None:
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
-    _become_first()
-
-
-def _become_first() -> None:
-    """Continue as process 1 of the new namespace. When it ends, the kernel kills all other processes of the namespace."""
-    pid = os.fork()
-    if pid:
+    # The fork is process 1 of the new namespace. When it ends, the kernel kills all other processes of the namespace.
+    if pid := os.fork():
         os.closerange(0, 1 << 16)
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

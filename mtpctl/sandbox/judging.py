@@ -21,12 +21,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from mtpctl.sandbox.messages import VerdictWriter
 from mtpctl.sandbox.questions import PeerGone, TestsEnd
 from mtpctl.sandbox.remote import Remote
-from mtpctl.sandbox.values import decode
+from mtpctl.sandbox.values import decode, no_references
 
 TEST_FILE = "test "
 """Prefix of the file names of tests."""
@@ -80,15 +80,12 @@ class Guard:
             raise Refused(self.refused)
 
     def _allows(self, code: CodeType, caller: FrameType) -> bool:
-        if code in self._own or _names_nothing(code) or caller.f_code.co_filename in _BUILDERS or _imports(caller):
+        names_nothing = not code.co_names and not any(isinstance(each, CodeType) for each in code.co_consts)
+        if code in self._own or names_nothing or caller.f_code.co_filename in _BUILDERS or _imports(caller):
             return True
         if self._constants is None:
             self._constants = frozenset(each for test in self._tests for each in _compiled_constants(test))
         return code in self._constants
-
-
-def _names_nothing(code: CodeType) -> bool:
-    return not code.co_names and not any(isinstance(each, CodeType) for each in code.co_consts)
 
 
 def _imports(frame: FrameType | None) -> bool:
@@ -139,7 +136,7 @@ def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: Verdi
     error = _begin(end, lambda: space.update(end.fetch(["Solution", function])))
     error = error or _outcome(lambda: space.update(function=_callable(space, function)), end)
     for case in cases:
-        arguments, results = decode(case, _no_reference)
+        arguments, results = decode(case, no_references)
 
         def run(arguments: list[Any] = arguments, results: list[Any] = results) -> None:
             result = _as_json(cast("Callable[..., object]", space["function"])(*arguments))
@@ -150,10 +147,6 @@ def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: Verdi
         if end.gone:  # probably out of time: the caller handles this case and the rest
             return
         verdicts.write(outcome)
-
-
-def _no_reference(kind: str, rest: list[Any]) -> NoReturn:
-    raise TypeError(f"{kind} in a case")
 
 
 def _callable(space: Space, function: str) -> object:

@@ -110,13 +110,9 @@ def remote(conversation: Conversation, number: int, features: int, plain: type |
 def features_of(kind: type[Any]) -> int:
     """The special methods of a class, a bit for each of `_FEATURES`."""
     if kind not in _KNOWN:
-        _KNOWN[kind] = _features(kind)
+        defined = {name for base in reversed(kind.__mro__) for name, method in vars(base).items() if method is not None}
+        _KNOWN[kind] = sum(1 << bit for bit, (needed, _) in enumerate(_FEATURES) if not defined.isdisjoint(needed))
     return _KNOWN[kind]
-
-
-def _features(kind: type[Any]) -> int:
-    defined = {name for base in reversed(kind.__mro__) for name, method in vars(base).items() if method is not None}
-    return sum(1 << bit for bit, (needed, _) in enumerate(_FEATURES) if not defined.isdisjoint(needed))
 
 
 @cache

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sandbox.isolation import ORDER, Mechanism, links, readable
 from mtpctl.sandbox.limits import Judgement, Limits, Result
 from mtpctl.sandbox.messages import VerdictReader, new_key
 from mtpctl.sandbox.session import Process, Session, wait
-from mtpctl.sandbox.values import encode
+from mtpctl.sandbox.values import encode, no_references
 from mtpctl.sandbox.zygote import Request
 
 Isolation = Literal["required", "none"]
@@ -82,7 +82,9 @@ class Sandbox:
         the answer. Raises the errors of `run`, and SyntaxError if a test is not valid Python.
         """
         entry_points = [entry_point] if entry_point else []
-        job = {"kind": "tests", "tests": tests, "names": _names_in(tests, entry_points), "builtins": entry_points}
+        nodes = (node for test in tests for node in ast.walk(ast.parse(test)))
+        names = sorted({node.id for node in nodes if isinstance(node, ast.Name)}.union(entry_points))
+        job = {"kind": "tests", "tests": tests, "names": names, "builtins": entry_points}
         return self._judged({"kind": "answer", "code": code}, job, len(tests), limits or Limits())
 
     def judge_calls(
@@ -93,7 +95,7 @@ class Sandbox:
         A case has the arguments and the accepted results, as parsed from JSON. The answer may use common modules of the standard library
         without importing them. Raises the errors of `run`.
         """
-        encoded = [encode(list(case), _refuse) for case in cases]  # mappings may have numeric keys, unlike in JSON
+        encoded = [encode(list(case), no_references) for case in cases]  # mappings may have numeric keys, unlike in JSON
         job = {"kind": "calls", "function": function, "cases": encoded}
         return self._judged({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 
@@ -247,12 +249,6 @@ class Sandbox:
             self._process = None
 
 
-def _names_in(tests: list[str], entry_points: list[str]) -> list[str]:
-    """Names in the tests, and entry points. Raises SyntaxError."""
-    trees = [ast.parse(test) for test in tests]
-    return sorted({node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(entry_points))
-
-
 def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: int) -> Judgement:
     channel = judge.channel
     assert channel is not None, "it was requested"
@@ -279,10 +275,6 @@ def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: 
     missing = "not ended in time" if late else "too much output" if ended.too_much_output else "the process ended"
     decided = len(verdicts.failures)
     return Judgement([*verdicts.failures, *[missing] * (count - decided)], late, decided)
-
-
-def _refuse(value: object) -> NoReturn:
-    raise ValueError(f"a {type(value).__name__} in a case")
 
 
 def _file(name: str, content: bytes) -> int:

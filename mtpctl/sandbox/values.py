@@ -13,7 +13,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from operator import itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
 """Types that JSON has itself."""
@@ -56,6 +56,11 @@ def decode(coded: Any, resolve: Resolve) -> Any:
     kind, *rest = coded
     decoder = _DECODERS.get(kind) if type(kind) is str else None
     return resolve(kind, rest) if decoder is None else decoder(rest, resolve)
+
+
+def no_references(*value: object) -> NoReturn:
+    """`refer` and `resolve` for data without references. Raises ValueError."""
+    raise ValueError(f"not plain data: {value}")
 
 
 def _encode_items(mark: str) -> Callable[[Any, Refer], object]:
@@ -131,10 +136,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _deque(rest: list[Any], resolve: Resolve) -> object:
-    return deque(_items(rest, resolve), None if rest[1] is None else _whole(rest[1])[0])
-
-
 def _complex(rest: list[Any], resolve: Resolve) -> object:
     real, imaginary = rest
     if type(real) is not float or type(imaginary) is not float:
@@ -170,7 +171,7 @@ _DECODERS: dict[str, Callable[[list[Any], Resolve], object]] = {
     "t": lambda rest, resolve: tuple(_items(rest, resolve)),
     "s": lambda rest, resolve: set(_items(rest, resolve)),
     "f": lambda rest, resolve: frozenset(_items(rest, resolve)),
-    "q": _deque,
+    "q": lambda rest, resolve: deque(_items(rest, resolve), None if rest[1] is None else _whole(rest[1])[0]),
     "d": lambda rest, resolve: dict(_pairs(rest, resolve)),
     "C": lambda rest, resolve: Counter(dict(_pairs(rest, resolve))),
     "O": lambda rest, resolve: OrderedDict(_pairs(rest, resolve)),

@@ -110,11 +110,8 @@ def _compare(gold: Value, stated: Value, seconds: float) -> bool:
 @lru_cache(maxsize=512)
 def _gold(answer: str) -> tuple[Value, ...]:
     """Readings of a row's answer. A worked solution is parsed like a response."""
-    return readings(answer) if _is_bare(answer) else _stated(answer) or readings(answer)
-
-
-def _is_bare(answer: str) -> bool:
-    return len(answer) <= 200 and "boxed" not in answer and "#" not in answer and "\n" not in answer.strip()
+    bare = len(answer) <= 200 and "boxed" not in answer and "#" not in answer and "\n" not in answer.strip()
+    return readings(answer) if bare else _stated(answer) or readings(answer)
 
 
 def _stated(response: str) -> tuple[Value, ...]:
