@@ -5,8 +5,10 @@ exceeds its time limit, its process is killed and replaced, and other calls in t
 
 Hung calls must not delay other calls, long before their time limit. A call that takes much longer than usual no longer counts against the
 number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first hung call, a spare process is
-kept ready. Executors of libraries have none of this: with pebble, 200 calls behind 3 hung ones wait for the time limit (3.2 s instead of
-0.2 s with a limit of 3 s), and errors do not name the line that hangs.
+kept ready.
+
+Executors of libraries do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls behind 3 hung ones take 3.2 s instead of
+0.2 s, errors do not name the line that hangs, and processes that hung calls started survive. loky has no time limits.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ class _Worker:
         deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
         cpu_before: CPU seconds of the process when the call started.
         next_check: time of the next check for the last two.
-        trace_requested: when the worker was asked for the location of a late call; 0 before.
+        trace_requested: when the pool requested the location of a late call; 0 before.
     """
 
     channel: Channel
