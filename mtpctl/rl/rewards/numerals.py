@@ -1,7 +1,7 @@
 """Parses numbers in answers exactly, and records whether they are fully evaluated.
 
 The grammar covers numerals in LaTeX or plain text: integers, decimals, repeating decimals, scientific notation, fractions, mixed numbers,
-roots, powers, sums and products of those, and pi. Other expressions are left to math-verify (`mtpctl.rl.rewards.answers`).
+roots, powers, sums and products of those, and pi. Other expressions are left to math-verify (`mtpctl.rl.rewards.math`).
 """
 
 from __future__ import annotations
