@@ -318,7 +318,7 @@ class Run:
                     prepared.tokenizer,
                     context=prepared.context,
                     name=recipe.name,
-                    tell=partial(event, "agent"),
+                    report=partial(event, "agent"),
                     log=self.directory.logs / "agent.log",
                     key_file=self.directory.path / "gateway.key",
                     bound=self.gateway,

@@ -1,7 +1,6 @@
-"""Agents as a `Generator`: each request is played by a user's agent against the gateway, and becomes the samples of its trajectory.
+"""Agents as a `Generator`: an agent works on each request through the gateway, and the samples of its trajectory are returned.
 
-The run starts the agent itself, in processes of its own (`rollout.agent`), or hands its problems to agents that come over the network
-(`rollout.gateway`).
+The run starts the agent in worker processes (`rollout.agent`), or serves its problems to agents over the network (`rollout.gateway`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
 from mtpctl.environments.gateway.answers import AnswerReader
 from mtpctl.environments.gateway.fields import FieldRules
-from mtpctl.environments.gateway.server import Anyone, Gateway, Handed
+from mtpctl.environments.gateway.server import Assignment, Gateway, SingleRequests
 from mtpctl.environments.gateway.trajectory import Model, Trajectory
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
@@ -31,20 +30,20 @@ from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 from mtpctl.web.server import listen
 
 KEY = "MTPCTL_GATEWAY_KEY"
-"""The environment variable with the key that agents from outside send."""
+"""Environment variable with the key of external agents."""
 MAX_LOGGED = 50
-"""Maximum number of ignored fields that are logged, because agents may send any."""
+"""Maximum number of ignored fields to report, because agents may send any names."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Player(Protocol):
-    """Has an agent work on a trajectory until it is done; `base_url` is what its client takes."""
+    """Makes an agent work on a trajectory until it is finished."""
 
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome: ...
 
 
-class OwnAgent:
-    """A function that works on a problem, the user's `rollout.agent` or one that plays an environment, in processes beside the loop."""
+class StartedAgent:
+    """An agent function (the user's `rollout.agent`, or one that plays an environment) in worker processes."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -53,32 +52,32 @@ class OwnAgent:
         return await self._pool.call(gateway.base_url(secret), cast(Problem, request.problem), request.sample)
 
 
-class OutsideAgents:
-    """Hands problems to whoever asks the gateway for them, and waits until they say that they are done."""
+class ExternalAgents:
+    """Serves problems to agents that request them from the gateway, and waits until they finish."""
 
     def __init__(self, deadline_s: float, idle_s: float) -> None:
         self._deadline_s, self._idle_s = deadline_s, idle_s
-        self._waiting: asyncio.Queue[tuple[Handed, asyncio.Event]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[Assignment, asyncio.Event]] = asyncio.Queue()
 
-    async def next(self) -> Handed:
+    async def next(self) -> Assignment:
         """The next problem that is still wanted."""
         while True:
-            handed, taken = await self._waiting.get()
-            if not handed.finished.is_set():
+            assignment, taken = await self._waiting.get()
+            if not assignment.finished.is_set():
                 taken.set()
-                return handed
+                return assignment
 
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
         problem = cast(Problem, request.problem)
-        told: dict[str, object] = {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "answer": problem.answer}
-        told |= {"messages": [dict(message) for message in problem.messages], "fields": dict(problem.fields)}
-        handed, taken, clock = gateway.hand_out(secret, told), asyncio.Event(), asyncio.get_running_loop().time
-        self._waiting.put_nowait((handed, taken))
+        body: dict[str, object] = {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "answer": problem.answer}
+        body |= {"messages": [dict(message) for message in problem.messages], "fields": dict(problem.fields)}
+        assignment, taken, clock = gateway.assign(secret, body), asyncio.Event(), asyncio.get_running_loop().time
+        self._waiting.put_nowait((assignment, taken))
         try:
-            await taken.wait()  # for as long as it takes: nobody works on it yet
+            await taken.wait()  # without a deadline: no agent works on it yet
             began = clock()
             gateway.restart_clock(secret)
-            while not handed.finished.is_set():
+            while not assignment.finished.is_set():
                 left, quiet = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
                 if left <= 0:
                     reason = f"the agent did not finish within {self._deadline_s:g} s (rollout.deadline_s)"
@@ -87,24 +86,24 @@ class OutsideAgents:
                     reason = f"the agent sent no request for {self._idle_s:g} s (rollout.agent_idle_s)"
                     return Outcome(None, {}, reason, True, clock() - began)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(handed.finished.wait(), min(left, quiet))
+                    await asyncio.wait_for(assignment.finished.wait(), min(left, quiet))
             return Outcome(None, seconds=clock() - began)
         finally:
-            handed.finished.set()
+            assignment.finished.set()
 
 
 class AgentGenerator(Generator):
-    """Plays at most `most` trajectories at once. `tell` is given one line for each way in which agents ask for what a run decides."""
+    """Plays at most `limit` trajectories concurrently. `report` receives a line for each ignored field of requests."""
 
-    def __init__(self, engines: ReplicaPool, gateway: Gateway, player: Player, most: int, tell: Callable[[str], None]) -> None:
-        self._engines, self._gateway, self._player, self._most, self._tell = engines, gateway, player, most, tell
-        self._told: set[str] = set()
+    def __init__(self, engines: ReplicaPool, gateway: Gateway, player: Player, limit: int, report: Callable[[str], None]) -> None:
+        self._engines, self._gateway, self._player, self._limit, self._report = engines, gateway, player, limit, report
+        self._reported: set[str] = set()
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
-        """Generate as `Generator.generate` says; a sample of several has the others in `earlier`."""
+        """See `Generator.generate`. If a trajectory has several samples, the last one has the others in `earlier`."""
         done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
-        room, outstanding = asyncio.Semaphore(self._most), 0
+        room, outstanding = asyncio.Semaphore(self._limit), 0
 
         async def one(request: GenerationRequest) -> None:
             try:
@@ -157,9 +156,9 @@ class AgentGenerator(Generator):
         if outcome is None:
             request.sample.finish_reason = ABORTED
             return request.sample
-        for name in [name for name in trajectory.ignored if name not in self._told][: MAX_LOGGED - len(self._told)]:
-            self._told.add(name)
-            self._tell(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
+        for name in [name for name in trajectory.ignored if name not in self._reported][: MAX_LOGGED - len(self._reported)]:
+            self._reported.add(name)
+            self._report(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
         return _sample_of(request, trajectory, samples, outcome)
 
     async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
@@ -170,7 +169,7 @@ class AgentGenerator(Generator):
 
 
 def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list[Sample], outcome: Outcome) -> Sample:
-    """The trajectory's last sample, with the others in `earlier`; one without a response where the agent never asked the model."""
+    """The trajectory's last sample, with the others in `earlier`; an empty one if the agent sent no request."""
     last = samples[-1] if samples else request.sample.copy()
     last.earlier = samples[:-1]
     last.environment = EnvironmentUse(
@@ -191,14 +190,14 @@ def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list
 
 
 def gateway_socket(rollout: RolloutBase) -> socket.socket | None:
-    """The socket that the gateway listens on, which is bound before anything slow is started; None for a recipe without agents.
+    """Bind the gateway's socket, before the slow part of the start; None for a recipe without agents.
 
-    Raises UserError for an address that is taken, and for one that is open to others without a key.
+    Raises UserError for an address in use, and for a public one without a key.
     """
     if not rollout.agents_play:
         return None
     if rollout.gateway_host not in LOOPBACK and not os.environ.get(KEY):
-        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is open to others; set {KEY} to a key, or take 127.0.0.1")
+        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is reachable from other hosts; set {KEY} to a key, or use 127.0.0.1")
     return listen(rollout.gateway_host, rollout.gateway_port, fields=("rollout.gateway_host", "rollout.gateway_port"))
 
 
@@ -210,19 +209,26 @@ async def playing(
     *,
     context: int,
     name: str,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     log: Path | None = None,
     key_file: Path | None = None,
     trains: bool = True,
-    anyone: Anyone | None = None,
+    single_requests: SingleRequests | None = None,
     bound: socket.socket | None = None,
 ) -> AsyncIterator[Generator]:
-    """What generates for the recipe: the engines themselves, or where it has agents, these before the gateway to them.
+    """The recipe's generator: the engines, or agents that use them through the gateway.
 
-    `name`: the model's name; `log`: a file for the output of agents; `key_file`: the file for a generated key, which is otherwise passed to
-    `tell`; `trains`: whether the recipe's sampling settings apply, whatever agents request; `anyone`: see `Gateway.anyone`; `bound`: the
-    result of an earlier `gateway_socket`.
-    Raises UserError for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket` does.
+    Args:
+        name: the model's name.
+        report: receives messages for the user.
+        log: file for the output of agents.
+        key_file: file for a generated key, which is otherwise reported.
+        trains: whether the recipe's sampling settings override those of requests.
+        single_requests: see `Gateway.single_requests`.
+        bound: the result of an earlier `gateway_socket`.
+
+    Raises:
+        UserError: for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket`.
     """
     if (bound := bound or gateway_socket(rollout)) is None:
         yield engines
@@ -239,24 +245,24 @@ async def playing(
             pool = Pool(reference, args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=role)
             stack.push_async_callback(pool.close)
             await pool.start()
-            player = OwnAgent(pool)
+            player = StartedAgent(pool)
         else:
-            player = outside = OutsideAgents(rollout.deadline_s, rollout.agent_idle_s)
-            gateway.next_problem, gateway.anyone = outside.next, anyone
-            drawn = "" if key else f"the key {gateway.token}"
-            if drawn and key_file is not None:
+            player = external = ExternalAgents(rollout.deadline_s, rollout.agent_idle_s)
+            gateway.next_problem, gateway.single_requests = external.next, single_requests
+            key_hint = "" if key else f"the key {gateway.token}"
+            if key_hint and key_file is not None:
                 _write_private(key_file, gateway.token)
-                drawn = f"the key in {key_file}"
-            if anyone is None:
-                tell(f"agents{f' with {drawn}' if drawn else ''} get problems at {gateway.address}/v1/trajectories")
+                key_hint = f"the key in {key_file}"
+            if single_requests is None:
+                report(f"agents{f' with {key_hint}' if key_hint else ''} get problems at {gateway.address}/v1/trajectories")
             else:
                 single, whole = f"{gateway.address}/v1 for single requests", f"POST {gateway.address}/v1/trajectories for a trajectory"
-                tell(f"serving {name}: {single}, {whole}{f', with {drawn}' if drawn else ''}")
-        yield AgentGenerator(engines, gateway, player, rollout.agents, tell)
+                report(f"serving {name}: {single}, {whole}{f', with {key_hint}' if key_hint else ''}")
+        yield AgentGenerator(engines, gateway, player, rollout.agents, report)
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read."""
+    """Write a file with mode 600."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{text}\n")
@@ -265,7 +271,7 @@ def _write_private(path: Path, text: str) -> None:
 def _with_template(tokenizer: Tokenizer) -> HfTokenizer:
     """The tokenizer, which must have a chat template."""
     if not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
-        raise UserError(f"model.tokenizer: {tokenizer.name} has no chat template, and agents send chat messages; name one that has")
+        raise UserError(f"model.tokenizer: {tokenizer.name} has no chat template, which agents need; name one with a chat template")
     return tokenizer
 
 

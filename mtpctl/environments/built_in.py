@@ -1,4 +1,4 @@
-"""The environment `calculator`: computes the expressions that the model writes."""
+"""Built-in names of the recipe: the environment `calculator`, and the reward function `environment`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtpctl.samples import Sample
 
 
 class Calculator:
-    """Computes what the model writes between `opening` and `closing`, and answers with the result, or with `error`."""
+    """Evaluates the text between `opening` and `closing`, and replies with the result or `error`."""
 
     def __init__(self, problem: object, opening: str = "<calc>", closing: str = "</calc>", answer: str = "<result>{}</result>") -> None:
         self.stop = [closing]
@@ -26,10 +26,10 @@ class Calculator:
             return self._answer.format("error")
 
 
-LONGEST = 200
-"""Characters that an expression may have."""
-LARGEST = 10**30
-"""A number beyond this is an error: the model's next tokens would be its digits."""
+MAX_LENGTH = 200
+"""Maximum length of an expression in characters."""
+MAX_VALUE = 10**30
+"""Larger numbers are errors, because their digits would fill the response."""
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,8 +41,8 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def compute(expression: str) -> float:
-    """The value of numbers, `+ - * / // %` and parentheses. Raises ValueError for anything else, ArithmeticError as Python does."""
-    if len(expression) > LONGEST:
+    """Evaluate numbers, `+ - * / // %` and parentheses. Raises ValueError for anything else, and ArithmeticError as Python does."""
+    if len(expression) > MAX_LENGTH:
         raise ValueError("too long")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
@@ -60,7 +60,7 @@ def _value(node: ast.expr) -> float:
         value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
     else:
         raise ValueError(f"{type(node).__name__} is not arithmetic")
-    if abs(value) > LARGEST:
+    if abs(value) > MAX_VALUE:
         raise ValueError("too large")
     return value
 
@@ -70,11 +70,8 @@ def _formatted(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:.10g}"
 
 
-# The reward function `environment`: what the environment's own `reward()`, or the agent, returned when the response ended.
-
-
 def environment_reward(response: str, problem: object, sample: Sample) -> float | dict[str, float]:
-    """The environment's reward with its parts; 0 where the environment failed or was cut. Raises ValueError where it gives none."""
+    """The environment's or agent's reward with its parts; 0 if the environment failed or timed out. Raises ValueError if it has none."""
     if sample.environment_reward is not None:
         return {"reward": sample.environment_reward, **sample.reward_parts}
     use = sample.environment

@@ -1,4 +1,4 @@
-"""Trying an environment on a few problems before anything is started, so that a mistake in it ends no run that is under way."""
+"""Tries an environment, or an agent's, on a few problems before the run starts, so that errors in it are reported early."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mtpctl.rollout.pool import ReplicaPool
 
 TRIED = 3
-"""Problems that an environment is tried on."""
+"""Number of problems to try."""
 TRIAL_S = 60.0
-"""Seconds that the trial on one problem may take."""
+"""Maximum seconds per problem."""
 
 
 class ChatTokenizer(Text, ChatText, Protocol):
@@ -35,9 +35,9 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentTrial:
-    """What an environment said when it was tried. `tools`: the JSON schemas of its `tools()` for the first problem, those of the run.
+    """Results of a trial. `tools`: the result of `tools()` for the first problem, which the run uses.
 
-    `rewards`: whether it has `reward()`; True where there was no problem to try it on.
+    `rewards`: whether it has `reward()`; True if there was no problem.
     """
 
     tools: list[object] = field(default_factory=list)
@@ -46,15 +46,15 @@ class EnvironmentTrial:
     rewards: bool = True
 
     def check_text(self, tokenizer: ChatTokenizer) -> None:
-        """Raise UserError for a stop text that the model's text cannot hold, and for chat messages that the template does not take."""
+        """Raise UserError for a stop string that decoded text cannot contain, and for chat messages that the template rejects."""
         for stop in sorted(self.stops):
             if not tokenizer.decode(tokenizer.encode(stop)).strip():
                 raise UserError(
-                    f"{FIELD}: stop: {stop!r} is a special token, which is no text and never ends a turn; with stop = [] the end token does"
+                    f"{FIELD}: stop: {stop!r} is a special token, which decoded text never has; with stop = [] the end token ends turns"
                 )
         try:
-            for said in self.replies:
-                ChatReplies(tokenizer).tokens(said, None)
+            for messages in self.replies:
+                ChatReplies(tokenizer).tokens(messages, None)
         except EnvironmentFailure as failure:
             raise UserError(f"{FIELD}: {failure}") from failure
 
@@ -62,10 +62,10 @@ class EnvironmentTrial:
 def try_environment(
     environment: EnvironmentClass, problems: Sequence[object], *, chat: bool, deadline_s: float = TRIAL_S
 ) -> EnvironmentTrial:
-    """Make the environment for the first problems, have it reply to a turn that is its stop string alone, reward and close it.
+    """Create the environment for the first problems, call `reply` with its stop string only, then `reward` and `close`.
 
-    `chat`: whether the chat template is used. `deadline_s` is what a response may take in the run; a problem's trial takes no longer, and
-    TRIAL_S at most. Raises UserError for the first thing that fails.
+    `chat`: whether the chat template is used. `deadline_s`: a response's deadline in the run, which with `TRIAL_S` limits the trial of a
+    problem. Raises UserError for the first failure.
     """
     seconds = min(deadline_s, TRIAL_S)
 
@@ -77,17 +77,17 @@ def try_environment(
             loops.end()
 
     try:
-        found = asyncio.run(drive())
+        trials = asyncio.run(drive())
     except EnvironmentFailure as failure:
         raise UserError(f"{FIELD}: {failure}") from failure
-    tools = found[0].tools if found else []
+    tools = trials[0].tools if trials else []
     if tools and not chat:
         raise UserError(f"{FIELD}: {environment.where('tools')} is for the chat template; set data.chat_template: true, or remove it")
     return EnvironmentTrial(
         tools,
-        frozenset().union(*(each.stops for each in found)),
-        tuple(said for each in found for said in each.replies),
-        all(each.rewards for each in found),
+        frozenset().union(*(each.stops for each in trials)),
+        tuple(reply for each in trials for reply in each.replies),
+        all(each.rewards for each in trials),
     )
 
 
@@ -100,16 +100,16 @@ async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool
         method = "tools"
         tools = await instance.tools()
         method = "reply"
-        said = await instance.reply(instance.stop[0] if instance.stop else "")
-        if isinstance(said, list) and said and not chat:
+        reply = await instance.reply(instance.stop[0] if instance.stop else "")
+        if isinstance(reply, list) and reply and not chat:
             raise EnvironmentFailure("it replies with chat messages; set data.chat_template: true, or return text")
         method = "reward"
         await instance.reward()
-        replies = (said,) if isinstance(said, list) and said else ()
+        replies = (reply,) if isinstance(reply, list) and reply else ()
         return EnvironmentTrial(tools, frozenset(instance.stop), replies, instance.has("reward"))
 
     try:
-        found = await asyncio.wait_for(play(), seconds)
+        trial = await asyncio.wait_for(play(), seconds)
         method = "close"
         await asyncio.wait_for(instance.close(), CLOSE_S)
     except TimeoutError as error:
@@ -117,23 +117,21 @@ async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool
         raise UserError(f"{FIELD}: {environment.where(method)} took longer than {limit:g} s; make it return") from error
     finally:
         if method != "close":
-            with contextlib.suppress(TimeoutError, EnvironmentFailure):  # what went wrong before is told
+            with contextlib.suppress(TimeoutError, EnvironmentFailure):  # the first failure is reported
                 await asyncio.wait_for(instance.close(), CLOSE_S)
-    return found
+    return trial
 
-
-# Tries an environment of verifiers on a few problems before any engine is started, with a stand-in for the model.
 
 CONTEXT = 1 << 20
-"""Tokens of the stand-in's context: more than any prompt of the trial has."""
+"""Context of the stand-in model in tokens, above any prompt."""
 EPISODE_S = 180.0
-"""Seconds that an episode of the trial may take, since its harness may have to be installed first."""
+"""Minimum deadline of an episode in seconds, since its harness may have to be installed first."""
 NO_IDEA = "I do not know."
-"""What the stand-in says to a problem without an answer."""
+"""The stand-in's response to a problem without an answer."""
 
 
 class StandIn:
-    """Takes the place of the engines. It answers every request with the answer of the problem, or `NO_IDEA`."""
+    """Replaces the engines: answers every request with the problem's answer, or `NO_IDEA`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -147,10 +145,9 @@ class StandIn:
 
 
 def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
-    """Play an episode of each of the first `TRIED` problems.
+    """Play an episode of a verifiers environment for each of the first problems, with a stand-in for the model.
 
-    Raises UserError with the first error where every episode failed, and EnvironmentMissing where a seat would play in a sandbox that
-    cannot be had.
+    Raises UserError with the first error if all episodes failed, and EnvironmentMissing if a sandbox of the environment is unavailable.
     """
     check_runtimes(rollout)
     failures = asyncio.run(_episode_failures(rollout, problems[:TRIED]))
@@ -161,20 +158,20 @@ def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
 async def _episode_failures(rollout: RolloutBase, problems: Sequence[Problem]) -> list[str]:
     from mtpctl.environments.agents import playing
 
-    with tempfile.TemporaryDirectory(prefix="mtpctl-trial-") as made:
-        make_byte_tokenizer(Path(made))
-        tokenizer = load_byte_tokenizer(Path(made))
+    with tempfile.TemporaryDirectory(prefix="mtpctl-trial-") as folder:
+        make_byte_tokenizer(Path(folder))
+        tokenizer = load_byte_tokenizer(Path(folder))
     size = {"max_tokens": CONTEXT // 2, "context": None, "deadline_s": max(rollout.deadline_s, EPISODE_S), "tool_parser": None}
     rollout = rollout.model_copy(update=size)
 
-    async def asked() -> AsyncIterator[GenerationRequest]:
+    async def requests() -> AsyncIterator[GenerationRequest]:
         for problem in problems:
             first = Sample(problem.prompt_id, problem.prompt_id, tokenizer.encode(problem.prompt))
             yield request_for(rollout, first, context=CONTEXT, end_ids=[tokenizer.eos_id], problem=problem)
 
     engines = cast("ReplicaPool", StandIn(tokenizer))
-    found = {}
-    async with playing(rollout, engines, tokenizer, context=CONTEXT, name="stand-in", tell=lambda line: None) as agents:
-        async for sample in agents.generate(asked()):
-            found[sample.prompt_id] = "" if sample.environment is None else sample.environment.failure
-    return [found[problem.prompt_id] for problem in problems]
+    failures = {}
+    async with playing(rollout, engines, tokenizer, context=CONTEXT, name="stand-in", report=lambda line: None) as agents:
+        async for sample in agents.generate(requests()):
+            failures[sample.prompt_id] = "" if sample.environment is None else sample.environment.failure
+    return [failures[problem.prompt_id] for problem in problems]

@@ -1,9 +1,8 @@
-"""Responses of several turns: the model's, and between them the environment's replies.
+"""Responses of several turns of the model, with the environment's replies between them.
 
-A response is one list of tokens, the model's turns and the environment's replies in order. The environment's tokens have a loss mask
-of 0 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and
-the deadline include them: a reply that would exceed `max_tokens` is truncated, and ends the response. No token that the model sampled
-is ever tokenised again.
+A response is one list of tokens, the model's turns and the environment's replies in order. The environment's tokens have a loss mask of 0
+and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and the
+deadline include them: a reply that would exceed `max_tokens` is truncated, and ends the response. Sampled tokens are never retokenized.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Turns:
         self._closing: set[asyncio.Task[None]] = set()
 
     def play(self, request: GenerationRequest) -> Play:
-        """The environment of the response to `request`: open it first, and close it at the end."""
+        """The environment of the response to `request`. Open it first, and close it at the end."""
         return Play(self, request)
 
     def close_later(self, instance: Instance) -> None:
-        """Close an instance, without anybody waiting for it."""
+        """Close an instance in the background."""
 
         async def close() -> None:
-            # It failed or took too long, after the response: nothing of the run depends on it.
+            # A failure after the response does not affect the run.
             try:
                 await asyncio.wait_for(instance.close(), CLOSE_S)
             except (TimeoutError, EnvironmentFailure):
@@ -64,14 +63,14 @@ class Turns:
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Wait until every instance is closed, and end the event loops."""
+        """Wait until all instances are closed, and end the event loops."""
         while self._closing:
             await asyncio.wait(self._closing)
         self.loops.end()
 
 
 class Play:
-    """One response's environment, from before its first turn to its end. Its methods fill in `Sample.environment`, and raise nothing."""
+    """An `EnvironmentSession`."""
 
     def __init__(self, turns: Turns, request: GenerationRequest) -> None:
         self._turns, self._request = turns, request
@@ -79,39 +78,34 @@ class Play:
 
     @property
     def stop(self) -> list[str]:
-        """Texts that end a turn; known once it is open."""
         return self._instance.stop
 
     async def open(self, sample: Sample) -> bool:
-        """Make the environment; False where that fails, and the response with it."""
         sample.environment = EnvironmentUse()
         return await self._timed(sample, self._instance.make(), lambda _: True)
 
     async def go_on(self, sample: Sample) -> bool:
-        """Append the environment's reply to a turn that has just stopped; False where the response ends here."""
         start = last_turn(sample)
-        length = self._handed_over(sample, start)
+        length = self._turn_length(sample, start)
         if length is None or turns(sample) >= self._turns.limit:
             return False
-        # Tokens behind the stop string come from drafts that were accepted in the same step.
+        # Tokens after the stop string come from drafts that were accepted in the same step.
         sample.cut(start + length)
         turn = self._turns.text.decode(sample.response_ids[start:])
-        return await self._timed(sample, self._instance.reply(turn), lambda said: self._append(sample, said))
+        return await self._timed(sample, self._instance.reply(turn), lambda reply: self._append(sample, reply))
 
     async def settle(self, sample: Sample) -> None:
-        """Ask an environment that gives rewards for that of the response, which has ended."""
         if self._instance.has("reward") and sample.finish_reason != ENVIRONMENT_ERROR:
             reason = sample.finish_reason
             await self._timed(sample, self._instance.reward(), lambda value: self._reward(sample, value), at_least=CLOSE_S)
-            # The response ended before; that it has no reward is counted.
+            # A failed reward is counted, but does not change why the response ended.
             sample.finish_reason = reason
 
     def close(self) -> None:
-        """Have the environment closed."""
         self._turns.close_later(self._instance)
 
-    def _handed_over(self, sample: Sample, start: int) -> int | None:
-        """Tokens of the turn that begins at `start`, where the model handed over to the environment; None where it ended the response."""
+    def _turn_length(self, sample: Sample, start: int) -> int | None:
+        """Length of the turn that begins at `start`; None if the turn ends the response instead of calling the environment."""
         ids = sample.response_ids[start:]
         if self.stop:
             return length_to_stop(self._turns.text.decode, ids.tolist(), self.stop)
@@ -121,15 +115,15 @@ class Play:
         last = sample.response_ids[-1:]
         return last[0] if last and last[0] in self._request.stop_token_ids else None
 
-    def _append(self, sample: Sample, said: Reply) -> bool:
-        if not said:
+    def _append(self, sample: Sample, reply: Reply) -> bool:
+        if not reply:
             tokens = []
-        elif isinstance(said, str):
-            tokens = self._turns.text.encode(said)
+        elif isinstance(reply, str):
+            tokens = self._turns.text.encode(reply)
         else:
-            tokens = self._turns.chat.tokens(said, self._end_token(sample))
+            tokens = self._turns.chat.tokens(reply, self._end_token(sample))
         if not tokens:
-            # Nothing would separate the next turn from this one, and the old stop string would end it at once, again and again.
+            # Without tokens between them, the old stop string would end every further turn immediately.
             return False
         sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
         assert sample.environment is not None
@@ -145,7 +139,7 @@ class Play:
         return True
 
     async def _timed[T](self, sample: Sample, call: Awaitable[T], then: Callable[[T], bool], *, at_least: float = 0.0) -> bool:
-        """What `then` makes of the call's answer; False, with the reason in the sample, where the call fails or outlasts the deadline."""
+        """Pass the result of a call to `then`. Returns False, with the reason in the sample, if the call fails or exceeds the deadline."""
         use, clock = sample.environment, asyncio.get_running_loop().time
         assert use is not None, "opened first"
         began = clock()
@@ -170,13 +164,6 @@ def turns(sample: Sample) -> int:
     return sum(map(bool, sample.loss_mask.tobytes().split(b"\0")))
 
 
-# Chat messages as tokens behind what the model wrote, which is never tokenised again.
-#
-# A chat template renders whole conversations. Rendering one anew would change tokens that the model sampled: another tokenisation of the
-# same text, or thinking that the template takes out of earlier turns. So the template renders a conversation in which a mark stands for the
-# model's turn, and what comes behind the mark is appended to the tokens that are there. That is right for a template where it depends on
-# the new messages alone, which is checked; others are refused.
-
 MARK = "TheModelsOwnTurn"
 CHECKED = 1000
 """Maximum number of cached checks of replies."""
@@ -188,12 +175,18 @@ class ChatText(Protocol):
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
     def chat_text(self, messages: Sequence[Message], *, variables: Variables = NONE) -> str:
-        """A conversation in the chat template, up to the beginning of the assistant's answer. Raises UserError where it refuses."""
+        """A conversation in the chat template, with the start of the assistant's turn. Raises UserError if the template rejects it."""
         ...
 
 
 class ChatReplies:
-    """Renders messages of an environment as what follows a turn of the model."""
+    """Renders chat messages as the tokens that follow a turn of the model.
+
+    A chat template renders whole conversations. Rendering one again would change sampled tokens: the same text may be tokenized
+    differently, and some templates remove thinking from earlier turns. So the template renders a conversation with a mark in place of the
+    model's turn, and the text after the mark is appended to the existing tokens. This is correct if that text depends only on the new
+    messages, which is checked.
+    """
 
     def __init__(self, text: ChatText) -> None:
         self._text = text
@@ -202,9 +195,12 @@ class ChatReplies:
     def tokens(self, messages: Sequence[Message], end_token: int | None, variables: Variables = NONE) -> list[int]:
         """The tokens from the end of the model's turn to the beginning of its next one.
 
-        `end_token` is the token with which the model ended its turn itself; it is not written again. None: a stop string ended it.
-        `variables`: of the template.
-        Raises EnvironmentFailure where the template does not take the messages, or writes more than them.
+        Args:
+            end_token: the token that ended the model's turn, which is not repeated; None if a stop string ended it.
+            variables: of the template.
+
+        Raises:
+            EnvironmentFailure: if the template rejects the messages, or renders more than them.
         """
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
         behind = self._behind([question, answer, *messages], variables)
@@ -213,8 +209,8 @@ class ChatReplies:
             earlier = [question, {"role": "assistant", "content": "2"}]
             if behind != self._behind([*earlier, question, answer, *messages], variables):
                 raise EnvironmentFailure(
-                    "the chat template renders the same messages otherwise after another conversation, "
-                    "so they cannot be appended to what the model wrote; reply with text instead"
+                    "the chat template renders the same messages differently after another conversation, "
+                    "so they cannot be appended to the model's tokens; reply with text instead"
                 )
             for number, message in enumerate(messages):
                 if message.get("content") and behind == self._behind_without(messages, number, variables):
@@ -250,6 +246,6 @@ class TurnText(Text, ChatText, Protocol):
 
 
 def turns_for(rollout: RolloutBase, tokenizer: TurnText) -> Turns | None:
-    """The recipe's environment, ready to play. None if a response is a single turn or an agent's. Raises as `environment_of`."""
+    """The recipe's environment; None if a response is a single turn or an agent's. See `environment_of` for errors."""
     environment = environment_of(rollout)
     return None if environment is None else Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))

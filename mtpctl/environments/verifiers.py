@@ -1,7 +1,7 @@
 """The agent behind `rollout.environment: verifiers:NAME`: plays episodes of environments of the package verifiers.
 
-In an episode, a harness works on one task: a program in a process or a container, which asks the model through a proxy that verifiers runs.
-Then the task gives its rewards. The proxy passes requests on to the trajectory's base URL, so the gateway records what was sampled.
+In an episode, a harness (a program in a process or a container) works on one task, and calls the model through a proxy of verifiers. Then
+the task computes its rewards. The proxy forwards requests to the trajectory's base URL, so the gateway records the sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
 """The model's name in requests, and the environment variable from which verifiers reads a key. The base URL makes one unnecessary."""
 
 _environments: dict[bool, asyncio.Future[Any]] = {}
-"""The environments that this process serves: True has that of held-out problems, False that of all others."""
+"""The environments that this process serves, by whether they are for held-out problems."""
 _serving: set[asyncio.Task[None]] = set()
-"""The asyncio tasks that serve them, kept from being garbage-collected."""
+"""The asyncio tasks that serve them, referenced so that they are not garbage-collected."""
 
 
 async def play(
@@ -30,9 +30,8 @@ async def play(
 ) -> dict[str, float]:
     """Play an episode of the problem's task. Returns its `reward`, and the task's own rewards and metrics by name.
 
-    `base_url`: the trajectory's, as agents get it. `name`, `args` and `eval_args`: the recipe's environment and its arguments.
-    `max_turns`: answers that the policy may give. Raises UserError for an environment that cannot be trained in, and RuntimeFailure where
-    the episode failed.
+    `base_url`: of the trajectory. `name`, `args` and `eval_args`: the recipe's environment and its arguments. `max_turns`: maximum
+    answers of the policy. Raises UserError for an environment that training does not support, and RuntimeFailure for a failed episode.
     """
     import verifiers.v1 as vf
 
@@ -45,7 +44,7 @@ async def play(
 
 
 async def _served(name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
-    """The environment, served from its first episode on until this process ends, with the tools that its episodes share."""
+    """The environment, served from its first episode until this process ends, with the tools that its episodes share."""
     held_out = held_out and bool(overrides)
     if (serving := _environments.get(held_out)) is None:
         serving = _environments[held_out] = asyncio.get_running_loop().create_future()
@@ -61,8 +60,7 @@ async def _serve(
     try:
         environment: Any = vf.load_environment(_bounded(environment_config(name, args, overrides), max_turns))
         async with environment.serving():
-            # A proxy that episodes share would keep a client for each base URL, and every trajectory has its own base URL. Without a shared
-            # proxy, each episode starts one.
+            # A shared proxy would keep a client per base URL, and every trajectory has its own. Without it, each episode starts one.
             environment._interception = None
             serving.set_result(environment)
             await asyncio.Event().wait()
@@ -73,17 +71,17 @@ async def _serve(
 
 
 def _bounded(config: Any, max_turns: int) -> Any:
-    """The configuration with `max_turns` for the seats that set none. A seat that reaches it ends by itself, and is rewarded."""
+    """The configuration with `max_turns` for agents that set none. An agent that reaches it ends, and is rewarded."""
     from verifiers.v1.configs.agent import agent_config_fields
 
-    seats = {seat: each for seat, each in agent_config_fields(config).items() if each.max_turns is None}
-    return config.model_copy(update={seat: each.model_copy(update={"max_turns": max_turns}) for seat, each in seats.items()})
+    agents = {name: each for name, each in agent_config_fields(config).items() if each.max_turns is None}
+    return config.model_copy(update={name: each.model_copy(update={"max_turns": max_turns}) for name, each in agents.items()})
 
 
 def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
-    """The `reward` of an episode, and its parts by name. Raises as `play` does."""
-    asked = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
-    for trace in asked:
+    """The `reward` of an episode, and its parts by name. See `play` for errors."""
+    policy_traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+    for trace in policy_traces:
         if not trace.agent.trainable:
             seat = trace.agent.name
             raise UserError(
@@ -91,16 +89,16 @@ def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
                 f"{{{seat}: {{model: …, client: {{base_url: …}}}}}}"
             )
     errors = [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok and trace.last_error)]
-    if len(asked) != 1 and not errors:
+    if len(policy_traces) != 1 and not errors:
         raise UserError(
-            f"rollout.environment: the policy plays {len(asked)} times in one episode, each with a reward of its own; take an environment "
-            "in which it plays once, and train.rl.group_size for several tries"
+            f"rollout.environment: the policy plays {len(policy_traces)} times in one episode, each with its own reward; "
+            "take an environment in which it plays once, and train.rl.group_size for several tries"
         )
     if errors:
         if any(code in error.message for error in errors for code in (OVER_BUDGET, OVER_CONTEXT)):
             return {"reward": 0.0}
         raise RuntimeFailure(f"{errors[-1].type}: {' '.join(errors[-1].message.split())[-300:]}")
-    (trace,) = asked
+    (trace,) = policy_traces
     parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
     return {"reward": trace.reward} | {f"{name}_" if name in RESERVED_PARTS | {"reward"} else name: value for name, value in parts.items()}

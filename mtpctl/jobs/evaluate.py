@@ -79,7 +79,7 @@ async def _evaluate(
         rewards = await start_rewards(recipe, stack, report=report)
         pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
         name, context = recipe.name, prepared.context
-        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, tell=report)
+        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, report=report)
         return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
 
 

@@ -89,9 +89,9 @@ async def _started(
             source.tokenizer,
             context=source.context,
             name=recipe.name,
-            tell=report,
+            report=report,
             trains=False,
-            anyone=lambda: _trajectory(recipe, source, "request"),
+            single_requests=lambda: _trajectory(recipe, source, "request"),
             bound=bound,
         )
     )

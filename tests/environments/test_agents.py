@@ -92,7 +92,7 @@ def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str]
         found = {}
         tell = (told if told is not None else []).append
         log = tmp_path / "agent.log"
-        async with playing(config, engines, byte_tokenizer(), context=500, name="toy", tell=tell, log=log) as generator:
+        async with playing(config, engines, byte_tokenizer(), context=500, name="toy", report=tell, log=log) as generator:
             async for sample in generator.generate(asked()):
                 found[sample.prompt_id] = sample
         return found
@@ -167,7 +167,7 @@ def test_agents_from_outside_get_problems_and_say_when_they_are_done(tmp_path: P
     async def run() -> list[Sample]:
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
-        async with playing(config, engines, byte_tokenizer(), context=500, name="toy", tell=told.append) as generator:
+        async with playing(config, engines, byte_tokenizer(), context=500, name="toy", report=told.append) as generator:
             found = [sample async for sample in generator.generate(asked())]
         await working
         return found
@@ -202,7 +202,7 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
     async def run() -> list[Sample]:
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True, "agents_per_client": 1, "agent_idle_s": 0.3})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
-        options: dict[str, Any] = {"context": 500, "name": "toy", "tell": told.append, "key_file": key_file}
+        options: dict[str, Any] = {"context": 500, "name": "toy", "report": told.append, "key_file": key_file}
         async with playing(config, engines, byte_tokenizer(), **options) as generator:
             found = [sample async for sample in generator.generate(asked())]
         await working

@@ -44,7 +44,10 @@ def test_it_is_what_the_template_writes_in_the_whole_conversation(family: Family
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{% for m in messages %}[Round {{ loop.index }}]{{ m.content }}{% endfor %}", "renders the same messages otherwise after another"),
+        (
+            "{% for m in messages %}[Round {{ loop.index }}]{{ m.content }}{% endfor %}",
+            "messages differently after another",
+        ),
         ("{{ messages[-1].content }}", "leaves an earlier turn of the model out or changes it"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves an earlier turn of the model out or changes it"),
         ("{{ raise_exception('no tools here') }}", r"rejects a conversation of .* \(no tools here"),

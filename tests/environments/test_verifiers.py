@@ -67,7 +67,7 @@ def played(rollout: VllmConfig, problems: list[Problem], says: Says, *, context:
 
     async def run() -> dict[str, Sample]:
         engines = cast(ReplicaPool, Engines(Scripted(says)))
-        async with playing(rollout, engines, byte_tokenizer(), context=context, name="toy", tell=lambda line: None) as generator:
+        async with playing(rollout, engines, byte_tokenizer(), context=context, name="toy", report=lambda line: None) as generator:
             return {sample.prompt_id: sample async for sample in generator.generate(asked())}
 
     return asyncio.run(run())

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from mtpctl.environments.gateway.server import Gateway, Handed
+from mtpctl.environments.gateway.server import Assignment, Gateway
 from mtpctl.web.server import listen
 from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
 from tests.security.test_http import assert_rejected
@@ -21,11 +21,11 @@ async def handing_out(count: int, limit: int) -> AsyncIterator[tuple[Gateway, ht
     async with Gateway(model, byte_tokenizer(), "toy", 50, listen("127.0.0.1", 0), client_limit=limit) as one:
         left = iter(range(count))
 
-        async def problem() -> Handed:
+        async def problem() -> Assignment:
             if next(left, None) is None:
                 await asyncio.Event().wait()
             secret, _ = one.open(request_of())
-            return one.hand_out(secret, {})
+            return one.assign(secret, {})
 
         one.next_problem = problem
         async with httpx.AsyncClient(base_url=one.address, headers={"authorization": f"Bearer {one.token}"}, timeout=30) as web:

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint before the engines, for agents in whatever framework, whose samples keep the tokens that were sampled."""
+"""An OpenAI-compatible endpoint in front of the engines, for agents of any framework. Its samples contain the sampled tokens."""

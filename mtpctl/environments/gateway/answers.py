@@ -1,4 +1,4 @@
-"""Answers of the engines as OpenAI's clients read them: the message of a turn's tokens, a whole response, and the same as a stream."""
+"""Responses in OpenAI's format: the message of a turn's tokens, a complete response, and a stream."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ReadCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str,
 
 
 class AnswerReader:
-    """Makes messages of answers. `calls` reads the tool calls in a text; None: an answer is text and nothing else."""
+    """Converts tokens to messages. `calls` parses tool calls; None: no tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, calls: ReadCalls | None) -> None:
         self._tokenizer, self._calls = tokenizer, calls
 
     def __call__(self, tokens: Sequence[int], stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> ChatMessage:
-        """The message of a turn's tokens, its end token left out, up to the first of `stops`. Without `tools` no call is looked for."""
+        """The message of a turn's tokens (without its end token), up to the first of `stops`. Tool calls are parsed only with `tools`."""
         text = _before(self._tokenizer.decode(tokens), stops)
         if tools and self._calls is not None:
-            # Some forms mark a call with special tokens.
+            # Some formats mark a call with special tokens.
             content, calls = self._calls(_before(self._tokenizer.decode(tokens, special=True), stops), tools)
             if calls:
                 named = [ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=Function(name=name, arguments=args)) for name, args in calls]
@@ -34,20 +34,20 @@ class AnswerReader:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    places = [place for place in map(text.find, stops) if place >= 0]
-    return text[: min(places)] if places else text
+    positions = [position for position in map(text.find, stops) if position >= 0]
+    return text[: min(positions)] if positions else text
 
 
 class Completion:
-    """One response of the endpoint: `answers` under the name of the model."""
+    """One response of the endpoint."""
 
     def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, ids: bool = False) -> None:
-        """`logprobs`: include the log-prob of each token; `ids`: name these tokens by id."""
+        """`model`: its name; `logprobs`: include the log-prob of each token; `ids`: represent these tokens by id."""
         self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, ids
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self) -> dict[str, object]:
-        """The body of a response that is not streamed."""
+        """The body of a complete response."""
         choices = [
             {"index": index, "message": _message(each), "finish_reason": each.finish_reason, "logprobs": self._logprobs_of(each)}
             for index, each in enumerate(self._answers)
@@ -55,19 +55,21 @@ class Completion:
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
 
     def stream(self, *, usage: bool) -> Iterator[str]:
-        """The response as server-sent events: of each choice its role, its text and calls, and why it ended."""
+        """The response as server-sent events: role, text, tool calls and finish reason of each choice."""
         for index, each in enumerate(self._answers):
             message = _message(each)
-            calls = [{"index": place, **call} for place, call in enumerate(message.pop("tool_calls", []))]
+            calls = [{"index": position, **call} for position, call in enumerate(message.pop("tool_calls", []))]
             deltas = [
                 {"role": "assistant", "content": ""},
                 *([message] if message["content"] else []),
                 *({"tool_calls": [c]} for c in calls),
             ]
             logprobs = self._logprobs_of(each)
-            for place, delta in enumerate(deltas):
-                yield self._event([{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if place == 1 else None}])
-            # An answer without text still has tokens: at least its end token.
+            for position, delta in enumerate(deltas):
+                yield self._event(
+                    [{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if position == 1 else None}]
+                )
+            # An answer without text still has an end token.
             left = logprobs if len(deltas) == 1 else None
             yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": left}])
         if usage:

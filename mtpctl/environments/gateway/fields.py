@@ -1,7 +1,10 @@
-"""Which fields of a chat request are honored, accepted without effect, or rejected.
+"""The fields of a chat request: which are honored, accepted without effect, or rejected; and sampling settings.
 
 No field that would change an answer is dropped silently. A field that is not honored, known or unknown, is an error that names it, unless
-its value is the default behavior. With `rollout.gateway_fields: ignore` it is listed in a header of the answer instead.
+its value is the default behavior. With `rollout.gateway_fields: ignore` it is listed in a response header instead.
+
+During training the recipe's sampling settings apply, because the objective is computed for that distribution. Without training, clients
+set them, as far as the engine supports it.
 """
 
 from __future__ import annotations
@@ -19,14 +22,12 @@ from mtpctl.recipe.rollout import LOWEST_TEMPERATURE
 from mtpctl.samples import GenerationRequest, Steering
 from mtpctl.web.json_body import shown
 
-# The error of a request that the endpoint does not answer.
-
 OVER_BUDGET, OVER_CONTEXT = "budget_exceeded", "context_length_exceeded"
 """Error codes of requests that exceed the budget of a trajectory."""
 
 
 class RequestInvalid(MtpctlError):
-    """A request that cannot be answered. `code`: the reason, for programs; `status`: the HTTP status."""
+    """A rejected request. `code`: machine-readable reason; `status`: HTTP status."""
 
     def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
@@ -119,11 +120,6 @@ def not_honored(others: Mapping[str, object], honored: Collection[str]) -> dict[
         reasons[shown(name)[1:-1]] = f"is not a field of a chat request{f'; did you mean {near[0]}?' if near else ''}"
     return reasons
 
-
-# Sampling settings of client requests: temperature, penalties, grammars and similar.
-#
-# During training the recipe's settings apply, because the objective is computed for that distribution. Without training, clients set them,
-# as far as the engine supports it.
 
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Whole = Annotated[int, Strict()]
@@ -225,9 +221,9 @@ def changes_of(sampling: Sampling, request: GenerationRequest) -> Iterator[str]:
             yield name
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
+def _biases(biases: dict[str, float]) -> dict[int, float]:
     try:
-        return {int(token): bias for token, bias in given.items() if _is_id(token)}
+        return {int(token): bias for token, bias in biases.items() if _is_id(token)}
     except ValueError as error:
         raise RequestInvalid(f"logit_bias: {error}") from error
 
@@ -239,7 +235,7 @@ def _is_id(token: str) -> bool:
 
 
 def _grammar(sampling: Sampling) -> dict[str, object]:
-    """The constraint on the text as vLLM's `StructuredOutputsParams` takes it; empty for none."""
+    """The constraint on the text, as arguments of vLLM's `StructuredOutputsParams`; empty for none."""
     form, structured = sampling.response_format, sampling.structured_outputs
     grammar: dict[str, object] = {}
     if structured is not None:

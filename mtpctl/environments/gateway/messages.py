@@ -1,4 +1,4 @@
-"""Requests as OpenAI's clients send them, and when two messages count as the same."""
+"""Requests in OpenAI's format, and the comparison of messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtpctl.samples import GenerationRequest
 from mtpctl.web.json_body import shown
 
 CHOICES = 64
-"""Answers that one request may ask for."""
+"""Maximum number of choices per request."""
 _SET_BY_GATEWAY = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
@@ -41,7 +41,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation. Fields that are not named here go to the chat template as they are."""
+    """One message of a conversation. Other fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -104,13 +104,13 @@ class ChatRequest(Sampling):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        """The strings that end an answer."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in stops if text]
 
     @property
-    def most_tokens(self) -> int | None:
-        """Tokens that an answer may have; None: as many as there is room for."""
+    def token_limit(self) -> int | None:
+        """Maximum tokens of an answer; None: limited by the context only."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
@@ -120,7 +120,7 @@ class ChatRequest(Sampling):
 
     @property
     def ignored(self) -> list[str]:
-        """The fields that `check` found to be not honored."""
+        """The fields that `check` did not honor."""
         return self._ignored
 
     def check(self, request: GenerationRequest, template: str, rules: FieldRules) -> None:
@@ -135,9 +135,9 @@ class ChatRequest(Sampling):
                 raise RequestInvalid("messages: only text is understood; send parts of the type text")
         reasons = self._reasons(template)
         if not rules.serving:
-            kept = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+            recipe = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
             for name in changes_of(self, request):
-                used = f"rollout.{name}: {kept[name]:g}" if name in kept else "the recipe's settings"
+                used = f"rollout.{name}: {recipe[name]:g}" if name in recipe else "the recipe's settings"
                 reasons[name] = f"tokens are sampled with {used}, because they are trained on; leave it out"
         if reasons and not rules.ignore:
             name, reason = next(iter(reasons.items()))
@@ -170,15 +170,15 @@ class ChatRequest(Sampling):
 
 
 def as_template(message: ChatMessage) -> dict[str, object]:
-    """A message as chat templates take it: content as one text, the arguments of tool calls as an object where they are one."""
+    """A message for the chat template: content as one text, arguments of tool calls as an object if they are one."""
     plain = {key: value for key, value in message.model_dump(exclude_none=True).items() if key not in ("content", "tool_calls")}
-    found: dict[str, object] = {"content": text_of(message.content), **plain}
+    converted: dict[str, object] = {"content": text_of(message.content), **plain}
     if message.tool_calls:
-        found["tool_calls"] = [
+        converted["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _arguments(call.function)}}
             for call in message.tool_calls
         ]
-    return found
+    return converted
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -187,9 +187,9 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def same_as(message: ChatMessage) -> str:
-    """What two messages have in common that count as the same: role, text, and the names and arguments of tool calls.
+    """A key that is equal for equivalent messages: role, text, and the names and arguments of tool calls.
 
-    Clients send an answer back with other spaces in a call's arguments, without ids, or with fields of their own.
+    Clients return an answer with different whitespace in a call's arguments, without ids, or with additional fields.
     """
     calls = [[call.function.name, _arguments(call.function)] for call in message.tool_calls or ()]
     named = (message.model_extra or {}).get("tool_call_id") if message.role == "tool" else None

@@ -1,11 +1,11 @@
-"""The endpoint's HTTP side: each trajectory has a base URL of its own, whose secret part is its key.
+"""The endpoint's HTTP routes. Each trajectory has its own base URL, whose secret part is its key.
 
-POST /t/SECRET/v1/chat/completions   an answer, as OpenAI's clients ask for it
+POST /t/SECRET/v1/chat/completions   a chat completion
 POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
-POST /t/SECRET/v1/finish             the trajectory is over; may carry its reward as well
+POST /t/SECRET/v1/finish             ends the trajectory; may contain its reward
 GET  /t/SECRET/v1/models             the name of the model
-POST /v1/trajectories                the next problem, for agents that the run did not start; always needs the key of the endpoint
-POST /v1/chat/completions            an answer outside of any trajectory, of which nothing is kept, where `anyone` may ask
+POST /v1/trajectories                the next problem, for external agents; always requires the endpoint's key
+POST /v1/chat/completions            a chat completion outside of any trajectory, if `single_requests` is set
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from mtpctl.web.server import address_of, serving
 
 REWARD_HEADER = "mtpctl-reward"
 IGNORED_HEADER = "mtpctl-ignored"
-"""Header of an answer: the fields of the request that were ignored."""
+"""Response header: the ignored fields of the request."""
 IGNORED = 32
 """Maximum number of names in it."""
 WAIT_S = 30.0
-"""Seconds for which a client that asks for a problem waits for one, before it has to ask again."""
+"""Seconds that a client waits for a problem before it must retry."""
 
-NextProblem = Callable[[], Awaitable["Handed"]]
-Anyone = Callable[[], GenerationRequest]
-"""The settings of a request that belongs to no trajectory."""
+NextProblem = Callable[[], Awaitable["Assignment"]]
+SingleRequests = Callable[[], GenerationRequest]
+"""Returns the settings of a request outside of any trajectory."""
 
 
 @dataclass(frozen=True)
-class Handed:
-    """A problem for an agent that the run did not start. `finished` is set once the agent says that it is done."""
+class Assignment:
+    """A problem for an external agent, which sets `finished` through the finish route."""
 
     secret: str
     problem: dict[str, object]
@@ -65,7 +65,7 @@ class Handed:
 
 
 class Gateway:
-    """Serves trajectories over HTTP. `async with` it: it listens on the socket `bound` in between."""
+    """Serves trajectories over HTTP, on the socket `bound`, in its `async with` block."""
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class Gateway:
         self._rules, self._client_limit = rules, client_limit
         self.token = key or secrets.token_urlsafe(18)
         self._clients: dict[str, str] = {}
-        self._holding: Counter[str] = Counter()
+        self._open_by_client: Counter[str] = Counter()
         self._open: dict[str, Trajectory] = {}
-        self._handed: dict[str, Handed] = {}
+        self._assignments: dict[str, Assignment] = {}
         self.next_problem: NextProblem | None = None
-        self.anyone: Anyone | None = None
+        self.single_requests: SingleRequests | None = None
         routes = [
             Route("/t/{secret}/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/t/{secret}/v1/reward", self._rewarded, methods=["POST"]),
             Route("/t/{secret}/v1/finish", self._finished, methods=["POST"]),
             Route("/t/{secret}/v1/models", self._models),
-            Route("/v1/trajectories", self._handed_out, methods=["POST"]),
+            Route("/v1/trajectories", self._next_trajectory, methods=["POST"]),
             Route("/v1/chat/completions", self._alone, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/health", self._health),
@@ -123,34 +123,34 @@ class Gateway:
         return address_of(self._bound)
 
     def open(self, request: GenerationRequest) -> tuple[str, Trajectory]:
-        """Begin a trajectory. Returns its secret, and itself."""
+        """Start a trajectory. Returns its secret, and the trajectory."""
         secret = secrets.token_urlsafe(18)
         trajectory = self._open[secret] = Trajectory(request, self._model, self._turns, self._rules)
         return secret, trajectory
 
     def base_url(self, secret: str) -> str:
-        """What an OpenAI client of this trajectory takes as its `base_url`."""
+        """The `base_url` of an OpenAI client for this trajectory."""
         return f"{self.address}/t/{secret}/v1"
 
     def restart_clock(self, secret: str) -> None:
-        """Have a trajectory's time begin now."""
+        """Restart a trajectory's deadline."""
         self._open[secret].restart_clock()
 
     def idle_s(self, secret: str) -> float:
-        """Seconds since a trajectory's agent last asked for something."""
+        """Seconds since the last request of a trajectory's agent."""
         return self._open[secret].idle_s
 
     def close(self, secret: str) -> list[Sample]:
         """End a trajectory. Returns its samples."""
-        self._handed.pop(secret, None)
+        self._assignments.pop(secret, None)
         if (client := self._clients.pop(secret, None)) is not None:
             self._release(client)
         return self._open.pop(secret).end()
 
-    def hand_out(self, secret: str, problem: dict[str, object]) -> Handed:
-        """The trajectory as it is handed to an agent that the run did not start."""
-        handed = self._handed[secret] = Handed(secret, problem, asyncio.Event())
-        return handed
+    def assign(self, secret: str, problem: dict[str, object]) -> Assignment:
+        """Prepare a trajectory for an external agent."""
+        assignment = self._assignments[secret] = Assignment(secret, problem, asyncio.Event())
+        return assignment
 
     # ------------------------------------------------------------------------------------------------------- routes
 
@@ -158,8 +158,8 @@ class Gateway:
         trajectory = self._open.get(request.path_params["secret"])
         if trajectory is None:
             raise RequestInvalid("there is no such trajectory, or it has ended", "trajectory_ended", 410)
-        if given := request.headers.get(REWARD_HEADER):
-            trajectory.reward = _number(given)
+        if reward := request.headers.get(REWARD_HEADER):
+            trajectory.reward = _number(reward)
         trajectory.touch()
         return trajectory
 
@@ -167,23 +167,23 @@ class Gateway:
         return await self._answered(self._trajectory(request), _chat(await request.body()))
 
     async def _alone(self, request: Request) -> Response:
-        if self.anyone is None:
+        if self.single_requests is None:
             raise RequestInvalid("answers are given within a trajectory; take the base URL of one, from /v1/trajectories")
-        asked = _chat(await request.body())
-        secret, trajectory = self.open(self.anyone())
+        chat = _chat(await request.body())
+        secret, trajectory = self.open(self.single_requests())
         try:
-            return await self._answered(trajectory, asked)
+            return await self._answered(trajectory, chat)
         finally:
             self.close(secret)
 
-    async def _answered(self, trajectory: Trajectory, asked: ChatRequest) -> Response:
-        answers = await trajectory.answer(asked)
-        ids = bool(asked.return_tokens_as_token_ids)
-        completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(asked.logprobs), ids=ids)
-        headers = {IGNORED_HEADER: _header(asked.ignored)} if asked.ignored else None
-        if not asked.stream:
+    async def _answered(self, trajectory: Trajectory, chat: ChatRequest) -> Response:
+        answers = await trajectory.answer(chat)
+        ids = bool(chat.return_tokens_as_token_ids)
+        completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(chat.logprobs), ids=ids)
+        headers = {IGNORED_HEADER: _header(chat.ignored)} if chat.ignored else None
+        if not chat.stream:
             return JSONResponse(completion.whole(), headers=headers)
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        usage = chat.stream_options is not None and chat.stream_options.include_usage
         return StreamingResponse(_as_async(completion.stream(usage=usage)), headers=headers, media_type="text/event-stream")
 
     async def _rewarded(self, request: Request) -> Response:
@@ -198,8 +198,8 @@ class Gateway:
         trajectory, content = self._trajectory(request), await request.body()
         if content and "reward" in (body := _json(content)):
             trajectory.reward = _number(body["reward"])
-        if (handed := self._handed.get(request.path_params["secret"])) is not None:
-            handed.finished.set()
+        if (assignment := self._assignments.get(request.path_params["secret"])) is not None:
+            assignment.finished.set()
         return JSONResponse({"finished": True})
 
     async def _models(self, request: Request) -> Response:
@@ -207,34 +207,34 @@ class Gateway:
             self._trajectory(request)
         return JSONResponse({"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "mtpctl"}]})
 
-    async def _handed_out(self, request: Request) -> Response:
+    async def _next_trajectory(self, request: Request) -> Response:
         if self.next_problem is None:
             raise RequestInvalid("this run starts its agents itself (rollout.agent); with rollout.gateway: true it hands out problems")
         client = request.client.host if request.client else ""
-        if self._client_limit is not None and self._holding[client] >= self._client_limit:
+        if self._client_limit is not None and self._open_by_client[client] >= self._client_limit:
             raise RequestInvalid(
                 f"this client already has {self._client_limit} open trajectories (rollout.agents_per_client); finish one",
                 "client_limit",
                 429,
             )
-        self._holding[client] += 1
-        handed: Handed | None = None
+        self._open_by_client[client] += 1
+        assignment: Assignment | None = None
         try:
-            handed = await asyncio.wait_for(self.next_problem(), WAIT_S)
+            assignment = await asyncio.wait_for(self.next_problem(), WAIT_S)
         except TimeoutError:
             return JSONResponse(error_body("no problem is waiting; ask again", "server_error"), 503, {"retry-after": "1"})
         finally:
-            if handed is None:
+            if assignment is None:
                 self._release(client)
-        self._clients[handed.secret] = client
-        # Under the address that the client knows: behind a proxy it is another one than ours.
-        base = f"{request.url.scheme}://{request.headers.get('host', '')}{handed.path}"
-        return JSONResponse({"base_url": base, "problem": handed.problem})
+        self._clients[assignment.secret] = client
+        # With the address that the client used, which differs from ours behind a proxy.
+        base = f"{request.url.scheme}://{request.headers.get('host', '')}{assignment.path}"
+        return JSONResponse({"base_url": base, "problem": assignment.problem})
 
     def _release(self, client: str) -> None:
-        self._holding[client] -= 1
-        if not self._holding[client]:
-            del self._holding[client]
+        self._open_by_client[client] -= 1
+        if not self._open_by_client[client]:
+            del self._open_by_client[client]
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "trajectories": len(self._open)})
@@ -252,16 +252,16 @@ async def _not_found(_: Request, error: Exception) -> Response:
 
 
 def _chat(body: bytes) -> ChatRequest:
-    given = _json(body)
+    fields = _json(body)
     try:
-        check_text(given)
-        return ChatRequest.model_validate(given)
+        check_text(fields)
+        return ChatRequest.model_validate(fields)
     except BodyInvalid as error:
         raise RequestInvalid(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = shown(".".join(map(str, first["loc"])))[1:-1] or "body"
-        raise RequestInvalid(f"{place}: {first['msg']}") from error
+        field = shown(".".join(map(str, first["loc"])))[1:-1] or "body"
+        raise RequestInvalid(f"{field}: {first['msg']}") from error
 
 
 def _json(body: bytes) -> dict[str, object]:
@@ -276,13 +276,13 @@ def _header(names: list[str]) -> str:
     return ", ".join([*(ascii(name)[1:-1] for name in names[:IGNORED]), *more])
 
 
-def _number(given: object) -> float:
+def _number(value: object) -> float:
     try:
-        number = float(given) if isinstance(given, int | float | str) else math.nan
+        number = float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise RequestInvalid(f"reward: must be a finite number, got {str(given)[:40]!r}")
+        raise RequestInvalid(f"reward: must be a finite number, got {str(value)[:40]!r}")
     return number
 
 

@@ -1,8 +1,8 @@
-"""One agent's work on one problem: its conversations, each a sample whose tokens are those that the engine sampled.
+"""One agent's work on one problem: its conversations, each a sample with the tokens that the engine sampled.
 
-A request that extends a conversation goes on from that conversation's own tokens: what is new is rendered behind them (`rollout.chat`), and
-nothing that the model wrote is tokenised again. A request with another history begins a new sample, rendered from its messages; one that
-goes on from an earlier turn, or a further choice of the same turn, begins one whose prompt is the tokens up to there.
+A request that extends a conversation continues its tokens: new messages are rendered after them (`ChatReplies`), and sampled tokens are
+never retokenized. A request with another history starts a new sample, rendered from its messages. A request that continues an earlier
+turn, or a further choice of the same turn, starts a sample whose prompt is the tokens up to there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of
 REJECT = FieldRules()
 Generate = Callable[[GenerationRequest], Awaitable[Sample]]
 ReadAnswer = Callable[[Sequence[int], Sequence[str], Sequence[dict[str, Any]]], ChatMessage]
-"""Makes a message of an answer's tokens, given the stop strings and the tools that it may call."""
+"""Converts an answer's tokens to a message, given the stop strings and tools."""
 
 
 class ChatTokenizer(Text, ChatText, Protocol):
-    """A tokenizer that encodes, decodes and knows the chat template."""
+    """A tokenizer with a chat template."""
 
     chat_template: str
 
@@ -39,7 +39,7 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """What answers: the engines, the tokenizer, how an answer is read, and the `context` in tokens."""
+    """The engines (`generate`), the tokenizer, the conversion of answers (`read`), and the `context` in tokens."""
 
     generate: Generate
     tokenizer: ChatTokenizer
@@ -53,7 +53,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The end of a turn of the model: messages and response tokens up to it, and the token that ended it, if one did."""
+    """The end of a turn of the model: number of messages and response tokens up to it, and its end token, if any."""
 
     messages: int
     tokens: int
@@ -62,9 +62,9 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A sample that grows turn by turn. `history`: its messages, as they are compared.
+    """A sample that grows turn by turn.
 
-    `tools`: the tools in its prompt, and the variables of its template.
+    `history`: the keys of its messages (`same_as`). `tools`: key of its tools and template variables.
     """
 
     sample: Sample
@@ -76,7 +76,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice of an answer. `tokens` and `logprobs` are of this turn, `prompt` counts the tokens before it."""
+    """One choice of a completion: `tokens` and `logprobs` of this turn, and the number of tokens before it."""
 
     message: ChatMessage
     finish_reason: str
@@ -87,7 +87,7 @@ class Answer:
 
 @dataclass
 class _Start:
-    """Where an answer begins: the tokens before it, split into a sample so far, and the conversation that it extends."""
+    """The start of an answer: the sample so far, and the conversation that it extends."""
 
     sample: Sample
     history: list[str]
@@ -96,10 +96,9 @@ class _Start:
 
 
 class Trajectory:
-    """Answers an agent's requests as `request` says, whose sample names the problem and whose limits are those of every sample.
+    """Answers an agent's requests with the settings and limits of `request`, whose sample identifies the problem.
 
-    `turns`: maximum number of answers; `rules`: how fields that are not honored are handled. The clock of `request.deadline_s` runs from
-    the beginning.
+    `turns`: maximum number of answers. `rules`: handling of fields that are not honored. `request.deadline_s` counts from the creation.
     """
 
     def __init__(self, request: GenerationRequest, model: Model, turns: int, rules: FieldRules = REJECT) -> None:
@@ -111,7 +110,7 @@ class Trajectory:
         self._until = time.monotonic() + request.deadline_s
         self._used_at = time.monotonic()
         self._conversations: list[Conversation] = []
-        self._under_way: set[asyncio.Task[Answer]] = set()
+        self._in_progress: set[asyncio.Task[Answer]] = set()
         self._ended = False
 
     @property
@@ -122,36 +121,36 @@ class Trajectory:
     @property
     def idle_s(self) -> float:
         """Seconds since the last request of the agent; 0 while an answer is being generated."""
-        return 0.0 if self._under_way else time.monotonic() - self._used_at
+        return 0.0 if self._in_progress else time.monotonic() - self._used_at
 
     def touch(self) -> None:
         """Record a request of the agent."""
         self._used_at = time.monotonic()
 
     def restart_clock(self) -> None:
-        """Have the time begin now: an agent has taken the problem."""
+        """Restart the deadline, when an agent takes the problem."""
         self._until = time.monotonic() + self.request.deadline_s
         self.touch()
 
-    async def answer(self, asked: ChatRequest) -> list[Answer]:
-        """The choices of one answer. Raises RequestInvalid for what cannot be answered, a budget that is used up among it."""
-        asked.check(self.request, self._model.tokenizer.chat_template, self._rules)
-        request = apply(asked, self.request) if self._rules.serving else self.request
+    async def answer(self, chat: ChatRequest) -> list[Answer]:
+        """Generate the choices of one completion. Raises RequestInvalid for invalid requests and exhausted budgets."""
+        chat.check(self.request, self._model.tokenizer.chat_template, self._rules)
+        request = apply(chat, self.request) if self._rules.serving else self.request
         self._check_open()
-        if self.answers + asked.choices > self._turns:
+        if self.answers + chat.choices > self._turns:
             raise RequestInvalid(f"the trajectory has its {self._turns} answers (rollout.max_turns)", OVER_BUDGET)
-        self.answers += asked.choices
-        self.ignored |= dict.fromkeys(asked.ignored)
-        start = self._start(asked)
-        starts = [start] + [_apart(start) for _ in range(asked.choices - 1)]
+        self.answers += chat.choices
+        self.ignored |= dict.fromkeys(chat.ignored)
+        start = self._start(chat)
+        starts = [start] + [_separate(start) for _ in range(chat.choices - 1)]
         if start.extends is not None:
             start.extends.busy = True
-        tasks = [asyncio.create_task(self._generate(each, asked, _seeded(request, choice))) for choice, each in enumerate(starts)]
-        self._under_way.update(tasks)
+        tasks = [asyncio.create_task(self._generate(each, chat, _seeded(request, choice))) for choice, each in enumerate(starts)]
+        self._in_progress.update(tasks)
         try:
             return await asyncio.gather(*tasks)
         except UserError as error:
-            raise RequestInvalid(str(error)) from error  # the engine rejects the request
+            raise RequestInvalid(str(error)) from error  # rejected by the engine
         except asyncio.CancelledError:
             if self._ended:
                 raise _gone() from None
@@ -159,52 +158,52 @@ class Trajectory:
         finally:
             for task in tasks:
                 task.cancel()
-            self._under_way.difference_update(tasks)
+            self._in_progress.difference_update(tasks)
             self.touch()
             if start.extends is not None:
                 start.extends.busy = False
 
     def end(self) -> list[Sample]:
-        """End the trajectory, and every answer under way. Returns its samples, in the order in which they began."""
+        """End the trajectory, and cancel answers in progress. Returns its samples in the order of their start."""
         self._ended = True
-        for task in self._under_way:
+        for task in self._in_progress:
             task.cancel()
         return [each.sample for each in self._conversations]
 
     # ------------------------------------------------------------------------------------------------- where it begins
 
-    def _start(self, asked: ChatRequest) -> _Start:
-        tools = _named(asked)
-        history = [same_as(message) for message in asked.messages]
-        found = self._known(history, tools)
-        if found is not None:
-            conversation, turn = found
+    def _start(self, chat: ChatRequest) -> _Start:
+        tools = _tools_key(chat)
+        history = [same_as(message) for message in chat.messages]
+        match = self._match(history, tools)
+        if match is not None:
+            conversation, turn = match
             try:
                 new = self._model.replies.tokens(
-                    [as_template(each) for each in asked.messages[turn.messages :]], turn.end_token, asked.variables
+                    [as_template(each) for each in chat.messages[turn.messages :]], turn.end_token, chat.variables
                 )
             except EnvironmentFailure:
-                new = None  # The template cannot put these messages behind the tokens that are there.
+                new = None  # The template cannot append these messages to the existing tokens.
             if new is not None:
                 return self._extended(conversation, turn, new, history)
-        self.rewritten += any(message.role == "assistant" for message in asked.messages)
+        self.rewritten += any(message.role == "assistant" for message in chat.messages)
         try:
-            ids = self._model.tokenizer.chat([as_template(each) for each in asked.messages], _tools(asked), asked.variables)
+            ids = self._model.tokenizer.chat([as_template(each) for each in chat.messages], _tools(chat), chat.variables)
         except UserError as error:
             raise RequestInvalid(f"messages: {error}") from error
         return _Start(self._new_sample(ids_of(ids)), history, [])
 
-    def _known(self, history: list[str], tools: str) -> tuple[Conversation, Turn] | None:
-        """The conversation, and its turn, that the messages go on from without a turn of the model's that is not its own."""
+    def _match(self, history: list[str], tools: str) -> tuple[Conversation, Turn] | None:
+        """The conversation and the last of its turns that the messages continue, without other assistant messages after it."""
         best: tuple[Conversation, Turn] | None = None
         for conversation in self._conversations:
             if conversation.tools != tools:
                 continue
             for turn in reversed(conversation.turns):
-                behind = history[turn.messages :]
-                if not behind or history[: turn.messages] != conversation.history[: turn.messages]:
+                new = history[turn.messages :]
+                if not new or history[: turn.messages] != conversation.history[: turn.messages]:
                     continue
-                if any(each.startswith('["assistant"') for each in behind):
+                if any(each.startswith('["assistant"') for each in new):
                     continue
                 if best is None or turn.messages > best[1].messages:
                     best = conversation, turn
@@ -225,16 +224,16 @@ class Trajectory:
 
     # ---------------------------------------------------------------------------------------------------- the answer
 
-    async def _generate(self, start: _Start, asked: ChatRequest, request: GenerationRequest) -> Answer:
+    async def _generate(self, start: _Start, chat: ChatRequest, request: GenerationRequest) -> Answer:
         before, sample = len(start.sample.response_ids), start.sample
-        room = min(self.request.max_tokens - before, self._model.context - sample.length, asked.most_tokens or self._model.context)
+        room = min(self.request.max_tokens - before, self._model.context - sample.length, chat.token_limit or self._model.context)
         if room <= 0:
             over = self.request.max_tokens <= before
             raise RequestInvalid(
                 f"the conversation has {sample.length} tokens, and there is no room for an answer ({_limit(over)})",
                 OVER_BUDGET if over else OVER_CONTEXT,
             )
-        stops = [*request.stop, *asked.stops]
+        stops = [*request.stop, *chat.stops]
         sample = await self._model.generate(
             replace(request, sample=sample, max_tokens=before + room, stop=stops, deadline_s=self.seconds_left + sample.spent_s)
         )
@@ -244,20 +243,20 @@ class Trajectory:
         end_token = tokens[-1] if tokens and tokens[-1] in request.stop_token_ids else None
         read = self._model.tokenizer.decode
         if stops and end_token is None and (length := length_to_stop(read, tokens.tolist(), stops)) is not None:
-            # Tokens behind the stop string come from drafts that were accepted in the same step.
+            # Tokens after the stop string come from drafts that were accepted in the same step.
             sample.cut(before + length)
             tokens = sample.response_ids[before:]
-        message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _tools(asked))
-        if asked.parallel_tool_calls is False and message.tool_calls:
+        message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _tools(chat))
+        if chat.parallel_tool_calls is False and message.tool_calls:
             message.tool_calls = message.tool_calls[:1]
-        self._keep(start, sample, message, end_token, _named(asked))
+        self._store(start, sample, message, end_token, _tools_key(chat))
         if sample.finish_reason == DEADLINE:
             raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
         reason = "tool_calls" if message.tool_calls else "length" if sample.finish_reason == "length" else "stop"
         prompt = len(sample.prompt_ids) + before
         return Answer(message, reason, tokens, sample.behaviour_logprobs[before:].tolist(), prompt)
 
-    def _keep(self, start: _Start, sample: Sample, message: ChatMessage, end_token: int | None, tools: str) -> None:
+    def _store(self, start: _Start, sample: Sample, message: ChatMessage, end_token: int | None, tools: str) -> None:
         conversation = start.extends
         if conversation is None:
             self._conversations.append(conversation := Conversation(sample, tools))
@@ -273,24 +272,24 @@ class Trajectory:
 
 
 def _seeded(request: GenerationRequest, choice: int) -> GenerationRequest:
-    """The request for one of several choices. Each gets a different seed, derived from the request's."""
+    """The request for one of several choices, each with a seed derived from the request's."""
     return request if request.seed is None or not choice else replace(request, seed=request.seed + choice)
 
 
-def _apart(start: _Start) -> _Start:
-    """The start of a further choice: its tokens so far are the prompt of a sample of its own."""
+def _separate(start: _Start) -> _Start:
+    """The start of a further choice: a new sample whose prompt is the tokens so far."""
     sample = start.sample
     return _Start(Sample(sample.prompt_id, sample.group_id, sample.token_ids, sample.index), start.history, [])
 
 
-def _tools(asked: ChatRequest) -> list[dict[str, Any]]:
+def _tools(chat: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model may call."""
-    return [] if asked.tool_choice == "none" else asked.tools or []
+    return [] if chat.tool_choice == "none" else chat.tools or []
 
 
-def _named(asked: ChatRequest) -> str:
-    """The tools and the template's variables as one text, by which a conversation knows its own."""
-    return json.dumps([_tools(asked), asked.variables], sort_keys=True)
+def _tools_key(chat: ChatRequest) -> str:
+    """A key for the tools and template variables, which are equal throughout a conversation."""
+    return json.dumps([_tools(chat), chat.variables], sort_keys=True)
 
 
 def _limit(over: bool) -> str:

@@ -41,7 +41,7 @@ async def gateway_of(engine: Scripted, rules: FieldRules, **options: Any) -> Asy
     calls = options.pop("calls", None)
     bound = listen("127.0.0.1", 0)
     async with Gateway(model_of(engine, calls=calls), byte_tokenizer(), "toy", 50, bound, rules=rules, **options) as gateway:
-        gateway.anyone = request_of
+        gateway.single_requests = request_of
         async with httpx.AsyncClient(base_url=gateway.address, timeout=30) as web:
             yield gateway, web
 
