@@ -202,7 +202,7 @@ async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPo
     measured = row(what, load, runs[what], runs[OFF], AUTO_BOUND)
     table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(usual)))
     counts = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
-    table.say(f"  steps by their drafts: {counts}; {state['told'] or 'no measurement was completed'}")
+    table.say(f"  steps by their drafts: {counts}; {state['message'] or 'no measurement was completed'}")
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:

@@ -287,7 +287,7 @@ class RlStage:
     async def _draft_counts(self) -> dict[str, float]:
         """The mean number of draft tokens per step that the engines chose. Logs choices that changed."""
         states = await self.generator.speculate()
-        for choice in {str(state["told"]) for state in states} - self._reported_choices:
+        for choice in {str(state["message"]) for state in states} - self._reported_choices:
             self._reported_choices.add(choice)
             self.telemetry.event("rollout", choice)
         return {"rollout/spec_drafts": sum(state["drafts"] for state in states) / len(states)} if states else {}

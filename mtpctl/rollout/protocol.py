@@ -67,7 +67,7 @@ class SpeculationState(TypedDict):
     """State of an engine with `rollout.speculation.auto`.
 
     `drafts`: draft tokens of the next step. `looking`: whether it is timing other numbers now; `looks`: how often it has; `switches`: how
-    often its choice changed; `told`: the last change, as a sentence. By number of drafts and since the last call: `steps`, median seconds
+    often its choice changed; `message`: the last change, as a sentence. By number of drafts and since the last call: `steps`, median seconds
     of a decoding step (`step_s`), and of drafting in it (`draft_s`).
     """
 
@@ -75,7 +75,7 @@ class SpeculationState(TypedDict):
     looking: bool
     looks: int
     switches: int
-    told: str
+    message: str
     steps: dict[int, int]
     step_s: dict[int, float]
     draft_s: NotRequired[dict[int, float]]

@@ -1,7 +1,7 @@
-"""A JSONL file of samples, one line each, written as they finish; a second run appends what the first one has not written.
+"""A JSONL file of samples, written as they finish. A second run appends the missing ones.
 
-Every line names its recipe, with a fingerprint of all settings that decide what is sampled, so that a file never mixes two. A last line
-that a crash left incomplete is dropped when the file is opened again.
+Every line contains the recipe's name and a fingerprint of all settings that affect sampling, so a file never mixes two. An incomplete last
+line after a crash is dropped when the file is opened again.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from mtpctl.rollout.protocol import SpecStats
 from mtpctl.samples import Sample, Speculation
 
 Key = tuple[str, int]
-"""Prompt id, and the number of the response to it."""
+"""Prompt id, and index of the response."""
 _BEGINNING = b'{"prompt_id": '
-"""How every line begins, so that no other text is taken for an incomplete line."""
+"""Start of every line, which distinguishes an incomplete line from other text."""
 Row = Mapping[str, Any]
 """A line of the file, parsed from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What samples come from: the recipe's name, and all settings that decide what is sampled, as JSON values."""
+    """Origin of samples: the recipe's name, and all settings that affect sampling, as JSON values."""
 
     recipe: str
     decides: Mapping[str, object]
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits of a hash of name and settings."""
+        """12 hex digits of a hash of name and settings."""
         text = json.dumps([self.recipe, dict(self.decides)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over samples. `rewards` counts those that have one."""
+    """Sums over samples. `rewards` counts samples with a reward."""
 
     samples: int = 0
     tokens: int = 0
@@ -65,7 +65,7 @@ class Tally:
 
 
 class SampleFile:
-    """Open with `SampleFile.open`, which reads the lines that are there; `done` has their keys, `tally` their sums."""
+    """Open with `SampleFile.open`, which reads existing lines: `done` has their keys, `tally` their sums."""
 
     def __init__(self, path: Path, origin: Origin, file: FileIO) -> None:
         self.path, self.origin = path, origin
@@ -75,15 +75,15 @@ class SampleFile:
 
     @classmethod
     def open(cls, path: Path, origin: Origin, prompts: Mapping[str, str]) -> SampleFile:
-        """Create the file, or go on with one that has samples of the same origin; `prompts` are texts by prompt id.
+        """Create the file, or continue one with samples of the same origin. `prompts`: texts by prompt id.
 
-        Raises UserError, and leaves the file as it was, where it cannot be written, where another process is writing it, and where a
-        line is not a sample, has another origin, or answers a prompt that has changed.
+        Raises UserError, without changing the file, if it cannot be written or another process writes it, and if a line is not a sample,
+        has another origin, or belongs to a prompt that has changed.
         """
         try:
             file = path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(f"--out: {path} cannot be written ({error.strerror}); name another file") from error
+            raise UserError(f"--out: {path} cannot be written ({error.strerror}); use another file") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -112,19 +112,19 @@ class SampleFile:
     def _count(self, line: bytes, where: str, prompts: Mapping[str, str]) -> None:
         try:
             row = json.loads(line)
-            made_by, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
+            origin, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
             self.tally.add(row)
         except (ValueError, KeyError, TypeError) as error:
             raise _not_ours(where) from error
-        if made_by != (self.origin.recipe, self.origin.fingerprint):
-            what = f"recipe {made_by[0]}" if made_by[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
+        if origin != (self.origin.recipe, self.origin.fingerprint):
+            what = f"recipe {origin[0]}" if origin[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
             raise UserError(f"{where}: was made from {what}; name another --out, or remove the file")
         if prompts.get(key[0], row["prompt"]) != row["prompt"]:
             raise UserError(f"{where}: the prompt {key[0]} was another one then; name another --out, or remove the file")
         self.done.add(key)
 
     def append(self, sample: Sample, prompt: str, text: str) -> None:
-        """Add a finished sample. Raises UserError where the disk is full."""
+        """Append a finished sample. Raises UserError if the disk is full."""
         row: dict[str, object] = {
             "prompt_id": sample.prompt_id,
             "index": sample.index,
@@ -154,7 +154,7 @@ class SampleFile:
         self.tally.add(row)
 
     def close(self) -> None:
-        """Flush to disk, and release the lock. A file without a sample is removed."""
+        """Flush to disk, and release the lock. A file without samples is deleted."""
         os.fsync(self._file.fileno())
         if not self.done:
             self.path.unlink(missing_ok=True)

@@ -1,15 +1,15 @@
-"""Chooses how many draft tokens the next step proposes, by measuring the load that is served, again and again as it changes.
+"""Chooses the number of draft tokens per step by measuring the current load.
 
-A step with k draft tokens takes a time `t(k)` that depends on how many requests run together, and yields `1 + a(1) + … + a(k)`
-tokens a request, where `a(i)` is how often the draft at position i is accepted. Both are measured while requests are served: the
-acceptance on every step that verifies drafts, the time of a k that is not in use by trying it for a few steps. The choice is the k with
-the highest `(1 + a(1) + … + a(k)) / t(k)`; with a limit of 1 that is speculation on or off. Before times are measured, a draft is assumed
-to add `PRIOR` of a step, so that an engine whose drafts are never accepted does not draft. Whatever slows the steps in use, as longer
-contexts and a busy host do, is assumed to slow steps with other k by the same factor.
+A step with k draft tokens takes a time `t(k)`, which depends on the batch size, and yields `1 + a(1) + … + a(k)` tokens per request, where
+`a(i)` is the acceptance of the draft at position i. Both are measured while requests are served: the acceptance in every step that
+verifies drafts, the time of another k by trying it for a few steps. The choice is the k with the highest `(1 + a(1) + … + a(k)) / t(k)`;
+with a limit of 1 it switches speculation on or off. Before times are measured, a draft is assumed to add `PRIOR` of a step, so an engine
+whose drafts are never accepted does not draft. Effects that slow the current steps, such as longer contexts and a busy host, are assumed
+to slow steps with other k by the same factor.
 
-A look is one round of trying all k. Trying a k that turns out slower costs throughput. `LOSS_SHARE` bounds that cost to a share of all
-steps, the first look excepted: after a look that lost n steps' worth of work the next one is due n / `LOSS_SHARE` steps later, and a load
-that was not measured before uses the times of the nearest one until there is allowance for a look of its own.
+A look is one round of trying all k. Trying a slower k costs throughput. `LOSS_SHARE` limits that cost to a share of all steps, except for
+the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later, and an unmeasured load uses
+the times of the nearest measured one until the limit permits a look.
 """
 
 from __future__ import annotations
@@ -20,31 +20,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SETTLE = 6
-"""Steps after a change that are not timed: steps under way still have the old number of drafts, and CUDA graphs warm up."""
+"""Steps after a change that are not timed: steps in flight have the old number of drafts, and CUDA graphs warm up."""
 WINDOW = 16
-"""Timed steps of one try."""
+"""Timed steps per try."""
 PRIOR = 0.05
-"""Time that a draft is assumed to add to a step, as a share of the step, before it is measured."""
+"""Assumed cost of a draft before it is measured, as a share of a step."""
 SEEN = 256
-"""Request-steps after which measured acceptance is used before the first look."""
+"""Request-steps after which the measured acceptance is used, before the first look."""
 LOSS_SHARE = 0.005
-"""Share of all steps that looking may cost."""
+"""Maximum cost of looks, as a share of all steps."""
 MARGIN = 0.01
-"""The number in use is kept unless another one is faster by more than this share."""
+"""The choice changes only if another number is faster by more than this share."""
 DRIFT = 1.5
-"""Factor by which the number of requests may change during a look."""
+"""Maximum factor by which the number of requests may change during a look."""
 MEMORY = 4096
 """Request-steps over which acceptance is averaged."""
 AFTER_UPDATE = 256
-"""Request-steps as which the acceptance before a weight update counts after it."""
+"""Weight of the acceptance before a weight update, in request-steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine: `requests` decoded together with `drafts` drafts each, in `seconds`.
-
-    `accepted[i]` of the requests had the draft at position i accepted.
-    """
+    """One step: `requests` requests with `drafts` drafts each took `seconds`; `accepted[i]` of them accepted the draft at position i."""
 
     requests: int
     drafts: int
@@ -54,37 +51,37 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision: `drafts` from now on at loads like `requests`; `tokens_per_s` is what each number of drafts was measured to yield."""
+    """A decision for about `requests` requests; `tokens_per_s`: measured throughput by number of drafts."""
 
     requests: int
     drafts: int
     tokens_per_s: dict[int, float]
 
     def __str__(self) -> str:
-        found = ", ".join(f"{rate:,.0f} tokens/s with {drafts}" for drafts, rate in sorted(self.tokens_per_s.items()))
-        return f"speculation: from now on {self.drafts} draft tokens where about {self.requests} requests run together ({found})"
+        rates = ", ".join(f"{rate:,.0f} tokens/s with {drafts}" for drafts, rate in sorted(self.tokens_per_s.items()))
+        return f"speculation: {self.drafts} draft tokens for about {self.requests} concurrent requests ({rates})"
 
 
 @dataclass(slots=True)
 class _Load:
-    """Measurements at one power of two of requests."""
+    """Measurements for batch sizes up to one power of two."""
 
     times: dict[int, float] = field(default_factory=dict)
-    """Seconds of a step by its number of drafts."""
+    """Seconds per step by number of drafts."""
     chosen: int | None = None
 
 
 class SpeculationSwitch:
-    """Call `drafts()` before each step and `observe(step)` after it. `say` is called with every decision that changes the number."""
+    """Call `drafts()` before each step and `observe(step)` after it. `report` receives every changed decision."""
 
-    def __init__(self, limit: int, say: Callable[[Choice], None] = lambda choice: None) -> None:
+    def __init__(self, limit: int, report: Callable[[Choice], None] = lambda choice: None) -> None:
         self.limit = limit
         self.looks = 0
         self.switches = 0
-        self._say = say
-        self._forget()
+        self._report = report
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._fixed: int | None = None
         self._current = self.limit
         self._loads: dict[int, _Load] = {}
@@ -105,16 +102,16 @@ class SpeculationSwitch:
     # ------------------------------------------------------------------------------------------------- before a step
 
     def fix(self, drafts: int | None) -> None:
-        """Propose `drafts` from now on, without looking; None: choose again, and forget all measurements."""
+        """Use `drafts` without looking; None: automatic again, without previous measurements."""
         if drafts is not None and not 0 <= drafts <= self.limit:
             raise ValueError(f"from 0 to {self.limit} draft tokens are possible, got {drafts}")
-        self._forget()
+        self._reset()
         self._fixed = drafts
 
     def look_again(self) -> None:
-        """Expect another acceptance from now on, as after a weight update, and the same times of steps.
+        """Expect a different acceptance, as after a weight update, with the same step times.
 
-        The acceptance so far counts as `AFTER_UPDATE` request-steps, and a look is due as soon as there is allowance for it.
+        The previous acceptance counts as `AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
         """
         for position, verified in enumerate(self._verified):
             keep = min(1.0, AFTER_UPDATE / verified) if verified else 1.0
@@ -123,7 +120,7 @@ class SpeculationSwitch:
         self._look_at = self._steps
 
     def drafts(self) -> int:
-        """Draft tokens that the next step should propose."""
+        """Draft tokens of the next step."""
         return self._current if self._fixed is None else self._fixed
 
     @property
@@ -134,7 +131,7 @@ class SpeculationSwitch:
     # -------------------------------------------------------------------------------------------------- after a step
 
     def observe(self, step: Step) -> None:
-        """Update the measurements with a step in which every request decoded."""
+        """Record a step in which all requests decoded."""
         self._count(step)
         if self._fixed is not None:
             return
@@ -162,7 +159,7 @@ class SpeculationSwitch:
             self._accepted[position] = keep * self._accepted[position] + step.accepted[position]
 
     def _follow(self, step: Step, known: _Load) -> None:
-        """Scale all times by the steps in use: contexts grow for every number of drafts alike."""
+        """Scale all times by the current steps: contexts grow for all numbers of drafts."""
         if self._settling:
             self._settling -= 1
         elif step.drafts == self._current and step.drafts in known.times and _usual(step, known):
@@ -170,9 +167,9 @@ class SpeculationSwitch:
             known.times = {drafts: slower * seconds for drafts, seconds in known.times.items()}
 
     def _begin(self, requests: int, known: _Load) -> None:
-        """Start a look: try every number of drafts, the largest first, which measures the acceptance of all positions.
+        """Start a look: try all numbers of drafts, largest first, which measures the acceptance of all positions.
 
-        A first look that was given up is continued.
+        An aborted first look is continued.
         """
         self._look_requests, self._tried = requests, 0
         self._trying = deque(drafts for drafts in range(self.limit, -1, -1) if known.chosen is not None or drafts not in known.times)
@@ -181,7 +178,7 @@ class SpeculationSwitch:
     def _try(self, step: Step, load: int) -> None:
         self._tried += 1
         if not 1 / DRIFT <= step.requests / self._look_requests <= DRIFT:
-            self._give_up(load)
+            self._abort_look(load)
             return
         if self._settling:
             self._settling -= 1
@@ -200,8 +197,8 @@ class SpeculationSwitch:
             return
         self._end(step.requests, known)
 
-    def _give_up(self, load: int) -> None:
-        """End a look whose load has changed, so that its times do not compare; except in the first look, its steps count as lost."""
+    def _abort_look(self, load: int) -> None:
+        """Abort a look because the load changed. Its steps count as lost, except in the first look."""
         self._trying.clear()
         self._timed.clear()
         if self._first_loss is not None:
@@ -220,11 +217,11 @@ class SpeculationSwitch:
         before, known.chosen = known.chosen, best
         self._change(best)
         if before != best:
-            self._tell(requests, best, known)
+            self._switch(requests, best, known)
 
     def _use(self, want: int, requests: int, known: _Load) -> None:
         if known.chosen is not None and want != known.chosen:
-            self._tell(requests, want, known)
+            self._switch(requests, want, known)
             known.chosen = want
         if want != self._current:
             self._change(want)
@@ -233,19 +230,19 @@ class SpeculationSwitch:
         self._current = drafts
         self._settling = SETTLE
 
-    def _tell(self, requests: int, drafts: int, known: _Load) -> None:
+    def _switch(self, requests: int, drafts: int, known: _Load) -> None:
         self.switches += 1
-        self._say(Choice(requests, drafts, {k: requests * rate for k, rate in self._rates(known.times).items()}))
+        self._report(Choice(requests, drafts, {k: requests * rate for k, rate in self._rates(known.times).items()}))
 
     # ------------------------------------------------------------------------------------------------------ arithmetic
 
     def tokens(self, drafts: int) -> float:
-        """Tokens a request yields in a step with `drafts` drafts."""
+        """Tokens per request in a step with `drafts` drafts."""
         accepted = (self._accepted[i] / self._verified[i] if self._verified[i] else 0.0 for i in range(drafts))
         return 1.0 + sum(accepted)
 
     def _rates(self, times: dict[int, float]) -> dict[int, float]:
-        """Tokens a second and request, by the number of drafts."""
+        """Tokens per second and request, by number of drafts."""
         return {drafts: self.tokens(drafts) / seconds for drafts, seconds in times.items()}
 
     def _best(self, times: dict[int, float], current: int | None) -> int:
@@ -256,10 +253,10 @@ class SpeculationSwitch:
         return best
 
     def _nearest(self, load: int) -> int:
-        """The best number by the times of the nearest load that had a look; where none had, by `PRIOR`."""
-        looked_at = {other: known.times for other, known in self._loads.items() if known.chosen is not None}
-        if looked_at:
-            return self._best(looked_at[min(looked_at, key=lambda other: abs(other - load))], self._current)
+        """The best number by the times of the nearest measured load, or by `PRIOR` if there is none."""
+        measured = {other: known.times for other, known in self._loads.items() if known.chosen is not None}
+        if measured:
+            return self._best(measured[min(measured, key=lambda other: abs(other - load))], self._current)
         if self._verified[0] < SEEN:
             return self.limit
         return self._best({drafts: 1 + PRIOR * drafts for drafts in range(self.limit + 1)}, self._current)
@@ -271,5 +268,5 @@ def _bucket(requests: int) -> int:
 
 
 def _usual(step: Step, known: _Load) -> bool:
-    """Whether the step took less than twice its known time: others were delayed by something else."""
+    """Whether the step took less than twice its known time; slower steps have another cause."""
     return step.seconds < 2 * known.times[step.drafts]

@@ -263,7 +263,7 @@ def test_a_class_that_cannot_serve_is_one_line(reference: str, args: dict[str, o
         ("NaN", r"user_environments\.py:\d+: NaN\.reward returned nan.*"),
         ("Messages", r"it replies with chat messages; set data\.chat_template: true, or return text"),
         ("WithTools", r".*WithTools\.tools is for the chat template; set data\.chat_template: true, or remove it"),
-        ("SpecialStop", r"stop: '<eos>' is a special token, .* with stop = \[\] the end token does"),
+        ("SpecialStop", r"stop: '<eos>' is a special token, .* with stop = \[\] the end token ends turns"),
     ],
 )
 def test_an_environment_is_tried_on_rows_and_refused_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:

@@ -78,7 +78,7 @@ def test_a_decision_is_told_with_its_figures() -> None:
     engine.run(300, 8)
     (choice,) = engine.said
     assert choice.drafts == 0 and choice.tokens_per_s.keys() == {0, 1}
-    told = r"speculation: from now on 0 draft tokens where about 8 requests run together \(39\d tokens/s with 0, 35\d tokens/s with 1\)"
+    told = r"speculation: 0 draft tokens for about 8 concurrent requests \(39\d tokens/s with 0, 35\d tokens/s with 1\)"
     assert re.fullmatch(told, str(choice))
 
 

@@ -1,3 +1,1 @@
-"""Everything that knows SGLang: engine, settings, weight receiver and client, plugin.
-Runs in the actor that holds the engine, and in the processes that SGLang starts.
-"""
+"""SGLang: engine, settings, weight receiver, plugin. Runs in the engine's actor and in the processes that SGLang starts."""

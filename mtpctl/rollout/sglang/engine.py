@@ -1,8 +1,8 @@
-"""One SGLang engine (0.5.21), in a Python environment of its own: the same responses, and the same target for weight updates.
+"""One SGLang engine (0.5.21) in a separate Python environment, and its weight updates.
 
-SGLang's log-probs are those of the distribution at the sampling temperature, with drafts as without. Weights are updated in SGLang's
-update sessions, one of the target and one of the drafter. A pause puts running responses back into the queue, and the first session that
-closes drops the cache, so that they go on from a state computed with the new weights.
+SGLang's log-probs are those of the distribution at the sampling temperature, with and without drafts. Weights are updated in SGLang's
+update sessions, one for the target and one for the drafter. A pause moves running responses back to the queue, and the first session that
+closes drops the cache, so they continue from a state computed with the new weights.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 LIVENESS_S = 5.0
-"""Seconds between checks that the engine's processes live, while a response is awaited."""
+"""Interval of checks whether the engine's processes are alive, in seconds."""
 
 AGAIN_S = 0.05
-"""Seconds between two aborts of the same request."""
+"""Interval of repeated aborts of a request, in seconds."""
 
-SCHEDULER_KEEPS = 2
-"""Tokens of the context that SGLang's scheduler gives no request (`init_req_max_new_tokens`)."""
+SCHEDULER_RESERVES = 2
+"""Tokens of the context that SGLang's scheduler reserves (`init_req_max_new_tokens`)."""
 
 
 class _Span(TypedDict):
@@ -53,7 +53,7 @@ class _Span(TypedDict):
 
 
 class _Meta(TypedDict):
-    """SGLang's `meta_info`; the log-probs are `(logprob, token, text)`."""
+    """SGLang's `meta_info`; log-probs are `(logprob, token, text)`."""
 
     finish_reason: dict[str, object] | None
     weight_version: str
@@ -64,14 +64,14 @@ class _Meta(TypedDict):
 
 
 class _Output(TypedDict):
-    """A finished response as SGLang gives it."""
+    """A finished response of SGLang."""
 
     output_ids: list[int]
     meta_info: _Meta
 
 
 class SglangEngine(Engine):
-    """SGLang, started from this process. Build with `await SglangEngine.start(settings)`."""
+    """SGLang, started by this process. Create with `await SglangEngine.start(settings)`."""
 
     def __init__(self, engine: SglangRuntime, settings: SglangSettings, version: int) -> None:
         args = engine.server_args
@@ -89,15 +89,15 @@ class SglangEngine(Engine):
         self._open.set()
         self._submitted: set[str] = set()
         self._drained = asyncio.Condition()
-        self._meeting: TCPStore | None = None
+        self._rendezvous: TCPStore | None = None
         self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
 
     @classmethod
     async def start(cls, settings: SglangSettings, *, version: int = 0) -> SglangEngine:
-        """Load the model and warm up. `version` is the version of its weights until the first update.
+        """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, EnvironmentMissing where SGLang's processes would not find the
-        plugin, UpstreamMoved for another SGLang, and what SGLang raises for a model it cannot load.
+        Raises UserError for an unknown name in `rollout.engine_args`, EnvironmentMissing if SGLang's processes would not find the plugin,
+        UpstreamMoved for another SGLang release, and SGLang's errors for a model that it cannot load.
         """
         os.environ.update(settings.environment)
         from sglang.srt.entrypoints.engine import Engine as Upstream
@@ -105,42 +105,42 @@ class SglangEngine(Engine):
 
         from mtpctl.rollout.sglang import plugin
 
-        # SGLang logs what a plugin raises, and goes on without it.
+        # SGLang only logs the errors of a plugin.
         plugin.register()
         plugin.check_plugin()
         check_options("SGLang", option_names(ServerArgs), settings.args)
-        with ranks_meet_here() as meeting:
-            # In the loop's own thread: SGLang binds its sockets and its event loop where it is built.
+        with rendezvous() as store:
+            # In the loop's thread, to which SGLang binds its sockets and event loop.
             upstream = Upstream(**settings.args | {"weight_version": str(version)})
         engine = cls(upstream, settings, version)
-        engine._meeting = meeting
+        engine._rendezvous = store
         return engine
 
     # ------------------------------------------------------------------------------------------------- generation
 
     def _room(self, tokens: int) -> int:
-        # SGLang refuses a prompt of this length or longer, so a response that was aborted this near the end of the context is finished.
+        # SGLang rejects longer prompts, so a response that was aborted this close to the end of the context is finished.
         return super()._room(tokens) if tokens < self._manager.max_req_input_len else 0
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
-        # SGLang aborts all requests whose name begins with the given one. With a dot at its end no name is the beginning of another.
+        # SGLang aborts all requests whose name has the given prefix. With a dot at the end, no name is a prefix of another.
         name = f"{request_id}."
         if not await self._admitted(request.deadline_s):
             return GenerationChunk([], [], [], ABORTED)
-        asked = asyncio.ensure_future(
+        generation = asyncio.ensure_future(
             self._engine.async_generate(
                 input_ids=prompt, sampling_params=self._sampling(request, room), return_logprob=True, logprob_start_len=-1, rid=name
             )
         )
         self._submitted.add(name)
         try:
-            while not (await asyncio.wait([asked], timeout=LIVENESS_S))[0]:
+            while not (await asyncio.wait([generation], timeout=LIVENESS_S))[0]:
                 if self._errored:
                     raise RuntimeError("an SGLang process has died")
-            output: _Output = asked.result()
+            output: _Output = generation.result()
         finally:
-            if asked.cancel():
-                # The caller has given up; the scheduler would go on.
+            if generation.cancel():
+                # The caller was cancelled; the scheduler would continue.
                 self._manager.abort_request(rid=name)
             async with self._drained:
                 self._submitted.discard(name)
@@ -148,7 +148,7 @@ class SglangEngine(Engine):
         return self._chunk(output)
 
     async def _admitted(self, seconds: float) -> bool:
-        """Wait until the engine is not paused, at most so long; returns whether it is not."""
+        """Wait until the engine is not paused, for at most `seconds`. Returns whether it is running."""
         try:
             await asyncio.wait_for(self._open.wait(), seconds)
         except TimeoutError:
@@ -169,7 +169,7 @@ class SglangEngine(Engine):
             "max_new_tokens": room,
             "stop_token_ids": request.stop_token_ids or None,
             "stop": request.stop or None,
-            # With `ignore_eos` SGLang ignores stop ids as well. Without it, the end token of the model's config stops too.
+            # `ignore_eos` also ignores stop ids. Without it, the end token of the model's config stops as well.
             "ignore_eos": self._settings.args["skip_tokenizer_init"] and not request.stop_token_ids,
         }
         if request.seed is not None and self._settings.args.get("enable_deterministic_inference"):
@@ -192,7 +192,7 @@ class SglangEngine(Engine):
         return str(self._manager.tokenizer.decode(tokens, skip_special_tokens=True))
 
     async def _abort(self, request_ids: list[str]) -> None:
-        # SGLang ignores the abort of a request that it has not registered yet, so it is repeated until the requests have ended.
+        # SGLang ignores aborts of requests that it has not registered yet, so aborts are repeated until the requests have ended.
         names = {f"{request_id}." for request_id in request_ids}
         while left := names & self._submitted:
             for name in left:
@@ -235,22 +235,22 @@ class SglangEngine(Engine):
 
 
 @contextmanager
-def ranks_meet_here() -> Iterator[TCPStore]:
-    """Have the ranks of an SGLang engine that is started in the block meet in the store that this yields. Hold it as long as the engine.
+def rendezvous() -> Iterator[TCPStore]:
+    """A rendezvous store for the ranks of an SGLang engine that is started in the block. Keep it as long as the engine.
 
-    By itself SGLang looks for a free port, and its first rank binds it many seconds later, when the model is loaded. If another program
-    has taken the port by then, that rank dies, and kills the process that started it.
+    By default SGLang selects a free port, which its first rank binds many seconds later, after the model is loaded. If another program
+    has taken the port by then, that rank dies and kills the process that started it.
     """
     store = host_store("127.0.0.1")
-    meeting = {
+    variables = {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
-        # torch's own: rank 0 joins a store that is there, as the others do.
+        # Makes rank 0 join an existing store, as the other ranks do.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    before = {name: os.environ.get(name) for name in meeting}
-    os.environ.update(meeting)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield store
     finally:
@@ -262,35 +262,32 @@ def ranks_meet_here() -> Iterator[TCPStore]:
 
 
 def usable_context(manager: TokenizerManager) -> int:
-    """Tokens that a prompt and its response may have together: fewer than the context that SGLang was started with.
+    """Maximum tokens of a prompt and its response, which are fewer than SGLang's context.
 
-    Its tokenizer manager refuses what leaves less than `num_reserved_tokens` for drafts, its scheduler silently cuts two tokens off
-    the context, with drafts or without.
+    Its tokenizer manager reserves `num_reserved_tokens` for drafts, and its scheduler silently reserves two tokens.
     """
-    return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_KEEPS)
+    return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_RESERVES)
 
 
 def option_names(server_args: type[ServerArgs]) -> list[str]:
-    """Every option of SGLang's `ServerArgs`."""
+    """All options of SGLang's `ServerArgs`."""
     return list(getattr(server_args, "__struct_fields__", None) or server_args.__annotations__)
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process has not ended; it may do so between the two questions."""
+    """Whether the process is running. It may end between the two calls."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-# SGLang's weight updates behind the calls that an `EngineTarget` makes: sessions of the target and of the drafter, one step at a time.
-#
-# A step reaches every rank as the JSON of one tensor, through SGLang's own update call and `mtpctl.rollout.sglang.receiver.take`. An
-# exception there would end the engine, so what became of a step is written beside: one file a rank and model.
-
-
 class SglangClient:
-    """An `EngineClient`; `manager` is the engine's tokenizer manager."""
+    """An `EngineClient` for SGLang; `manager` is the engine's tokenizer manager.
+
+    A step reaches every rank as JSON in one tensor, through SGLang's update call and `mtpctl.rollout.sglang.receiver.take`. An exception
+    there would end the engine, so the results are returned in files, one per rank and model.
+    """
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
@@ -308,16 +305,16 @@ class SglangClient:
             raise
 
     async def finish(self, version: int) -> None:
-        """Close the session. The cache is dropped with it, and requests that wait go on under `version`."""
+        """Close the session. This drops the cache, and waiting requests continue with `version`."""
         try:
             await self._send(UpdateStep(action="finish"), flush=True, version=str(version))
         finally:
             await self._end()
 
     async def rpc(self, method: str, *args: str) -> list[object]:
-        """`mtpctl_sums` of target and drafter; there is no other."""
+        """`mtpctl_sums` of target and drafter, the only supported method."""
         if method != "mtpctl_sums":
-            raise SyncError(f"SGLang engines do not take adapters in: {method}")
+            raise SyncError(f"SGLang engines do not support adapters: {method}")
         await self._begin("all")
         try:
             return list(await self._send(UpdateStep(action="sums"), selector="all"))
@@ -325,7 +322,7 @@ class SglangClient:
             await self._end()
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        raise SyncError("SGLang engines do not take adapters in; train the whole weights, or set rollout.engine: vllm")
+        raise SyncError("SGLang engines do not support adapters; train all weights, or set rollout.engine: vllm")
 
     async def _begin(self, selector: str) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
@@ -340,7 +337,7 @@ class SglangClient:
     async def _send(
         self, info: UpdateStep, *, selector: str | None = None, flush: bool = False, version: str | None = None
     ) -> list[RankSums | None]:
-        """Have every rank carry out a step, and return what each says. Raises SyncError or PlanMismatch with the first complaint."""
+        """Run a step on every rank, and return the results. Raises SyncError or PlanMismatch with the first error."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -357,13 +354,13 @@ class SglangClient:
                 selector=selector or self._selector,
             )
             _check(await self._manager.update_weights_from_tensor(request, None))
-            found = [json.loads(path.read_text()) for path in sorted(Path(answers).iterdir())]
-        for answer in found:
+            results = [json.loads(path.read_text()) for path in sorted(Path(answers).iterdir())]
+        for answer in results:
             if "error" in answer:
                 raise (PlanMismatch if answer["misfit"] else SyncError)(answer["error"])
-        if len(found) < ranks:
-            raise SyncError(f"{len(found)} of {ranks} ranks answered a step of a weight update")
-        return [answer["result"] for answer in found]
+        if len(results) < ranks:
+            raise SyncError(f"{len(results)} of {ranks} ranks answered a step of a weight update")
+        return [answer["result"] for answer in results]
 
 
 def _check(result: tuple[bool, str]) -> None:

@@ -1,8 +1,7 @@
-"""mtpctl's plugin for SGLang, called in each of its processes before an engine is built (entry point `sglang.srt.plugins`; SGLang 0.5.21).
+"""mtpctl's plugin for SGLang 0.5.21 (entry point `sglang.srt.plugins`), called in each process before an engine is created.
 
-MiMo's MTP layer reads the hidden state before the final norm, which vLLM passes to it. SGLang passes the state after the norm, so that
-every channel has another scale and fewer drafts are accepted. SGLang can pass on the earlier state, and does for other models; here it
-does for MiMo too.
+MiMo's MTP layer reads the hidden state before the final norm, which vLLM passes to it. SGLang passes the state after the norm, which has
+another scale per channel, so fewer drafts are accepted. SGLang supports the earlier state for other models; the plugin enables it for MiMo.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ GROUP = "sglang.srt.plugins"
 
 
 def check_plugin() -> None:
-    """Raise EnvironmentMissing where SGLang's processes, which look for installed plugins, would not find this one."""
+    """Raise EnvironmentMissing if SGLang's processes would not find this plugin."""
     if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=GROUP)):
         raise EnvironmentMissing(
-            "rollout.python: mtpctl is not installed beside SGLang; build its environment with scripts/sglang_environment.sh"
+            "rollout.python: mtpctl is not installed in SGLang's environment; create it with scripts/sglang_environment.sh"
         )
 
 
 def register() -> None:
-    """Have SGLang read MiMo folders, and pass MiMo's drafter the state that it was trained on. May be called again.
+    """Register MiMo's config, and pass MiMo's drafter the state that it was trained on. May be called again.
 
-    Raises UpstreamMoved for another release, and where the earlier state can no longer be passed on.
+    Raises UpstreamMoved for another release, and if SGLang no longer supports the earlier state.
     """
-    if (found := version("sglang")) != PINNED:
-        raise UpstreamMoved(f"{__name__} was written for SGLang {PINNED}, found {found}: look whether it is needed, then move its guard")
+    if (release := version("sglang")) != PINNED:
+        raise UpstreamMoved(f"{__name__} was written for SGLang {PINNED}, found {release}: look whether it is needed, then move its guard")
     mimo_config.install()
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.models.mimo import MiMoForCausalLM
@@ -60,7 +59,7 @@ def register() -> None:
         if get_embedding:
             return upstream(self, input_ids, positions, forward_batch, input_embeds, get_embedding)
         before: list[torch.Tensor] = []
-        # The norm adds the residual first, and returns the sum beside its own output.
+        # The norm first adds the residual, and returns the sum as its second output.
         hook = self.model.norm.register_forward_hook(lambda module, args, output: before.append(output[1]))
         try:
             hidden = self.model(input_ids, positions, forward_batch, input_embeds)
@@ -68,7 +67,7 @@ def register() -> None:
             hook.remove()
         if not before and forward_batch.capture_hidden_mode.need_capture():
             raise UpstreamMoved(
-                f"{__name__}: the final norm was passed by, so drafts would start from its output; disable_prefill_cuda_graph"
+                f"{__name__}: the final norm was not called, so drafts would start from its output; disable_prefill_cuda_graph"
             )
         return self.logits_processor(
             input_ids, hidden, self.lm_head, forward_batch, hidden_states_before_norm=before[0] if before else None

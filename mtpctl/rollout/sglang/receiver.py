@@ -1,6 +1,6 @@
-"""Weights into a live SGLang engine: called in each of its processes with a step, as SGLang's custom weight loader.
+"""Receives weights into a live SGLang engine, as SGLang's custom weight loader in each of its processes.
 
-Target and drafter are models of their own, each with its receiver, behind one end of the transfer.
+Target and drafter are separate models with one receiver each, which share one end of the transfer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, S
 from mtpctl.sync.receiver import Inbox, RankSums, StepReceiver, UpdateStep
 
 _RECEIVERS: dict[int, ModelReceiver] = {}
-"""By `id` of the model, which lives as long as the process."""
+"""By `id` of the model, which exists as long as the process."""
 
 _inbox = cache(Inbox)
-"""The one end of transfers that this process has on a device."""
+"""This process's end of transfers on a device."""
 
 
 class AnsweredStep(UpdateStep):
-    """A step, and the folder in which every process and model writes what became of it."""
+    """A step, and the folder in which every process and model writes its result."""
 
     answers: str
 
 
 def take(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """One step of an update of `model`. Never raises: the sender reads what became of it in the folder that the step names."""
+    """Apply one step of an update of `model`. Never raises: the result is written to the folder `answers` of the step."""
     step: AnsweredStep = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     receiver = _RECEIVERS.setdefault(id(model), ModelReceiver(model))
     answer: dict[str, object]
@@ -53,7 +53,7 @@ class ModelReceiver:
         self.steps = StepReceiver(_inbox(next(model.parameters()).device))
 
     def take(self, step: UpdateStep) -> RankSums | None:
-        """One step. Raises PlanMismatch in `begin`, SyncError in `buckets` and `finish`, and in `abort` always."""
+        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets` and `finish`, and always in `abort`."""
         match step["action"]:
             case "begin":
                 self.steps.begin(step, self._match)
@@ -78,13 +78,13 @@ class ModelReceiver:
 
 
 class _Drafter(Protocol):
-    """What SGLang's drafters have beside the MTP layers."""
+    """A drafter of SGLang."""
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def _shared(drafter: _Drafter) -> nn.Module:
-    """Embedding and head of a drafter, which are its target's."""
-    held = nn.Module()
-    held.embed, held.head = drafter.get_embed_and_head()
-    return held
+    """Embedding and head that a drafter shares with its target."""
+    shared = nn.Module()
+    shared.embed, shared.head = drafter.get_embed_and_head()
+    return shared

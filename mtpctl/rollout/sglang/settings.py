@@ -1,4 +1,4 @@
-"""From the recipe to SGLang's own options, without importing SGLang."""
+"""Converts the recipe to SGLang's options, without importing SGLang."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import SglangConfig
 
 LOADER = "mtpctl.rollout.sglang.receiver.take"
-"""What SGLang calls with a step of a weight update (`custom_weight_loader`)."""
+"""SGLang's `custom_weight_loader`, which receives the steps of weight updates."""
 Arguments = dict[str, Any]
 """Keyword arguments of SGLang's `Engine`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings:
-    """All that one engine needs to start: `args` for SGLang, `environment` and interpreter (None: this one) of its process."""
+    """Settings of one engine: `args` for SGLang, interpreter (None: this one) and environment of its process."""
 
     args: Arguments
     python: str | None = None
@@ -31,12 +31,10 @@ class SglangSettings:
 def sglang_engine_settings(
     rollout: SglangConfig, *, model: str, precision: Literal["fp32", "bf16"], seed: int = 0, tokenizer: str | None = None
 ) -> SglangSettings:
-    """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+    """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment too.
-
-    A draft tree of `speculation.num_tokens` nodes grows over `draft_steps` steps with `draft_top_k` branches each; with one branch it
-    is a chain, of as many steps as tokens. The recipe's checks refuse what SGLang cannot do.
+    `tokenizer`: folder or hub id, required for stop strings, including those of environments. A draft tree of `speculation.num_tokens`
+    nodes has `draft_steps` levels with `draft_top_k` branches each; with one branch it is a chain.
     """
     k = rollout.speculation.num_tokens
     args: Arguments = {
@@ -61,9 +59,9 @@ def sglang_engine_settings(
             "speculative_draft_model_path": model,
             "speculative_num_steps": rollout.draft_steps or k,
             "speculative_eagle_topk": rollout.draft_top_k,
-            # SGLang counts the token that is verified along with them.
+            # SGLang also counts the verified token.
             "speculative_num_draft_tokens": k + 1,
-            # A replayed prefill graph passes on the hidden state after the final norm alone; MiMo's MTP layer reads the one before.
+            # A replayed prefill graph only has the hidden state after the final norm; MiMo's MTP layer reads the one before.
             "disable_prefill_cuda_graph": True,
         }
     return SglangSettings(args | rollout.engine_args, rollout.python)

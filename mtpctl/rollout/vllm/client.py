@@ -1,4 +1,10 @@
-"""The weight updates of an `AsyncLLM` in this process, behind the calls that an `EngineTarget` makes."""
+"""Weight updates of vLLM: an `AsyncLLM` in this process, and a server that the user started.
+
+Such a server must run with `VLLM_SERVER_DEV_MODE=1` and
+`--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension`; for adapters also
+with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora --max-lora-rank N`, and for `sync.release_kv` with `--enable-sleep-mode`.
+Requests for the model `mtpctl` use the adapter.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +57,11 @@ class VllmClient:
 
 
 def adapter_request(name: str, number: int, folder: str, *, replaces: bool = False) -> LoRARequest:
-    """vLLM's name for an adapter, in requests and, where it `replaces` the one of this number, when it is loaded."""
+    """vLLM's reference to an adapter, in requests and for loading; `replaces`: reload the adapter with this number."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, folder, load_inplace=replaces)
 
-
-# A vLLM server that someone started, as a target for weights: vLLM's own routes for reinforcement learning.
-#
-# The server must have been started with `VLLM_SERVER_DEV_MODE=1` and
-# `--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension`; for adapters with
-# `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora --max-lora-rank N` as well, and to give its KV cache back at a sync with
-# `--enable-sleep-mode`. Requests for the model `mtpctl` are answered with the adapter.
 
 _ANSWER_S = 300.0
 _WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
@@ -70,34 +69,31 @@ STARTED_WITH = (
     'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
     "--worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension"
 )
-
-
 ADAPTERS_WITH = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
 SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
 
 
-def _reason(told: str) -> str:
-    """The reason of a failure in vLLM's answer: the error of a worker, within vLLM's own error as JSON."""
-    # Another server's, or another kind of page, is told as it is.
+def _reason(body: str) -> str:
+    """The error in vLLM's response: JSON that contains the error of a worker. Other bodies are returned as they are."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        told = json.loads(told)["error"]["message"]
-    inner = _WORKER.search(told)
-    return (inner["error"] if inner else told).strip()[:400]
+        body = json.loads(body)["error"]["message"]
+    inner = _WORKER.search(body)
+    return (inner["error"] if inner else body).strip()[:400]
 
 
 class HttpClient:
-    """An `EngineClient` of a server. Raises SyncError for what it refuses, UserError where it is not there or lacks the routes."""
+    """An `EngineClient` of a server. Raises SyncError if it refuses a call, and UserError if it is unreachable or lacks the routes."""
 
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--to: {url} is no URL; give http://HOST:PORT of a vLLM server")
+            raise UserError(f"--to: {url} is not a URL; use http://HOST:PORT of a vLLM server")
         self.url = f"{parts.scheme}://{parts.netloc}"
 
     async def ask(self, path: str, body: dict[str, object] | None = None, *, method: str = "POST", needs: str = "") -> JsonObject:
-        """The JSON object that the server answers with; empty where it answers with text.
+        """Send a request and return the JSON object of the response; empty if the response is text.
 
-        `needs`: how the server has to be started to have this route, where that is more than always.
+        `needs`: how to start the server with this route, for errors.
         """
         return await asyncio.to_thread(self._ask, path, body, method, needs or STARTED_WITH)
 
@@ -108,16 +104,16 @@ class HttpClient:
             with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
                 text, kind = answer.read(), answer.headers.get_content_type()
         except urllib.error.HTTPError as error:
-            told = error.read().decode(errors="replace")
+            body_text = error.read().decode(errors="replace")
             if error.code in (404, 405):
                 raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
-            raise SyncError(f"{self.url}{path}: {_reason(told) or error}") from error
+            raise SyncError(f"{self.url}{path}: {_reason(body_text) or error}") from error
         except TimeoutError as error:
             raise SyncError(f"{self.url}{path}: no answer within {_ANSWER_S:g} s") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
-        found = json.loads(text) if kind == "application/json" else {}
-        return found if isinstance(found, dict) else {}
+        result = json.loads(text) if kind == "application/json" else {}
+        return result if isinstance(result, dict) else {}
 
     async def start(self, *, draft: bool) -> None:
         await self.ask("/start_draft_weight_update" if draft else "/start_weight_update")
@@ -133,17 +129,17 @@ class HttpClient:
         return list(answer.get("results", []))
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        """Load the adapter under this name: the server gives adapters numbers of its own."""
+        """Load the adapter under this name; the server numbers adapters itself."""
         await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, needs=ADAPTERS_WITH)
 
 
 class ServedEngine:
-    """One server. Make it with `await ServedEngine.find(url)`."""
+    """One server. Create with `await ServedEngine.find(url)`."""
 
     def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False) -> None:
         self.client, self.ranks, self._paused, self._release_kv = client, ranks, False, release_kv
         self._holds: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
-        # One folder a server, whoever syncs: it outlives this process, and the next one's adapter takes its place.
+        # One folder per server, which outlives this process: the next process replaces its adapter.
         self.target = EngineTarget(
             client,
             version,
@@ -155,24 +151,24 @@ class ServedEngine:
 
     @classmethod
     async def find(cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False) -> ServedEngine:
-        """Ask a server for its state. Raises UserError where none answers, and where it cannot take weights, or not these `sections`.
+        """Query a server's state. Raises UserError if it does not answer, or cannot be updated with these `sections`.
 
-        `release_kv`: have it give the memory of its KV cache back for the time of a sync.
+        `release_kv`: free its KV cache during a sync.
         """
         client = HttpClient(url)
-        told = await client.ask("/weight_info", method="GET")
+        info = await client.ask("/weight_info", method="GET")
         ranks = await client.ask("/get_world_size", method="GET")
         if "target" in sections and "adapter" not in sections:
             models = await client.ask("/v1/models", method="GET")
             if loaded := [model["id"] for model in models["data"] if model.get("parent")]:
                 raise UserError(
-                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would count on top of whole weights; "
-                    "have it unload that (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
+                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would apply on top of whole weights; "
+                    "unload it (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
                 )
-        found = await client.rpc("mtpctl_drafts")
-        version = str(told["weight_version"])
+        drafts = await client.rpc("mtpctl_drafts")
+        version = str(info["weight_version"])
         known = int(version) if version.isdigit() else 0
-        return cls(client, known, int(ranks["world_size"]), str(found[0]) == "True", release_kv=release_kv)
+        return cls(client, known, int(ranks["world_size"]), str(drafts[0]) == "True", release_kv=release_kv)
 
     async def _within[T](self, step: Awaitable[T], what: str) -> T:
         try:
@@ -183,7 +179,7 @@ class ServedEngine:
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         """Pause, apply the update, resume.
 
-        A server that is paused already may hold what a killed sync left behind: it is resumed only under whole weights.
+        A server that is already paused may have partial weights of a killed sync, so it is resumed only after a complete update.
         """
         began = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
@@ -191,10 +187,10 @@ class ServedEngine:
         released = applied = False
         try:
             if was_paused:
-                # Also its session, which would let no other begin.
+                # Also its session, which would block a new one.
                 with contextlib.suppress(SyncError):
                     await self.client.step(UpdateStep(action="abort", section=""))
-            # A server that does not answer this may pause all the same, at once or later: then too it is resumed.
+            # A server that does not answer may still pause, now or later, so it is resumed as well.
             await self.client.ask(f"/pause?{query}")
             self._paused = True
             if self._release_kv:

@@ -50,10 +50,10 @@ class VllmEngine(Engine):
 
     @classmethod
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
-        """Load the model and warm up. `version` is the version of its weights until the first update.
+        """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args` and for heads that vLLM has no attention for, and what vLLM raises
-        for a model it cannot load; where its core fails in a process of its own, with the exception of that process.
+        Raises UserError for an unknown name in `rollout.engine_args` and for an unsupported head size, and vLLM's errors for a model that
+        it cannot load, with the root cause if its core fails in another process.
         """
         os.environ.update(settings.environment)
         check_plugin()
@@ -68,8 +68,7 @@ class VllmEngine(Engine):
         check_engine_args(settings.args)
         args = AsyncEngineArgs(**settings.args)
         check_heads(args)
-        # vLLM sizes a step by the usage. By default it takes 2,048 tokens of prompts a step, on an H200 an eighth of what it takes for
-        # offline generation, which a rollout is.
+        # The usage decides the tokens per step. For servers it is 2,048, on an H200 an eighth of that for offline generation.
         use = UsageContext.LLM_CLASS
         if settings.in_loop:
             from mtpctl.rollout.vllm.patches.loop import core_in_loop
@@ -77,7 +76,7 @@ class VllmEngine(Engine):
             with core_in_loop():
                 llm = AsyncLLM.from_engine_args(args, usage_context=use)
         else:
-            with named_in_failures():
+            with root_cause_in_failures():
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
         engine = cls(llm, settings, version)
         await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
@@ -91,8 +90,8 @@ class VllmEngine(Engine):
 
         output = None
         try:
-            asked = self._llm.generate(tokens_input(prompt), self._sampling(request, room), request_id, lora_request=self._adapter())
-            async for step in asked:
+            sampling = self._sampling(request, room)
+            async for step in self._llm.generate(tokens_input(prompt), sampling, request_id, lora_request=self._adapter()):
                 output = step
         except VLLMClientError as error:
             raise UserError(rejection(error)) from error
@@ -111,7 +110,7 @@ class VllmEngine(Engine):
         await self._llm.abort(request_ids)
 
     def _adapter(self) -> LoRARequest | None:
-        """The adapter that requests are answered with; None for an engine without adapters."""
+        """The adapter of requests; None for an engine without adapters."""
         folder = self._target.adapter
         return None if folder is None else adapter_request(ADAPTER, ADAPTER_ID, str(folder))
 
@@ -122,7 +121,7 @@ class VllmEngine(Engine):
         if request.stop and self._settings.args["skip_tokenizer_init"]:
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
         steering = sampling_of(request.steering, drafts="speculative_config" in self._settings.args) if request.steering else {}
-        # A continued response must not draw again the random numbers of its first part.
+        # A continued response must not reuse the random numbers of its first part.
         seed = None if request.seed is None else (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 62)
         return SamplingParams(
             temperature=request.temperature,
@@ -132,14 +131,14 @@ class VllmEngine(Engine):
             max_tokens=room,
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids or None,
-            # The request contains all end tokens of the run. vLLM would otherwise use those of its own tokenizer, if it loads one.
+            # The request contains all end tokens. Otherwise vLLM would add those of its tokenizer, if it loads one.
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(request.stop),
             routed_experts_prompt_start=request.sample.routed,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # The front end finds stop strings and trims the tokens behind them: it needs log-probs and routes together with the tokens.
+            # For stop strings, the front end trims tokens, so it needs log-probs and routes with every token.
             extra_args=None if request.stop else dict(logprobs.DEFERRED),
             **steering,
         )
@@ -150,13 +149,13 @@ class VllmEngine(Engine):
         await self._within(pauses.pause(self._llm, mode), f"pausing ({mode})")
         self._paused = True
         if self._settings.release_kv and not self._released:
-            await self._within(self._llm.release_kv_cache_memory(), "giving the KV cache back")
+            await self._within(self._llm.release_kv_cache_memory(), "freeing the KV cache")
             self._released = True
 
     async def resume(self) -> None:
         self._check_alive()
         if self._released:
-            await self._within(self._llm.wake_up(["kv_cache"]), "taking memory for the KV cache")
+            await self._within(self._llm.wake_up(["kv_cache"]), "allocating the KV cache")
             self._released = False
         await self._within(self._llm.resume_generation(), "resuming")
         self._paused = False
@@ -183,13 +182,13 @@ class VllmEngine(Engine):
 
 
 def check_plugin() -> None:
-    """Raise EnvironmentMissing where vLLM's processes would not find mtpctl's patches and weight receiver."""
+    """Raise EnvironmentMissing if vLLM's processes would not find mtpctl's plugin."""
     if not entry_points(group="vllm.general_plugins", name="mtpctl"):
         raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
 
 
 def check_engine_args(args: Arguments) -> None:
-    """Raise UserError for a name that vLLM does not know, with the nearest one that it does."""
+    """Raise UserError for a name that vLLM does not know, with the closest known one."""
     from dataclasses import fields
 
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -198,7 +197,7 @@ def check_engine_args(args: Arguments) -> None:
 
 
 def check_heads(args: AsyncEngineArgs) -> None:
-    """Raise UserError for heads of a size that vLLM has no attention for on a CPU; vLLM itself fails at the first request only."""
+    """Raise UserError for a head size that vLLM's CPU attention does not support; vLLM itself fails only at the first request."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -207,7 +206,7 @@ def check_heads(args: AsyncEngineArgs) -> None:
 
     model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
     if not model.use_mla and (size := model.get_head_size()) not in sizes:
-        raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; those of {', '.join(map(str, sizes))} it has")
+        raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; use a model with {', '.join(map(str, sizes))}")
 
 
 def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | None) -> GenerationChunk:
@@ -220,35 +219,31 @@ def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | 
         spans=[(span.start, span.end, int(span.version)) for span in completion.weight_versions or []],
         finish_reason=completion.finish_reason,
         speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),
-        # vLLM numbers all layers of the decoder; those without experts stay 0.
+        # vLLM's array has all layers of the decoder; those without experts are 0.
         routes=routes[:, list(layers)] if layers and routes is not None else None,
         cached=cached,
     )
 
 
-# Why vLLM's engine core failed to start, read from what its process wrote to stderr.
-#
-# The core runs in a process of its own. Where it dies before it serves, `AsyncLLM` says no more than that it did, and the traceback is on
-# the stderr that the core inherited. In a Ray actor that is a file in Ray's session folder, which is removed with the session.
-
 STDERR = Path("/proc/self/fd/2")
 TAIL_BYTES = 256 << 10
-"""Bytes from the end of stderr that are searched."""
+"""Bytes at the end of stderr to search."""
 
 FAILED = "Engine core initialization failed"
 _REFERS_ELSEWHERE = (FAILED, "WorkerProc initialization failed")
-"""Errors by which one of vLLM's processes says that another one has failed."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Errors that report the failure of another process."""
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"^(?P<process>\([^()]* pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 
 
 @contextmanager
-def named_in_failures(stderr: Path = STDERR) -> Iterator[None]:
-    """Have the error of an engine core that fails to start inside the block name the exception that its process died of.
+def root_cause_in_failures(stderr: Path = STDERR) -> Iterator[None]:
+    """Add the root cause to the error of an engine core that fails to start in the block.
 
-    Where `stderr` is no file (a terminal, a pipe), or has no traceback, the error is raised as vLLM made it.
+    The core runs in a separate process. If it dies during startup, `AsyncLLM` only reports that it died; the traceback is in the inherited
+    stderr, which in a Ray actor is a file in Ray's session folder. If `stderr` is not a file, or has no traceback, the error is unchanged.
     """
     began = _size(stderr)
     try:
@@ -260,15 +255,15 @@ def named_in_failures(stderr: Path = STDERR) -> Iterator[None]:
 
 
 def root_cause(text: str) -> str | None:
-    """The exception in `text`, as `Name: message`, that the failure goes back to; None where `text` has no traceback.
+    """The exception in `text` that caused the failure, as `Name: message`; None if `text` has no traceback.
 
-    That is the last one before an error that refers to another process. Only the first line of a message counts.
+    That is the last one before an error that refers to another process. Only the first line of a message is used.
     """
-    # Processes write at the same time; vLLM's log lines say which one a line is from.
+    # Lines of several processes are interleaved; vLLM's log prefix names the process.
     open_tracebacks: set[str] = set()
     last = None
     for raw in text.splitlines():
-        line = _COLOUR.sub("", raw)
+        line = _COLOR.sub("", raw)
         prefix = _LOG_PREFIX.match(line)
         assert prefix is not None, "the pattern matches an empty prefix too"
         process, line = prefix["process"] or "", line[prefix.end() :]
@@ -284,16 +279,16 @@ def root_cause(text: str) -> str | None:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None for anything else."""
+    """Size of a regular file; None for anything else."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _tail(path: Path, began: int) -> str:
-    """What was written since the file had `began` bytes, or the end of it."""
+    """The end of the file, from `began` on."""
     try:
         with path.open("rb") as file:
             file.seek(max(began, file.seek(0, 2) - TAIL_BYTES))

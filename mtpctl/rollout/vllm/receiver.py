@@ -1,8 +1,7 @@
-"""Weights into a live vLLM engine, as a transfer engine of vLLM's own weight-update sessions.
+"""Receives weights into a live vLLM engine, as the transfer engine of vLLM's weight-update sessions.
 
-vLLM calls this inside each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`. The
-updates that it passes on are the steps of `mtpctl.sync.receiver`; the bytes come through the transport, never through vLLM's control
-channel.
+vLLM calls it in each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`. The updates are the
+steps of `mtpctl.sync.receiver`; the bytes come through the transport, never through vLLM's control channel.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """There is nothing to agree on beforehand."""
+    """No initialization is needed."""
 
 
 @dataclass
 class Step(WeightTransferUpdateInfo):
-    """An `UpdateStep` as vLLM wants it: a dataclass."""
+    """An `UpdateStep` as the dataclass that vLLM requires."""
 
     action: Literal["begin", "buckets", "abort"]
     section: str
@@ -55,7 +54,7 @@ class Step(WeightTransferUpdateInfo):
 
 
 class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
-    """Receives the sections of a manifest into the model that vLLM has selected for the session."""
+    """Receives sections of a manifest into the model that vLLM selected for the session."""
 
     init_info_cls = NoInit
     update_info_cls = Step
@@ -65,13 +64,13 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         self._steps = StepReceiver(Inbox(device))
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to set up."""
+        """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the first update of a session is `begin`."""
+        """Does nothing: the first update of a session is `begin`."""
 
     def receive_weights(self, update_info: Step) -> None:
-        """One step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and in `abort` always: vLLM ends a failed session."""
+        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and always in `abort`, so that vLLM ends the session."""
         step = cast(UpdateStep, asdict(update_info))
         try:
             if update_info.action == "abort":
@@ -94,7 +93,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def _match(self, plan: SectionPlan) -> dict[str, Shard]:
         if self.vllm_config.quant_config is not None:
-            raise PlanMismatch("weights of a quantised engine cannot be updated in place")
+            raise PlanMismatch("weights of a quantized engine cannot be updated in place")
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
         elsewhere = self._default_model if self.model is not self._default_model else None
@@ -111,27 +110,27 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         )
 
     def finish_weight_update(self) -> None:
-        """Close the session's section. Raises SyncError where buckets are missing."""
+        """Close the session's section. Raises SyncError if buckets are missing."""
         if isinstance(self._steps.finish(), SectionReceiver):
             weights.repack(self.model)
             weights.refresh_derived(self.model, self.model_config.dtype)
 
     def write_adapter(self, folder: str) -> None:
-        """Write the adapter received last to a folder, on the first rank: the others read it too."""
+        """Write the last received adapter to a folder, on rank 0. All ranks read it."""
         receiver = self._steps.received["adapter"]
         assert isinstance(receiver, AdapterReceiver)
         if get_tensor_model_parallel_rank() == 0:
             receiver.write(Path(folder))
 
-    def drop_adapters(self, kept: str) -> None:
-        """Remove the folders beside this one, on the first rank."""
+    def drop_adapters(self, current: str) -> None:
+        """Delete all other adapter folders (rank 0 only)."""
         if get_tensor_model_parallel_rank() == 0:
-            for folder in Path(kept).parent.iterdir():
-                if folder != Path(kept) and folder.is_dir():
+            for folder in Path(current).parent.iterdir():
+                if folder != Path(current) and folder.is_dir():
                     shutil.rmtree(folder)
 
     def sums(self) -> RankSums:
-        """This rank's part of the checksum of every tensor received so far, read from the live parameters."""
+        """This rank's part of the checksums of all received tensors, read from the live parameters."""
         return self._steps.sums()
 
     def shutdown(self) -> None:
@@ -144,7 +143,7 @@ def _tp_rank() -> TpRank:
 
 
 class _LoraManager(Protocol):
-    """What of vLLM's manager of adapters makes room for one."""
+    """The methods of vLLM's adapter manager that allocate memory for an adapter."""
 
     def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool: ...
 
@@ -163,16 +162,16 @@ class WorkerExtension:
     model_runner: _ModelRunner
 
     def mtpctl_sums(self) -> RankSums:
-        """This rank's part of every tensor's checksum."""
+        """This rank's part of all checksums."""
         return self.weight_transfer_engine.sums()
 
     def mtpctl_write_adapter(self, folder: str) -> None:
-        """Write the adapter received last to `folder`."""
+        """Write the last received adapter to `folder`."""
         self.weight_transfer_engine.write_adapter(folder)
 
-    def mtpctl_drop_adapters(self, kept: str) -> None:
-        """Remove all adapters' folders but this one."""
-        self.weight_transfer_engine.drop_adapters(kept)
+    def mtpctl_drop_adapters(self, current: str) -> None:
+        """Delete all adapter folders except this one."""
+        self.weight_transfer_engine.drop_adapters(current)
 
     def mtpctl_hold_adapter(self) -> None:
         """Load an adapter of zeros: `EngineTarget.hold_adapter` says what for."""
@@ -184,9 +183,9 @@ class WorkerExtension:
         return self.vllm_config.speculative_config is not None
 
     def mtpctl_draft_s(self) -> dict[int, float]:
-        """Median seconds of a step since the last call, by its number of draft tokens."""
+        """Median drafting seconds per step since the last call, by number of draft tokens."""
         return TIMES.take()
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
-        """Bytes on this worker's card. `reset`: count the peaks anew."""
+        """Memory of this worker's GPU in bytes. `reset`: reset the peaks."""
         return card_memory(reset=bool(reset))

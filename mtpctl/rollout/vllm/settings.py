@@ -1,4 +1,4 @@
-"""From the recipe to vLLM's own options, without importing vLLM."""
+"""Converts the recipe to vLLM's options, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SCHEDULERS = {
     False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler",
     True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler",
 }
-"""vLLM's scheduler under `speculation.auto`, by whether it schedules a step while the one before it runs."""
+"""Schedulers for `speculation.auto`, by whether scheduling is asynchronous."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """All that one engine needs to start: `args` for vLLM, `environment` for its process, `threads` for torch (0: torch's choice).
+    """Settings of one engine: `args` for vLLM, `environment` of its process, `threads` for torch (0: torch's default).
 
-    `in_loop` runs the engine core in the caller's process instead of one of its own. `release_kv`: a paused engine frees the memory of
-    its KV cache. `routes`: the layers whose routes of experts its samples carry; none where they carry none.
+    `in_loop`: run the engine core in the caller's process. `release_kv`: a paused engine frees its KV cache. `routes`: MoE layers whose
+    routes samples contain.
     """
 
     args: Arguments
@@ -55,13 +55,15 @@ def engine_settings(
     release_kv: bool = False,
     routes: tuple[int, ...] = (),
 ) -> VllmSettings:
-    """Options of one engine. What `rollout.engine_args` names wins over everything chosen here.
+    """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
-    `tokenizer` is the folder or hub id of another tokenizer than the model's; stop strings need one, those of an environment
-    too. `adapter`: the one that weight syncs send; None where they send none. `release_kv`, `routes`: see `VllmSettings`.
+    Args:
+        tokenizer: folder or hub id; required for stop strings, including those of environments.
+        adapter: the LoRA adapter that weight syncs send, if any.
+        release_kv, routes: see `VllmSettings`.
 
-    On a CPU the engine runs with few threads beside a trainer on the same cores: no compilation, no prefix cache (its
-    blocks hold 128 tokens), a fixed KV cache, and the core in the actor's own process.
+    On a CPU the engine shares cores with a trainer: no compilation, no prefix cache (its blocks have 128 tokens), a fixed KV cache, and
+    the core in the actor's process.
     """
     cpu = device == "cpu"
     k = rollout.speculation.num_tokens
@@ -77,7 +79,7 @@ def engine_settings(
         "disable_log_stats": True,
         "generation_config": "vllm",
         "skip_tokenizer_init": not rollout.stop and tokenizer is None,
-        # With "auto", vLLM's front end accepts grammars that the backend in the engine core then fails to compile.
+        # With "auto", vLLM accepts grammars that the engine core's backend fails to compile.
         "structured_outputs_config": {"backend": "xgrammar"},
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
@@ -104,18 +106,18 @@ def engine_settings(
         room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         if not EXPERT_TARGETS & set(adapter.targets):
-            # Left to itself vLLM makes room in every layer, experts among them.
+            # By default vLLM allocates adapters in every layer, including experts.
             args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
     if release_kv:
         args["enable_sleep_mode"] = True
     if routes:
         args["enable_return_routed_experts"] = True
     if rollout.tp > 1:
-        # An engine is on one host. vLLM would take Ray for its workers where its process sits in a placement group.
+        # In a Ray placement group vLLM would start its workers with Ray.
         args["distributed_executor_backend"] = "mp"
     args |= rollout.engine_args
     if args.get("speculative_config"):
-        # Also for another speculator, such as n-gram: its drafts are counted like those of an MTP head.
+        # Also for other speculators such as n-gram, whose drafts are counted in the same way.
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads)
@@ -123,9 +125,9 @@ def engine_settings(
 
 
 def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:
-    """A schedule `(fewest requests, most requests, drafts)` in which each number of drafts up to `k` occurs.
+    """A schedule `(min requests, max requests, drafts)` with each number of drafts up to `k`, for which vLLM captures CUDA graphs.
 
-    vLLM captures CUDA graphs for the numbers in it. Raises UserError where `requests` are too few for that.
+    Raises UserError if `requests` is too small.
     """
     if requests <= k:
         raise UserError(f"rollout.max_in_flight: {requests} is too small for speculation.auto with num_tokens: {k}; set it above {k}")
@@ -133,13 +135,13 @@ def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:
 
 
 def capture_sizes(k: int, requests: int) -> list[int]:
-    """Tokens of the steps to capture as CUDA graphs: up to `requests` requests, with 0 to `k` drafts each."""
+    """Step sizes in tokens for CUDA graphs: up to `requests` requests with 0 to `k` drafts each."""
     counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 16), requests}
     return sorted({count * (drafts + 1) for count in counts if count <= requests for drafts in range(k + 1)})
 
 
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
-    """Variables that must be set before vLLM, or torch, is imported."""
+    """Variables that must be set before vLLM or torch is imported."""
     variables = {
         OURS: "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -148,20 +150,20 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if not cpu:
-        # A process that has used CUDA cannot be forked, and the caller may have used it.
+        # A process that has used CUDA cannot be forked.
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # Nothing in a step gains by more threads, and idle ones spin, at the cost of the thread that launches kernels. A value that a
-        # scheduler or a launcher has set is meant for training.
+        # More threads gain nothing in a step, and idle ones spin and slow down the thread that launches kernels. A value set by a launcher
+        # is meant for training.
         variables["OMP_NUM_THREADS"] = str(threads or 1)
     if cpu:
-        # vLLM compiles single functions even in eager mode, which takes seconds and a C++ compiler.
+        # vLLM compiles some functions even in eager mode, which takes seconds and needs a C++ compiler.
         variables["TORCH_COMPILE_DISABLE"] = "1"
     if in_loop:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     elif cpu:
-        # Several ranks: vLLM would bind each to a NUMA node of its own, and refuses where there are fewer.
+        # vLLM would bind each rank to its own NUMA node, and fails if there are fewer nodes.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if cpu and threads:
-        # Waiting threads sleep at once: spinning would take the cores from a trainer on the same machine.
+        # Idle threads sleep immediately; spinning would take cores from a trainer on the same machine.
         variables |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     return variables

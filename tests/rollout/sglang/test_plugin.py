@@ -106,5 +106,5 @@ def test_an_environment_without_the_plugin_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plugin, "entry_points", lambda group: found if group == plugin.GROUP else [])
     plugin.check_plugin()
     found.clear()
-    with pytest.raises(EnvironmentMissing, match=r"rollout\.python: mtpctl is not installed beside SGLang"):
+    with pytest.raises(EnvironmentMissing, match=r"rollout\.python: mtpctl is not installed in SGLang"):
         plugin.check_plugin()

@@ -112,7 +112,7 @@ def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: 
         run(engine.speculate(look_again=True))
     assert state["drafts"] == 0
     assert state["switches"] >= 1
-    assert "0 draft tokens where about 16 requests run together" in state["told"]
+    assert "0 draft tokens for about 16 concurrent requests" in state["message"]
     assert sum(sample.speculation.drafted for sample in run(answers(engine, 16, 20))) == 0
 
 

@@ -396,7 +396,7 @@ def test_a_target_is_what_the_protocol_says(engine: VllmEngine, run: Loop, weigh
 def test_heads_without_an_attention_are_refused_before_anything_is_loaded(run: Loop, tmp_path: Path) -> None:
     config = tiny_config(num_attention_heads=8, num_key_value_heads=4)
     folder = write_checkpoint(tmp_path, config, random_tensors(config, 0))
-    with pytest.raises(UserError, match=r"model: on a CPU vLLM has no attention for heads of 16; those of 32, 64, "):
+    with pytest.raises(UserError, match=r"model: on a CPU vLLM has no attention for heads of 16; use a model with 32, 64, "):
         run(VllmEngine.start(cpu_settings(folder)))
 
 

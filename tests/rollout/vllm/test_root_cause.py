@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.rollout.vllm.engine import FAILED, named_in_failures, root_cause
+from mtpctl.rollout.vllm.engine import FAILED, root_cause, root_cause_in_failures
 from tests.environment import with_tree
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
@@ -58,10 +58,10 @@ def test_the_exception_that_a_failure_goes_back_to(text: str, cause: str | None)
 def test_only_what_is_written_meanwhile_counts(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.write_text(ALONE)
-    with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), named_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), root_cause_in_failures(stderr):
         raise RuntimeError(FAILED)
     told = rf"^{FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
-    with pytest.raises(RuntimeError, match=told), named_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=told), root_cause_in_failures(stderr):
         with stderr.open("a") as file:
             file.write(LOGGED)
         raise RuntimeError(FAILED)
@@ -70,11 +70,11 @@ def test_only_what_is_written_meanwhile_counts(tmp_path: Path) -> None:
 def test_other_errors_and_other_places_of_stderr_are_left_alone(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.touch()
-    with pytest.raises(RuntimeError, match=r"^no such model$"), named_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=r"^no such model$"), root_cause_in_failures(stderr):
         stderr.write_text(ALONE)
         raise RuntimeError("no such model")
     reads, writes = os.pipe()
-    with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), named_in_failures(Path(f"/proc/self/fd/{writes}")):
+    with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), root_cause_in_failures(Path(f"/proc/self/fd/{writes}")):
         os.write(writes, ALONE.encode())
         raise RuntimeError(FAILED)
     os.close(reads)

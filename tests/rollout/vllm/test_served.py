@@ -234,11 +234,11 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(adapted: Se
 
 
 def test_whole_weights_under_an_adapter_are_refused(adapted: Server) -> None:
-    with pytest.raises(UserError, match=rf"--to: {adapted.url} has the adapter mtpctl loaded, which would count on top of whole weights"):
+    with pytest.raises(UserError, match=rf"--to: {adapted.url} has the adapter mtpctl loaded, which would apply on top of whole weights"):
         asyncio.run(ServedEngine.find(adapted.url, ("target", "draft")))
 
 
 def test_what_is_no_server_or_lacks_the_routes(server: Server) -> None:
-    for url, said in (("localhost:1", "is no URL"), ("http://127.0.0.1:9", "does not answer")):
+    for url, said in (("localhost:1", "is not a URL"), ("http://127.0.0.1:9", "does not answer")):
         with pytest.raises(UserError, match=f"--to: {url} {said}"):
             asyncio.run(ServedEngine.find(url))
