@@ -67,8 +67,8 @@ class SpeculationState(TypedDict):
     """State of an engine with `rollout.speculation.auto`.
 
     `drafts`: draft tokens of the next step. `looking`: whether it is timing other numbers now; `looks`: how often it has; `switches`: how
-    often its choice changed; `message`: the last change, as a sentence. By number of drafts and since the last call: `steps`, median seconds
-    of a decoding step (`step_s`), and of drafting in it (`draft_s`).
+    often its choice changed; `message`: the last change, as a sentence. `steps`, `step_s` (median seconds of a decoding step) and
+    `draft_s` (of drafting in it) are by number of drafts, since the last call.
     """
 
     drafts: int
