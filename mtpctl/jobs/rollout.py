@@ -176,7 +176,9 @@ def _generate(
         async with (
             serving(recipe, source, store, seed) as pool,
             Rewarder(recipe.reward, report=report) as rewarder,
-            playing(recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, report=report, trains=False) as agents,
+            playing(
+                recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, report=report, trains=False
+            ) as agents,
         ):
 
             async def reward(text: str, sample: Sample) -> float | None:
