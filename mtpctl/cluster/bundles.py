@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from mtpctl.cluster.hosts import Host, rooms, take
+from mtpctl.cluster.hosts import Host, allocate, capacities
 from mtpctl.errors import RuntimeFailure
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Bundles:
             return current
         self.release(claim.actor)
         hosts = ray_hosts()
-        taken = take(rooms(host.free for host in hosts), 1, claim.cpus, claim.gpus)
+        taken = allocate(capacities(host.free for host in hosts), 1, claim.cpus, claim.gpus)
         if taken is None:
             return None
         try:
@@ -235,11 +235,11 @@ class Bundles:
         """
         if lost := self.lost(actors):
             hosts = ray_hosts()
-            free = rooms(host.free for host in hosts)
+            free = capacities(host.free for host in hosts)
             specs: list[BundleSpec] = []
             for first in range(0, len(lost), together):
                 claims = [self.by_actor[actor].claim for actor in lost[first : first + together]]
-                taken = take(free, len(claims), claims[0].cpus, claims[0].gpus)
+                taken = allocate(free, len(claims), claims[0].cpus, claims[0].gpus)
                 if taken is None:
                     return None
                 specs += [BundleSpec(hosts[taken[0]].node, (claim,)) for claim in claims]

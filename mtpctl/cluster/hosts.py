@@ -16,14 +16,14 @@ class Host:
     name: str = ""
 
 
-Room = tuple[float, list[float]]
+Capacity = tuple[float, list[float]]
 """Free CPUs of a host, and the free share of each of its cards."""
 
-Taken = tuple[int, list[tuple[int, ...]]]
+Allocation = tuple[int, list[tuple[int, ...]]]
 """The index of a host, and for each rank the indices of its cards there."""
 
 
-def rooms(hosts: Iterable[Host], most: float = math.inf) -> list[Room]:
+def capacities(hosts: Iterable[Host], most: float = math.inf) -> list[Capacity]:
     """The capacity of each host, with at most `most` cards."""
     return [(host.cpus, _cards(min(host.gpus, most))) for host in hosts]
 
@@ -34,17 +34,17 @@ def _cards(gpus: float) -> list[float]:
     return [1.0] * whole + ([gpus - whole] if gpus > whole else [])
 
 
-def take(free: list[Room], ranks: int, cpus: float, gpus: float) -> Taken | None:
+def allocate(free: list[Capacity], ranks: int, cpus: float, gpus: float) -> Allocation | None:
     """Allocate CPUs and cards for all ranks on the first host with capacity, and subtract them from `free`. None if no host has it."""
     for host, (spare, cards) in enumerate(free):
-        left = without(cards, ranks, gpus)
+        left = allocate_cards(cards, ranks, gpus)
         if spare + 1e-9 >= ranks * cpus and left is not None:
             free[host] = (spare - ranks * cpus, left[0])
             return host, left[1]
     return None
 
 
-def without(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
+def allocate_cards(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
     """The free shares of the cards after `ranks` ranks have taken `gpus` each, and the cards of each rank; None if they do not suffice.
 
     Cards are selected as in Ray: a share is taken from the card with the smallest sufficient free share.

@@ -22,6 +22,7 @@ from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.metrics import BusyClock, SampleRecorder
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
+from mtpctl.controller.weights import AcceptanceWatch
 from mtpctl.data.problems import Problem, PromptCursor
 from mtpctl.environments.environment import Failures
 from mtpctl.errors import RuntimeFailure
@@ -30,7 +31,6 @@ from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards.function import Outcome, Reward
 from mtpctl.rollout.protocol import Generator, request_for
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.acceptance import AcceptanceWatch
 from mtpctl.telemetry.session import Telemetry
 
 Score = Callable[[Sample], Awaitable[Sample]]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtpctl.cluster.hosts import Host, Room, Taken, rooms, take
+from mtpctl.cluster.hosts import Allocation, Capacity, Host, allocate, capacities
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
@@ -113,7 +113,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     groups = _groups(recipe, device, engines)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
-    free = rooms(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
+    free = capacities(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
         together = recipe.train.parallel.tp if role == "trainer" else ranks
@@ -140,12 +140,12 @@ def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
 
 def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
     """Whether an empty host can hold this many ranks."""
-    return any(take([room], ranks, cpus, gpus) is not None for room in rooms(hosts, ranks * math.ceil(gpus)))
+    return any(allocate([capacity], ranks, cpus, gpus) is not None for capacity in capacities(hosts, ranks * math.ceil(gpus)))
 
 
-def _take_group(free: list[Room], ranks: int, cpus: float, gpus: float, *, apart: bool) -> list[tuple[int, tuple[int, ...]]] | None:
+def _take_group(free: list[Capacity], ranks: int, cpus: float, gpus: float, *, apart: bool) -> list[tuple[int, tuple[int, ...]]] | None:
     """Host and cards of each rank, all on one host unless `apart`; None if there is no capacity."""
-    parts: list[Taken | None] = [take(free, 1, cpus, gpus) for _ in range(ranks)] if apart else [take(free, ranks, cpus, gpus)]
+    parts: list[Allocation | None] = [allocate(free, 1, cpus, gpus) for _ in range(ranks)] if apart else [allocate(free, ranks, cpus, gpus)]
     taken: list[tuple[int, tuple[int, ...]]] = []
     for part in parts:
         if part is None:

@@ -73,16 +73,16 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     return layers
 
 
-def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, tp: TpRank, room: int | None) -> None:
-    """Check an adapter against a live model with adapters of up to rank `room` (None: it takes no adapters).
+def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, tp: TpRank, max_rank: int | None) -> None:
+    """Check an adapter against a live model with adapters of up to rank `max_rank` (None: it takes no adapters).
 
     Raises PlanMismatch with every layer that the model lacks, takes no adapter for, or has in another shape.
     """
-    if room is None:
+    if max_rank is None:
         raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
     rank = rank_of(plan)
-    if rank > room:
-        raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {room}")
+    if rank > max_rank:
+        raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {max_rank}")
     live = dict(model.named_parameters(remove_duplicate=False))
     errors = []
     for name, layer in layers_of(plan).items():

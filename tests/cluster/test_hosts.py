@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from mtpctl.cluster.hosts import Host, rooms, take, without
+from mtpctl.cluster.hosts import Host, allocate, allocate_cards, capacities
 
 
 def test_a_share_is_taken_from_the_fullest_card_that_can_hold_it() -> None:
-    assert without([1.0, 0.5, 0.75], 1, 0.5) == ([1.0, 0.0, 0.75], [(1,)])
-    assert without([1.0, 0.25], 2, 0.5) == ([0.0, 0.25], [(0,), (0,)])
-    assert without([0.5, 0.5], 1, 1.0) is None, "half a card twice is no card"
-    assert without([1.0, 1.0, 1.0], 1, 2) == ([0.0, 0.0, 1.0], [(0, 1)])
+    assert allocate_cards([1.0, 0.5, 0.75], 1, 0.5) == ([1.0, 0.0, 0.75], [(1,)])
+    assert allocate_cards([1.0, 0.25], 2, 0.5) == ([0.0, 0.25], [(0,), (0,)])
+    assert allocate_cards([0.5, 0.5], 1, 1.0) is None, "half a card twice is no card"
+    assert allocate_cards([1.0, 1.0, 1.0], 1, 2) == ([0.0, 0.0, 1.0], [(0, 1)])
 
 
 def test_the_free_fraction_of_a_card_is_offered_as_a_share() -> None:
-    assert rooms([Host(4, 2.25)]) == [(4, [1.0, 1.0, 0.25])]
-    assert rooms([Host(4, 2.9999999)]) == [(4, [1.0, 1.0, 1.0])], "as finely as Ray counts"
+    assert capacities([Host(4, 2.25)]) == [(4, [1.0, 1.0, 0.25])]
+    assert capacities([Host(4, 2.9999999)]) == [(4, [1.0, 1.0, 1.0])], "as finely as Ray counts"
 
 
 def test_the_first_host_with_capacity_for_all_ranks_is_taken() -> None:
-    free = rooms([Host(8, 1), Host(1, 4), Host(8, 4)])
-    assert take(free, 2, 1, 1) == (2, [(0,), (1,)])
+    free = capacities([Host(8, 1), Host(1, 4), Host(8, 4)])
+    assert allocate(free, 2, 1, 1) == (2, [(0,), (1,)])
     assert free[2] == (6, [0.0, 0.0, 1.0, 1.0])
-    assert take(free, 5, 1, 1) is None
+    assert allocate(free, 5, 1, 1) is None

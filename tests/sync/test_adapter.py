@@ -74,8 +74,8 @@ ALL = tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"
 
 
 class TestFit:
-    def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, room: int | None = 8) -> None:
-        check_fits(plan_of(delta, tmp_path), model, rename=None, tp=TpRank(), room=room)
+    def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, max_rank: int | None = 8) -> None:
+        check_fits(plan_of(delta, tmp_path), model, rename=None, tp=TpRank(), max_rank=max_rank)
 
     def test_an_adapter_that_fits_is_accepted(self, tmp_path: Path) -> None:
         self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL))
@@ -89,10 +89,10 @@ class TestFit:
         with pytest.raises(PlanMismatch, match=r"the adapter of model\.layers\.1\.mlp\.up_proj\.weight has shape \(200, 128\)"):
             self.check(adapters.adapter(other, 0), tmp_path, live(*ALL))
 
-    @pytest.mark.parametrize(("room", "said"), [(None, "without room for adapters"), (1, "has rank 4, .* max_lora_rank 1")])
-    def test_an_adapter_above_the_engines_rank_is_refused(self, tmp_path: Path, room: int | None, said: str) -> None:
-        with pytest.raises(PlanMismatch, match=said):
-            self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL), room)
+    @pytest.mark.parametrize(("max_rank", "message"), [(None, "without room for adapters"), (1, "has rank 4, .* max_lora_rank 1")])
+    def test_an_adapter_above_the_engines_rank_is_refused(self, tmp_path: Path, max_rank: int | None, message: str) -> None:
+        with pytest.raises(PlanMismatch, match=message):
+            self.check(adapters.adapter(BASE, 0), tmp_path, live(*ALL), max_rank)
 
 
 class Engine:
@@ -249,9 +249,9 @@ def test_a_section_that_is_sent_once_is_omitted_from_later_versions(tmp_path: Pa
 
 def test_an_engine_starts_with_the_smallest_sufficient_adapter_rank() -> None:
     rollout = VllmConfig(max_in_flight=4)
-    for rank, room in ((1, 1), (4, 8), (16, 16), (300, 320)):
+    for rank, max_rank in ((1, 1), (4, 8), (16, 16), (300, 320)):
         args = engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter=LoraConfig(rank=rank)).args
-        assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, room)
+        assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, max_rank)
     assert "enable_lora" not in engine_settings(rollout, model="m", precision="fp32", device="cpu").args
 
 

@@ -87,8 +87,8 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def _adapter_receiver(self, plan: SectionPlan) -> AdapterReceiver:
         receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
-        room = None if lora is None else int(lora.max_lora_rank)
-        check_fits(plan, self.model, rename=weights.renamer(self.model), tp=_tp_rank(), room=room)
+        max_rank = None if lora is None else int(lora.max_lora_rank)
+        check_fits(plan, self.model, rename=weights.renamer(self.model), tp=_tp_rank(), max_rank=max_rank)
         return receiver
 
     def _match(self, plan: SectionPlan) -> dict[str, Shard]:

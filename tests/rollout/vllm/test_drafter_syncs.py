@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mtpctl.controller.weights import AcceptanceWatch
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.acceptance import AcceptanceWatch
 from mtpctl.sync.packing import default_section
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.sender import Publisher

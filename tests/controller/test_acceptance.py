@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mtpctl.controller.weights import WINDOW, AcceptanceWatch, Collapse
 from mtpctl.samples import Sample, Speculation
-from mtpctl.sync.acceptance import WINDOW, AcceptanceWatch, Collapse
 
 
 def sample(rate: float, versions: list[int], drafts: int = 50) -> Sample:
