@@ -37,15 +37,15 @@ def choose(implementation: str, hidden: Tensor, weight: Tensor, *, rows: int, to
 def _auto(hidden: Tensor, weight: Tensor, rows: int, topk: int) -> str:
     if not hidden.is_cuda:
         return _logged("chunked", hidden.device.type, "it runs on any device")
-    card = torch.cuda.get_device_name(hidden.device)
+    gpu = torch.cuda.get_device_name(hidden.device)
     table = MEASURED.get(torch.cuda.get_device_capability(hidden.device))
     if table is None:
-        return _logged("chunked", card, "this GPU was not measured, and it runs on any device")
+        return _logged("chunked", gpu, "this GPU was not measured, and it runs on any device")
     fewest, name = [(least, name) for least, name in table if rows >= least][-1]
     reason = _triton_unsupported(hidden, weight, topk) if name == "triton" else None
     if reason is not None:
-        return _logged("chunked", card, f"triton {reason}")
-    return _logged(name, card, f"measured fastest there from {fewest} rows on")
+        return _logged("chunked", gpu, f"triton {reason}")
+    return _logged(name, gpu, f"measured fastest there from {fewest} rows on")
 
 
 def _triton_unsupported(hidden: Tensor, weight: Tensor, topk: int) -> str | None:

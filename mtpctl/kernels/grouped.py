@@ -253,17 +253,6 @@ def add_weight_grads_triton(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, 
     t = OuterProductTiles()
     with on_device_of(x):
         add_outer_products_kernel[(triton.cdiv(m, t.bm) * triton.cdiv(n, t.bn), groups)](
-            TensorDescriptor.from_tensor(grad, [t.bk, t.bm]),
-            TensorDescriptor.from_tensor(x, [t.bk, t.bn]),
-            out,
-            ends,
-            out.stride(0),
-            m,
-            n,
-            OVERWRITE=overwrite,
-            BM=t.bm,
-            BN=t.bn,
-            BK=t.bk,
-            num_warps=t.warps,
-            num_stages=t.stages,
-        )
+            TensorDescriptor.from_tensor(grad, [t.bk, t.bm]), TensorDescriptor.from_tensor(x, [t.bk, t.bn]), out, ends, out.stride(0),
+            m, n, OVERWRITE=overwrite, BM=t.bm, BN=t.bn, BK=t.bk, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip

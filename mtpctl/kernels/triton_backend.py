@@ -168,25 +168,10 @@ class Triton:
         partial = torch.empty(4, programs, n, dtype=torch.float32, device=draft.tops.device)
         with on_device_of(problem.hidden):
             draft_sums_kernel[(n * programs,)](
-                draft.logits,
-                draft.tops,
-                pair.draft_lse,
-                pair.draft_top,
-                teacher.logits,
-                teacher.tops,
-                pair.teacher_lse,
-                rows,
-                partial,
-                n,
-                draft.logits.stride(0) // 8,
-                draft.columns,
-                tiles,
-                BN=self.tiles.bn,
-                TILES=SUM_TILES,
-                STEPS=SUM_STEPS,
-                LOSS=loss,
-                num_warps=4,
-            )
+                draft.logits, draft.tops, pair.draft_lse, pair.draft_top, teacher.logits, teacher.tops, pair.teacher_lse, rows,
+                partial, n, draft.logits.stride(0) // 8, draft.columns, tiles,
+                BN=self.tiles.bn, TILES=SUM_TILES, STEPS=SUM_STEPS, LOSS=loss, num_warps=4,
+            )  # fmt: skip
         overlap, below, cost = partial[:3].sum(1).unbind(0)
         # Equally likely entries may be in several programs' columns: take the first.
         first = (partial[3] > float("-inf")).to(torch.int8).argmax(0, keepdim=True)
@@ -199,26 +184,11 @@ class Triton:
         n, tiles = draft.tops.shape
         with on_device_of(problem.hidden):
             draft_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
-                draft.logits,
-                draft.tops,
-                pair.draft_lse,
-                teacher.logits,
-                teacher.tops,
-                pair.teacher_lse,
-                rows,
-                draft.grads,
-                problem.targets,
-                _scales(problem),
-                coefficients.own,
-                coefficients.teacher,
-                coefficients.label,
-                draft.logits.stride(0) // 8,
-                tiles,
-                BN=self.tiles.bn,
-                TILES=TILES_A_PROGRAM,
-                TOTAL_VARIATION=coefficients.total_variation,
-                num_warps=4,
-            )
+                draft.logits, draft.tops, pair.draft_lse, teacher.logits, teacher.tops, pair.teacher_lse, rows, draft.grads,
+                problem.targets, _scales(problem), coefficients.own, coefficients.teacher, coefficients.label,
+                draft.logits.stride(0) // 8, tiles,
+                BN=self.tiles.bn, TILES=TILES_A_PROGRAM, TOTAL_VARIATION=coefficients.total_variation, num_warps=4,
+            )  # fmt: skip
         targets.clear_padding(problem.valid)
         return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, targets)
 
@@ -263,28 +233,11 @@ class Triton:
         programs = t.programs or torch.cuda.get_device_properties(h.device).multi_processor_count
         with on_device_of(h):
             head_tiles_kernel[(programs,)](
-                a,
-                b,
-                store,
-                part if partial is None else partial,
-                problem.targets[rows],
-                part,
-                *per_row,
-                len(h),
-                first,
-                end,
-                saved_columns,
-                h.shape[1],
-                BM=t.bm,
-                BN=t.bn,
-                BK=t.bk,
-                GROUP=t.group,
-                PROGRAMS=programs,
-                MODE=mode,
-                ENTROPY=entropy,
-                num_warps=t.warps,
-                num_stages=t.stages,
-            )
+                a, b, store, part if partial is None else partial, problem.targets[rows], part, *per_row,
+                len(h), first, end, saved_columns, h.shape[1],
+                BM=t.bm, BN=t.bn, BK=t.bk, GROUP=t.group, PROGRAMS=programs, MODE=mode, ENTROPY=entropy,
+                num_warps=t.warps, num_stages=t.stages,
+            )  # fmt: skip
 
     def _saved_grads(self, problem: Problem, rows: RowGrads, saved: SavedLogits, scale: Tensor) -> None:
         """Overwrite saved logits with the gradients of the unscaled logits."""
@@ -292,22 +245,10 @@ class Triton:
         entropy = rows.entropy is not None
         with on_device_of(problem.hidden):
             saved_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
-                saved.logits,
-                saved.grads,
-                saved.tops,
-                problem.targets,
-                scale,
-                rows.lse,
-                rows.logprob,
-                rows.entropy if entropy else scale,
-                rows.row_entropy if entropy else scale,
-                saved.logits.stride(0) // 8,
-                tiles,
-                BN=self.tiles.bn,
-                TILES=TILES_A_PROGRAM,
-                ENTROPY=entropy,
-                num_warps=4,
-            )
+                saved.logits, saved.grads, saved.tops, problem.targets, scale, rows.lse, rows.logprob,
+                rows.entropy if entropy else scale, rows.row_entropy if entropy else scale, saved.logits.stride(0) // 8, tiles,
+                BN=self.tiles.bn, TILES=TILES_A_PROGRAM, ENTROPY=entropy, num_warps=4,
+            )  # fmt: skip
 
 
 def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, targets: GradTargets) -> Tensor | None:

@@ -23,7 +23,7 @@ from mtpctl.recipe.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class Rank:
-    """A process among the ranks. master: `host:port` of the store at which they meet, which rank 0 hosts unless world_size is 1."""
+    """A rank of a process group. master: `host:port` of the rendezvous store, which rank 0 hosts unless world_size is 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -97,7 +97,7 @@ def _join(rank: Rank) -> None:
 
 
 def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metric sums of the last pipeline stage, summed over dp and returned on every stage."""
+    """Metric sums of the last pipeline stage, summed over dp, on every stage."""
     if dist.get_world_size() == 1:
         return sums
     names = sorted(sums)
@@ -114,19 +114,18 @@ def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def summed(values: Sequence[float]) -> list[float]:
-    """Sums of numbers over the data-parallel ranks, exact for whole ones below 2^53. All ranks call together, with equally many."""
+    """Sums over the data-parallel ranks, exact for integers below 2^53. Collective; all ranks pass equally many values."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
     flat = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-    found: list[float] = flat.tolist()
-    return found
+    return flat.tolist()
 
 
 def largest(value: int) -> int:
-    """The largest of the ranks' numbers. All ranks call together."""
+    """The maximum over all ranks. Collective."""
     if dist.get_world_size() == 1:
         return value
-    found = torch.tensor(value, device=torch.cuda.current_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found)
+    maximum = torch.tensor(value, device=torch.cuda.current_device())
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+    return int(maximum)

@@ -4,8 +4,8 @@ Upstream divides router losses by the tokens of a microbatch. Here every loss is
 that number, and losses are attached here instead of upstream.
 
 With replay, tokens go to the experts that an earlier pass sent them to. Their probs are still computed from this router's own logits, and
-its gradient passes through them (arXiv 2510.11370, section 3). Upstream's replay keeps routes in process-wide lists and finds those of a
-backward pass by counting over all routers ever created. Here a layer passes routes to its router along with its tokens, so recomputation
+its gradient passes through them (arXiv 2510.11370, section 3). Upstream's replay stores routes in process-wide lists and looks up those of
+a backward pass by counting over all routers ever created. Here a layer passes routes to its router along with its tokens, so recomputation
 and pipelines need no special handling, and MTP layers get none.
 
 Shape legend: T tokens, E experts, k experts per token.

@@ -8,7 +8,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mtpctl.cluster.rendezvous import address_of, host_store
+import torch.distributed as dist
+
+from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.model.parallel import Rank
 
 
@@ -45,3 +47,17 @@ def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: floa
         pipe.send(("error", traceback.format_exc()))
     pipe.close()
     os._exit(0)  # nothing of what was forked is this process's to tear down
+
+
+def in_gloo_group[T](work: Callable[[Rank], T]) -> Callable[[Rank], T]:
+    """`work` inside a gloo process group of all ranks."""
+
+    def joined(rank: Rank) -> T:
+        store = join_store(rank.master, rank.deadline_s)
+        dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
+        try:
+            return work(rank)
+        finally:
+            dist.destroy_process_group()
+
+    return joined

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.cluster.rendezvous import join_store
 from mtpctl.kernels.chunked import TEMPORARIES
 from mtpctl.kernels.drafts import LOSSES, DraftLossOut
 from mtpctl.kernels.policy import linear_draft_loss
-from tests.fakes.forked import run_ranks
+from mtpctl.model.parallel import Rank
+from tests.fakes.forked import in_gloo_group, run_ranks
 from tests.fakes.kernel_agreement import relative
 
 ROWS, WIDTH, VOCAB, PADDING = 150, 16, 131, 3
@@ -152,15 +152,15 @@ def test_sharded_vocabulary_gives_the_same(loss: str) -> None:
     out, by_hidden, by_weight = run(p, loss=loss, mix=0.7)
     split = 66
 
-    def rank(place: Any) -> dict[str, Any]:
-        tensor = torch.zeros(split, WIDTH, dtype=torch.float64)
-        rows = p["weight"].detach()[place.rank * split : (place.rank + 1) * split]
-        tensor[: len(rows)] = rows
-        local = p | {"weight": tensor.requires_grad_(), "hidden": p["hidden"].detach().requires_grad_()}
+    def rank_work(rank: Rank) -> dict[str, Any]:
+        shard = torch.zeros(split, WIDTH, dtype=torch.float64)
+        rows = p["weight"].detach()[rank.rank * split : (rank.rank + 1) * split]
+        shard[: len(rows)] = rows
+        local = p | {"weight": shard.requires_grad_(), "hidden": p["hidden"].detach().requires_grad_()}
         actual, hidden_grad, weight_grad = run(local, loss=loss, mix=0.7, group=torch.distributed.group.WORLD, **LAYOUTS["slices of rows"])
         return {"out": [x.tolist() for x in actual], "hidden": hidden_grad.tolist(), "weight": weight_grad.tolist()}
 
-    answers, error = run_ranks(3, in_group(rank), 60)
+    answers, error = run_ranks(3, in_gloo_group(rank_work), 60)
     assert not error, error
     for answer in answers:
         for tensor, exact in zip(answer["out"], out, strict=True):
@@ -168,20 +168,6 @@ def test_sharded_vocabulary_gives_the_same(loss: str) -> None:
         assert relative(torch.tensor(answer["hidden"], dtype=torch.float64), by_hidden) < 1e-11
     joined = torch.cat([torch.tensor(answer["weight"], dtype=torch.float64) for answer in answers])[: VOCAB + PADDING]
     assert relative(joined, by_weight) < 1e-11
-
-
-def in_group(work: Any) -> Any:
-    """Run `work` in a gloo process group."""
-
-    def joined(place: Any) -> Any:
-        store = join_store(place.master, place.deadline_s)
-        torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-        try:
-            return work(place)
-        finally:
-            torch.distributed.destroy_process_group()
-
-    return joined
 
 
 @pytest.mark.parametrize(
