@@ -94,12 +94,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_copied_run_is_fetched(run: Path, tmp_path: Path) -> None:
-    store, told, back = Faltering(), list[str](), tmp_path / "back"
+    store, lines, back = Faltering(), list[str](), tmp_path / "back"
     checkpoint = make_checkpoint(run, "rl-000002")
     CopyWriter(store, run, 2).copy(checkpoint)
     assert newest_copy(store) == "rl-000002"
-    assert fetched(store, back, told.append) == "rl-000002" and len(told) == 1
-    assert told[0].startswith("fetching rl-000002, 0.0 MiB, from memory://")
+    assert fetched(store, back, lines.append) == "rl-000002" and len(lines) == 1
+    assert lines[0].startswith("fetching rl-000002, 0.0 MiB, from memory://")
     before, after = contents(run), contents(back)
     assert after.pop("metrics.jsonl") == b'{"step": 1}\n', "a line that was being written is not there"
     assert after == {name: text for name, text in before.items() if name != "metrics.jsonl"}
@@ -119,7 +119,7 @@ def test_interrupted_copy_keeps_a_complete_checkpoint_and_is_resumed(run: Path, 
 
     checkpoints = [make_checkpoint(run, f"rl-{step:06d}") for step in (2, 4, 6)]
     copied(store := Faltering())
-    held = [contents(each) for each in checkpoints]
+    stored = [contents(each) for each in checkpoints]
     reached = -1
     for left in range(len(store.changes)):
         store = Faltering(left)
@@ -130,11 +130,11 @@ def test_interrupted_copy_keeps_a_complete_checkpoint_and_is_resumed(run: Path, 
         assert newer >= reached, "what was there once is not lost"
         reached = newer
         if name is not None:
-            assert contents(tmp_path / "back" / "checkpoints" / name) == held[newer]
+            assert contents(tmp_path / "back" / "checkpoints" / name) == stored[newer]
         store.left = None
         CopyWriter(store, run, keep).copy(checkpoints[-1])
         assert fetched(store, tmp_path / "back") == "rl-000006"
-        assert contents(tmp_path / "back" / "checkpoints" / "rl-000006") == held[-1]
+        assert contents(tmp_path / "back" / "checkpoints" / "rl-000006") == stored[-1]
     assert reached == 2
 
 
@@ -199,7 +199,7 @@ DAMAGES = {
 @pytest.mark.parametrize("file", ["engine.json", "deeper/__1_0.distcp", "files.json"])
 @pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
 def test_fetch_skips_damaged_checkpoints(run: Path, tmp_path: Path, file: str, damage: str) -> None:
-    store, told = Faltering(), list[str]()
+    store, lines = Faltering(), list[str]()
     writer = CopyWriter(store, run, 2)
     for step in (2, 4):
         writer.copy(make_checkpoint(run, f"rl-{step:06d}"))
@@ -211,9 +211,9 @@ def test_fetch_skips_damaged_checkpoints(run: Path, tmp_path: Path, file: str, d
         store.remove([place]) if damage == "gone" else store.write(place, DAMAGES[damage](before))
 
     spoil("rl-000004")
-    assert fetched(store, tmp_path / "back", told.append) == "rl-000002"
+    assert fetched(store, tmp_path / "back", lines.append) == "rl-000002"
     if file != "files.json":
-        assert any(line.startswith(f"rl-000004 in {store.url} is damaged: {file} ") for line in told)
+        assert any(line.startswith(f"rl-000004 in {store.url} is damaged: {file} ") for line in lines)
         spoil("rl-000002")
         with pytest.raises(UserError, match=r"train.checkpoint_copy: every checkpoint in .* is damaged; restore their files, or"):
             fetched(store, tmp_path / "back")
@@ -230,9 +230,9 @@ def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> Non
             super().get(name, file)
             got.append(name)
 
-    made = Faltering()
-    CopyWriter(made, run, 2).copy(make_checkpoint(run, "rl-000002"))
-    store, back = Once(made.url), tmp_path / "back"
+    result = Faltering()
+    CopyWriter(result, run, 2).copy(make_checkpoint(run, "rl-000002"))
+    store, back = Once(result.url), tmp_path / "back"
     (back / "checkpoints").mkdir(parents=True)
     with pytest.raises(StoreFailed):
         fetch(store, back, lambda line: None)

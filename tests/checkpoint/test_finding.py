@@ -77,7 +77,7 @@ def test_checkpoints_without_numbers_are_ordered_by_progress(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda path: flip(path / SHARD), rf"{SHARD} has changed since it was saved \(checksum xxh3:"),
         (lambda path: flip(path / "buffer.jsonl", 3), "buffer.jsonl has changed since it was saved"),
@@ -95,7 +95,9 @@ def test_checkpoints_without_numbers_are_ordered_by_progress(tmp_path: Path) -> 
         (lambda path: [file.unlink() for file in path.iterdir() if file.name != "run.json"], "metadata.json is missing"),
     ],
 )
-def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(run: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(
+    run: Path, damage: Callable[[Path], object], message: str
+) -> None:
     root = run / "checkpoints"
     damage(root / "rl-000004")
     before = {file.name: file.read_bytes() for file in (root / "rl-000004").iterdir()}
@@ -103,7 +105,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(run:
     assert choice.path == root / "rl-000002"
     (line,) = choice.lines
     assert line.startswith(f"{root}/rl-000004/") and line.endswith("; rl-000002 is used instead") and "\n" not in line
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(Damaged, match=message):
         raise choice.damaged[0][1]
     kept = root / "rl-000004.damaged"
     assert damaged_in(root) == [kept] and {file.name: file.read_bytes() for file in kept.iterdir()} == before
@@ -161,9 +163,9 @@ def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
         os.truncate(path / SHARD, 10)
     with pytest.raises(
         UserError, match=r"rl-000004/__0_0\.distcp has 10 bytes, .* nor is the 1 before it; restore the file, or .* --start-over`"
-    ) as told:
+    ) as lines:
         settle(root)
-    assert "remove" not in str(told.value) and "\n" not in str(told.value)
+    assert "remove" not in str(lines.value) and "\n" not in str(lines.value)
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
@@ -175,7 +177,7 @@ def test_checkpoint_without_a_listing_is_accepted_and_reported_as_unverified(tmp
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda path: os.truncate(path / SHARD, 2000), f"{SHARD} has 2,000 bytes, and 4,096 were saved"),
         (lambda path: (path / SHARD).unlink(), f"{SHARD} is missing"),
@@ -187,14 +189,14 @@ def test_checkpoint_without_a_listing_is_accepted_and_reported_as_unverified(tmp
         (lambda path: (path / "buffer.jsonl").write_text(LINE + LINE[:5]), "buffer.jsonl is truncated or overwritten at line 2"),
     ],
 )
-def test_visible_damage_is_reported_without_a_listing(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_visible_damage_is_reported_without_a_listing(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     write_checkpoint(tmp_path, "rl-000002", number=0)
     path = write_checkpoint(tmp_path, "rl-000004", number=0)
     (path / "buffer.jsonl").write_text(LINE)
     damage(path)
     choice = choose(tmp_path / "checkpoints", contents=True)
     assert choice.path == tmp_path / "checkpoints" / "rl-000002"
-    assert choice.lines[0] == f"{path}/{said}; rl-000002 is used instead"
+    assert choice.lines[0] == f"{path}/{message}; rl-000002 is used instead"
 
 
 def test_folders_that_are_not_checkpoints_are_ignored(run: Path) -> None:

@@ -28,12 +28,12 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 
 def trained(root: Path, folder: HfFolder, mode: str = "joint") -> dict[str, Tensor]:
     """A checkpoint at `root / "step-1"` of adapters that do something; returns what the trainer would publish."""
-    with engine(folder, lora=LORA, mtp=MtpConfig(mode=mode)) as made:  # type: ignore[arg-type]
-        made.set_optimizer(OptimizerConfig(lr=3e-2, clip_grad=0.0))
+    with engine(folder, lora=LORA, mtp=MtpConfig(mode=mode)) as trainer:  # type: ignore[arg-type]
+        trainer.set_optimizer(OptimizerConfig(lr=3e-2, clip_grad=0.0))
         for seed in range(2):
-            made.update(sequences(4, seed=seed, vocab=40), NextToken())
-        made.save(root / "step-1")
-        return {name: value.clone() for name, value in made.export()}
+            trainer.update(sequences(4, seed=seed, vocab=40), NextToken())
+        trainer.save(root / "step-1")
+        return {name: value.clone() for name, value in trainer.export()}
 
 
 @pytest.mark.parametrize("case", ["mimo", "qwen3-moe", "qwen3.5"])
@@ -41,11 +41,11 @@ def test_merged_adapter_is_converted_and_verified(tmp_path: Path, case: str) -> 
     model(case, tmp_path / "hf")
     published = trained(tmp_path, HfFolder.open(tmp_path / "hf"))
     converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True)
-    found, before = tensors(tmp_path / "merged"), tensors(tmp_path / "hf")
-    assert found.keys() == published.keys() == before.keys()
-    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    result, before = tensors(tmp_path / "merged"), tensors(tmp_path / "hf")
+    assert result.keys() == published.keys() == before.keys()
+    changed = {name for name in result if not torch.equal(result[name], before[name])}
     assert any("mlp" in name for name in changed) and (case == "qwen3-moe" or any("mtp" in name for name in changed))
-    assert all(torch.equal(found[name], value) for name, value in published.items())
+    assert all(torch.equal(result[name], value) for name, value in published.items())
 
 
 SERVED = """
@@ -83,9 +83,9 @@ def test_peft_folder_gives_the_logits_of_the_merged_model(tmp_path: Path) -> Non
 def test_verify_compares_merged_weights_with_base_and_adapter(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model(case, tmp_path / "hf")
     trained(tmp_path, HfFolder.open(tmp_path / "hf"))
-    made = converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True, verify=True)
-    assert made.verified is not None and made.verified.tensors == made.tensors and made.verified.logits < 1e-5
-    assert (made.verified.mtp_logits is None) == (case == "qwen3-moe")
+    conversion = converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True, verify=True)
+    assert conversion.verified is not None and conversion.verified.tensors == conversion.tensors and conversion.verified.logits < 1e-5
+    assert (conversion.verified.mtp_logits is None) == (case == "qwen3-moe")
     monkeypatch.setattr(HfWriter, "put", spoiled(HfWriter.put, "o_proj.weight"))
     with pytest.raises(ThresholdMissed, match=r"verify: .*o_proj\.weight differs, first at element 0"):
         converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", merge=True, verify=True)
@@ -108,8 +108,8 @@ def spoiled(put: Callable[[HfWriter, str, Tensor], None], ending: str) -> Callab
 def test_verify_compares_the_peft_folder_with_the_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model(case, tmp_path / "hf")
     trained(tmp_path, HfFolder.open(tmp_path / "hf"))
-    made = converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf", verify=True)
-    assert made.verified is not None and made.verified.tensors == made.tensors and made.verified.logits < 1e-4
+    conversion = converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf", verify=True)
+    assert conversion.verified is not None and conversion.verified.tensors == conversion.tensors and conversion.verified.logits < 1e-4
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for change, message in (
         (lambda name, value: {name: value + 1e-3}, "verify: .*lora_A.weight differs"),
@@ -124,8 +124,8 @@ def test_verify_compares_the_peft_folder_with_the_checkpoint(tmp_path: Path, cas
 
 def test_mismatched_adapters_are_rejected(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf")
-    with engine(folder, lora=LORA) as made:
-        made.save(tmp_path / "step-1")
+    with engine(folder, lora=LORA) as trainer:
+        trainer.save(tmp_path / "step-1")
     other = mimo(tmp_path / "other", initializer_range=0.3)
     with pytest.raises(UserError, match="was trained on other weights"):
         converted(tmp_path / "step-1", tmp_path / "merged", model=other.path, merge=True)

@@ -36,8 +36,8 @@ def test_missing_mtp_layers_are_accepted_with_mode_off(tmp_path):
         engine(folder),
     ):
         pass
-    with engine(folder, mtp=MtpConfig(mode="off")) as made:
-        assert dict(made.export())
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
+        assert dict(trainer.export())
 
 
 def test_weights_of_another_shape(tmp_path):
@@ -53,18 +53,18 @@ def test_other_weights_of_the_same_model(tmp_path):
     first, second = mimo(tmp_path / "first"), mimo(tmp_path / "second")
     file = second.path / "model.safetensors"
     save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
-    with engine(first) as made:
-        made.load(second.path)
+    with engine(first) as trainer:
+        trainer.load(second.path)
         expected = load_file(file)
-        assert all(value.equal(expected[name]) for name, value in made.export())
+        assert all(value.equal(expected[name]) for name, value in trainer.export())
 
 
 def test_parameter_without_a_tensor_is_an_error(tmp_path):
     """It would stay as memory was found."""
-    with engine(mimo(tmp_path / "model")) as made:
-        made.module.decoder.layers[0].mlp.scale = torch.nn.Parameter(torch.empty(2))
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.module.decoder.layers[0].mlp.scale = torch.nn.Parameter(torch.empty(2))
         with pytest.raises(RuntimeError, match=r"of MiMoForCausalLM that were not filled: decoder\.layers\.0\.mlp\.scale$"):
-            made.bridge.load([made.module])
+            trainer.bridge.load([trainer.module])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mtpctl.convert.bridge import StreamMap
-from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.convert.source import reference_of
 from mtpctl.errors import UserError
+from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import assert_like
 from tests.fakes.convert_models import FAMILIES, assert_same_tensors, change_config, converted, model
@@ -22,10 +24,10 @@ from tests.model.test_gpt import packed_logits
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])
 def test_round_trip_restores_every_tensor(tmp_path: Path, case: str) -> None:
     reference = model(case, tmp_path / "hf")
-    made = converted(tmp_path / "hf", tmp_path / "checkpoint", verify=case in ("mimo", "deepseek-v3"))
-    assert made.to == "megatron"
-    if made.verified is not None:
-        assert made.verified.logits == 0 and made.verified.mtp_logits == 0
+    conversion = converted(tmp_path / "hf", tmp_path / "checkpoint", verify=case in ("mimo", "deepseek-v3"))
+    assert conversion.to == "megatron"
+    if conversion.verified is not None:
+        assert conversion.verified.logits == 0 and conversion.verified.mtp_logits == 0
     if reference is not None:
         _assert_logits(tmp_path, reference)
     assert converted(tmp_path / "checkpoint", tmp_path / "back").to == "hf"
@@ -36,24 +38,24 @@ def test_round_trip_restores_every_tensor(tmp_path: Path, case: str) -> None:
 def _assert_logits(root: Path, reference: object) -> None:
     """Of the engine that restores the checkpoint over other weights, against transformers."""
     ids = [s.token_ids.tolist() for s in sequences(3, high=40)]
-    with engine(HfFolder.open(root / "hf"), train=False, mtp=MtpConfig(mode="load"), random_seed=5) as made:
-        made.restore(root / "checkpoint")
-        (logits,) = packed_logits(made, ids, 0)
+    with engine(HfFolder.open(root / "hf"), train=False, mtp=MtpConfig(mode="load"), random_seed=5) as trainer:
+        trainer.restore(root / "checkpoint")
+        (logits,) = packed_logits(trainer, ids, 0)
     assert_like(logits, lambda: [reference(torch.tensor([sample])).logits[0] for sample in ids], [reference])  # type: ignore[operator]
 
 
 def test_trainer_checkpoint_converts_to_the_exported_folder(tmp_path: Path) -> None:
     """With no Hugging Face side of its own, it takes that of the model that is named."""
     folder = mimo(tmp_path / "hf")
-    with engine(folder, random_seed=3, mtp=MtpConfig(mode="load")) as made:
-        made.save(tmp_path / "step-1")
-        exported = {name: value.clone() for name, value in made.export()}
+    with engine(folder, random_seed=3, mtp=MtpConfig(mode="load")) as trainer:
+        trainer.save(tmp_path / "step-1")
+        exported = {name: value.clone() for name, value in trainer.export()}
     converted(tmp_path / "step-1", tmp_path / "back", model=folder.path, verify=True)
     from safetensors.torch import load_file
 
-    found = load_file(tmp_path / "back" / "model.safetensors")
-    assert found.keys() == exported.keys()
-    assert all(torch.equal(found[name], exported[name]) for name in exported)
+    result = load_file(tmp_path / "back" / "model.safetensors")
+    assert result.keys() == exported.keys()
+    assert all(torch.equal(result[name], exported[name]) for name in exported)
 
 
 def test_round_trip_restores_config_sections(tmp_path: Path) -> None:
@@ -81,8 +83,8 @@ def test_unmapped_parameters_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_config_of_a_checkpoint_without_mtp_has_no_mtp_layers(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf")
-    with engine(folder, mtp=MtpConfig(mode="off")) as made:
-        made.save(tmp_path / "step-1")
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
+        trainer.save(tmp_path / "step-1")
     converted(tmp_path / "step-1", tmp_path / "back", model=folder.path)
     assert HfFolder.open(tmp_path / "back").shape.mtp_layers == 0
 
@@ -110,30 +112,54 @@ def test_published_length_of_mimo_7b_is_corrected() -> None:
     from mtpctl.families.configs import hub_config
 
     config = hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
-    made = written_config(config, torch.bfloat16, mtp_layers=1)
-    assert made["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
+    trainer = written_config(config, torch.bfloat16, mtp_layers=1)
+    assert trainer["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
 
 
 def test_dtype_casts_all_tensors_except_those_in_fp32(tmp_path: Path) -> None:
     model("deepseek-v3", tmp_path / "hf")
     from tests.fakes.convert_models import tensors, write
 
-    held = tensors(tmp_path / "hf")
-    mixed = {name: value if name.endswith("e_score_correction_bias") else value.bfloat16() for name, value in held.items()}
+    stored = tensors(tmp_path / "hf")
+    mixed = {name: value if name.endswith("e_score_correction_bias") else value.bfloat16() for name, value in stored.items()}
     write(tmp_path / "hf", mixed)
     converted(tmp_path / "hf", tmp_path / "checkpoint", dtype="fp16", verify=True)
     converted(tmp_path / "checkpoint", tmp_path / "back")
-    found = tensors(tmp_path / "back")
-    assert {str(value.dtype) for name, value in found.items() if not name.endswith("correction_bias")} == {"torch.float16"}
-    assert {str(value.dtype) for name, value in found.items() if name.endswith("correction_bias")} == {"torch.float32"}
+    result = tensors(tmp_path / "back")
+    assert {str(value.dtype) for name, value in result.items() if not name.endswith("correction_bias")} == {"torch.float16"}
+    assert {str(value.dtype) for name, value in result.items() if name.endswith("correction_bias")} == {"torch.float32"}
 
 
 def test_dtype_applies_to_a_checkpoint_without_mtp(tmp_path: Path) -> None:
     """The folder that it is made like has them."""
     folder = mimo(tmp_path / "hf")
-    with engine(folder, mtp=MtpConfig(mode="off")) as made:
-        made.save(tmp_path / "step-1")
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
+        trainer.save(tmp_path / "step-1")
     converted(tmp_path / "step-1", tmp_path / "back", model=folder.path, dtype="bf16")
     from tests.fakes.convert_models import tensors
 
     assert {value.dtype for value in tensors(tmp_path / "back").values()} == {torch.bfloat16}
+
+
+# Which model a checkpoint is of.
+
+
+@pytest.mark.parametrize("sets", [["model.config.rope_theta=20000"], ["model.config=null", "model.path=org/a-model", "model.init=random"]])
+def test_model_of_a_run_with_random_weights_is_in_its_directory(tmp_path: Path, sets: list[str]) -> None:
+    recipe = load_recipe("tiny_mtp", sets=[*sets, f"run_dir={tmp_path / 'run'}"]).recipe
+    create_hf_folder(load_recipe("tiny_mtp").recipe.model.config or {}, tmp_path / "run" / "model", 0)
+    (tmp_path / "run" / "recipe.resolved.yaml").write_text(dump_resolved(recipe))
+    assert reference_of(tmp_path / "run" / "checkpoints" / "rl-000001", None).folder.path == tmp_path / "run" / "model"
+
+
+def test_model_of_a_run_that_loaded_weights_is_the_loaded_folder(tmp_path: Path) -> None:
+    loaded = mimo(tmp_path / "loaded").path
+    recipe = load_recipe("tiny_mtp", sets=["model.config=null", f"model.path={loaded}", "model.init=weights"]).recipe
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.resolved.yaml").write_text(dump_resolved(recipe))
+    assert reference_of(tmp_path / "run" / "checkpoints" / "rl-000001", None).folder.path == loaded
+
+
+def test_checkpoint_without_a_model_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name the model's folder with --model"):
+        reference_of(tmp_path / "checkpoints" / "rl-000001", None)

@@ -76,17 +76,17 @@ class Drafter:
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
     """A decoder layer's tensors as checkpoints name them: experts one by one."""
-    found = {}
+    result = {}
     for name, value in layer.state_dict().items():
         if name == "mlp.experts.gate_up_proj":
             for number, both in enumerate(value):
                 gate, up = both.chunk(2)
-                found |= {f"mlp.experts.{number}.gate_proj.weight": gate, f"mlp.experts.{number}.up_proj.weight": up}
+                result |= {f"mlp.experts.{number}.gate_proj.weight": gate, f"mlp.experts.{number}.up_proj.weight": up}
         elif name == "mlp.experts.down_proj":
-            found |= {f"mlp.experts.{number}.down_proj.weight": down for number, down in enumerate(value)}
+            result |= {f"mlp.experts.{number}.down_proj.weight": down for number, down in enumerate(value)}
         else:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def add_to_folder(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
@@ -151,11 +151,11 @@ def test_qwen(tmp_path: Path, case: str) -> None:
 def check(folder: Path, drafter: Drafter, **convention: bool) -> None:
     """Logits of every sample, and every tensor of the folder in the export."""
     ids = [s.token_ids.tolist() for s in sequences(5)]
-    with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load", repeat=2)) as made:
-        _, *mtp = packed_logits(made, ids, 2)
-        exported = {name: value.clone() for name, value in made.export()}
-    found = [torch.cat([first[:-1], second[:-2]]) for first, second in zip(*mtp, strict=True)]
-    assert_like(found, lambda: [drafter.logits(sample, **convention) for sample in ids], [drafter.model, drafter])
+    with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load", repeat=2)) as trainer:
+        _, *mtp = packed_logits(trainer, ids, 2)
+        exported = {name: value.clone() for name, value in trainer.export()}
+    result = [torch.cat([first[:-1], second[:-2]]) for first, second in zip(*mtp, strict=True)]
+    assert_like(result, lambda: [drafter.logits(sample, **convention) for sample in ids], [drafter.model, drafter])
     saved = load_file(folder / "model.safetensors")
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)

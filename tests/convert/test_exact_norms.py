@@ -46,18 +46,20 @@ def folder_with_every_value(family: str, path: Path) -> Path:
 def test_norms_below_two_are_loaded_exported_and_synced_bit_for_bit(tmp_path: Path, family: str) -> None:
     folder = HfFolder.open(folder_with_every_value(family, tmp_path / "hf"))
     expected = tensors(folder.path)
-    with engine(folder, train=False, precision="bf16", mtp=MtpConfig(mode="load")) as made:
-        exported = {name: value.clone() for name, value in made.export()}
+    with engine(folder, train=False, precision="bf16", mtp=MtpConfig(mode="load")) as trainer:
+        exported = {name: value.clone() for name, value in trainer.export()}
         assert all(torch.equal(exported[name], value) for name, value in expected.items())
-        parameters = {name: value.clone() for name, value in made.module.named_parameters()}
+        parameters = {name: value.clone() for name, value in trainer.module.named_parameters()}
         with torch.no_grad():
-            for parameter in made.module.parameters():
+            for parameter in trainer.module.parameters():
                 parameter.zero_()
-        stream = WeightStream(StreamMap(made.bridge, [made.module], tensor_shapes(folder.shape)), exported.keys(), lambda target: target)
+        stream = WeightStream(
+            StreamMap(trainer.bridge, [trainer.module], tensor_shapes(folder.shape)), exported.keys(), lambda target: target
+        )
         for name, value in exported.items():
             stream.add(name, value)
         stream.finish()
-        assert all(torch.equal(value, parameters[name]) for name, value in made.module.named_parameters())
+        assert all(torch.equal(value, parameters[name]) for name, value in trainer.module.named_parameters())
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])

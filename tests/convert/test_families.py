@@ -153,7 +153,7 @@ OTHER_EXPERT = 1e-3
 """Beyond what rounding alone moves a logit: the reference in fp64 has taken another expert for some token, and says nothing of this one."""
 
 
-def assert_like(found: Iterable[Tensor], reference: Callable[[], list[Tensor]], modules: list[Any]) -> None:
+def assert_like(result: Iterable[Tensor], reference: Callable[[], list[Tensor]], modules: list[Any]) -> None:
     """Each sample within 1e-5 of the reference; where that one itself, in fp32, is further than 5e-6 from its own result in fp64 on some
     sample, within three times that distance of the latter (the recurrence of linear attention amplifies rounding; how much of it a single
     sample shows is luck, and another on each CPU); within 5e-5 where a sample tells nothing."""
@@ -164,7 +164,7 @@ def assert_like(found: Iterable[Tensor], reference: Callable[[], list[Tensor]], 
         exact = reference()
     own = [float((single - double).abs().max()) for single, double in zip(plain, exact, strict=True)]
     rounding = max((distance for distance in own if distance < OTHER_EXPERT), default=0.0)
-    for here, single, double, distance in zip(found, plain, exact, own, strict=True):
+    for here, single, double, distance in zip(result, plain, exact, own, strict=True):
         if distance >= OTHER_EXPERT:
             torch.testing.assert_close(here, single, atol=5e-5, rtol=0)
         elif rounding > 5e-6:
@@ -178,9 +178,9 @@ def test_logits_match_transformers(tmp_path, case):
     model = hf_model(*CASES[case], tmp_path)
     ids = [s.token_ids.tolist() for s in sequences(5, high=40)]
     folder = HfFolder.open(tmp_path)
-    with engine(folder, train=False, mtp=MtpConfig(mode="load")) as made:
-        (logits,) = packed_logits(made, ids, 0)
-        exported = {name: value.clone() for name, value in made.export()}
+    with engine(folder, train=False, mtp=MtpConfig(mode="load")) as trainer:
+        (logits,) = packed_logits(trainer, ids, 0)
+        exported = {name: value.clone() for name, value in trainer.export()}
     assert_like(logits, lambda: [model(torch.tensor([sample])).logits[0] for sample in ids], [model])
     saved = {name: value for name, value in load_file(tmp_path / "model.safetensors").items() if not name.startswith("model.visual.")}
     assert exported.keys() == saved.keys()

@@ -41,9 +41,9 @@ def test_packed_experts(tmp_path: Path, case: str, suffix: str) -> None:
     assert_same_tensors(there_and_back(tmp_path), tmp_path / "hf")
 
 
-def wrapped(rename: Callable[[str], str], held: Held) -> Held:
+def wrapped(rename: Callable[[str], str], stored: Held) -> Held:
     tower = {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2).bfloat16(), "visual.steps": torch.arange(5)}
-    return {rename(name): value for name, value in held.items()} | tower
+    return {rename(name): value for name, value in stored.items()} | tower
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_wrappers(tmp_path: Path, rename: Callable[[str], str]) -> None:
 
 def test_tied_head_that_is_stored_is_accepted(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
-    held = tensors(folder)
-    assert "lm_head.weight" not in held
-    write(folder, held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()})
+    stored = tensors(folder)
+    assert "lm_head.weight" not in stored
+    write(folder, stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()})
     assert_same_tensors(there_and_back(tmp_path), folder)
 
 
@@ -73,9 +73,9 @@ def test_tied_head_that_is_stored_is_accepted(tmp_path: Path) -> None:
 def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
     """Although the config ties them, as transformers and vLLM do."""
     folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
-    held = tensors(folder)
-    head = held["model.embed_tokens.weight"] + 1
-    write(folder, {wrapper + name: value for name, value in (held | {"lm_head.weight": head}).items()})
+    stored = tensors(folder)
+    head = stored["model.embed_tokens.weight"] + 1
+    write(folder, {wrapper + name: value for name, value in (stored | {"lm_head.weight": head}).items()})
     weights = ModelWeights(folder)
     assert not weights.shape.tied and torch.equal(weights["lm_head.weight"], head)
     assert [record.message for record in caplog.records if "tie_word_embeddings" in record.message] == [
@@ -92,17 +92,17 @@ def test_logits_of_a_differing_tied_head_match_transformers(tmp_path: Path) -> N
     from tests.model.test_gpt import packed_logits
 
     reference = model("qwen2-tied", tmp_path)
-    held = tensors(tmp_path)
-    head = held["model.embed_tokens.weight"].flip(0).contiguous()
-    write(tmp_path, held | {"lm_head.weight": head})
+    stored = tensors(tmp_path)
+    head = stored["model.embed_tokens.weight"].flip(0).contiguous()
+    write(tmp_path, stored | {"lm_head.weight": head})
     reference.lm_head.weight = torch.nn.Parameter(head)  # as `from_pretrained` leaves the two: it does not tie what differs
     ids = [sample.token_ids.tolist() for sample in sequences(3)]
-    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as made:
-        (logits,) = packed_logits(made, ids, 0)
-        exported = {name: value.clone() for name, value in made.export()}
+    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as trainer:
+        (logits,) = packed_logits(trainer, ids, 0)
+        exported = {name: value.clone() for name, value in trainer.export()}
     with torch.no_grad():
-        for found, sample in zip(logits, ids, strict=True):
-            torch.testing.assert_close(found, reference(torch.tensor([sample])).logits[0], atol=1e-5, rtol=0)
+        for result, sample in zip(logits, ids, strict=True):
+            torch.testing.assert_close(result, reference(torch.tensor([sample])).logits[0], atol=1e-5, rtol=0)
     assert torch.equal(exported["lm_head.weight"], head)
 
 
@@ -132,9 +132,9 @@ def test_fp8_is_dequantized_block_by_block(tmp_path: Path) -> None:
     model("deepseek-v3", tmp_path / "hf")
     expected = quantize(tmp_path / "hf")
     back = there_and_back(tmp_path)
-    found = tensors(back)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    result = tensors(back)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], value) for name, value in expected.items())
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
@@ -148,9 +148,9 @@ def test_other_quantization_is_rejected(tmp_path: Path) -> None:
 
 def test_pickled_weights(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf").path
-    held = tensors(folder)
+    stored = tensors(folder)
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
-    torch.save(held, folder / "pytorch_model.bin")
+    torch.save(stored, folder / "pytorch_model.bin")
     back = there_and_back(tmp_path)
     assert_same_tensors(back, tmp_path)
     assert not (back / "pytorch_model.bin").exists()
@@ -176,8 +176,8 @@ def test_random_weights_have_identity_norms(tmp_path: Path) -> None:
     from tests.convert.test_families import QWEN3_5, SIZES
 
     config = SIZES | QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
-    held = tensors(create_hf_folder(config, tmp_path / "hf", seed=0).path)
-    norms = {name: value for name, value in held.items() if "norm" in name}
+    stored = tensors(create_hf_folder(config, tmp_path / "hf", seed=0).path)
+    norms = {name: value for name, value in stored.items() if "norm" in name}
     assert {name.split(".")[1] for name in norms if name.startswith("mtp.")} >= {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"}
     assert all(torch.all(value == float(name.endswith("linear_attn.norm.weight"))) for name, value in norms.items())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +16,19 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.objective import NextToken
+from tests.convert.test_families import CASES, LLAMA3_ROPE, assert_like, hf_model
 from tests.fakes.convert_found import fp8, fp8_dense, packed, pickled, prefixed, quantize, unnamed
 from tests.fakes.convert_models import change_config, converted, model, tensors, write
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
+from tests.model.test_gpt import packed_logits
 
 
 def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and weights of one update."""
-    with engine(HfFolder.open(folder), mtp=MtpConfig(mode="joint")) as made:
-        made.set_optimizer(GENTLE)
-        metrics = made.update(sequences(), NextToken())
-        return {name: value for name, value in metrics.items() if "timing" not in name}, {n: v.clone() for n, v in made.export()}
+    with engine(HfFolder.open(folder), mtp=MtpConfig(mode="joint")) as trainer:
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update(sequences(), NextToken())
+        return {name: value for name, value in metrics.items() if "timing" not in name}, {n: v.clone() for n, v in trainer.export()}
 
 
 @pytest.mark.parametrize("given", [fp8, fp8_dense, pickled, prefixed, packed, unnamed])
@@ -32,9 +36,9 @@ def test_update_matches_the_converted_folder(tmp_path: Path, given: Callable[[Pa
     given(tmp_path / "hf")
     converted(tmp_path / "hf", tmp_path / "checkpoint")
     converted(tmp_path / "checkpoint", tmp_path / "back")
-    found, weights = updated(tmp_path / "hf")
+    result, weights = updated(tmp_path / "hf")
     expected, same = updated(tmp_path / "back")
-    assert found == expected and found["mtp/loss_1"] > 0
+    assert result == expected and result["mtp/loss_1"] > 0
     assert weights.keys() == same.keys()
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
 
@@ -43,8 +47,8 @@ def test_weights_match_the_source_of_the_folder(tmp_path: Path) -> None:
     """To the bit, with FP8 times its scales."""
     model("glm4-moe", tmp_path)
     meant = quantize(tmp_path)
-    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as made:
-        exported = dict(made.export())
+    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as trainer:
+        exported = dict(trainer.export())
         assert exported.keys() == meant.keys()
         assert all(torch.equal(value, meant[name].float()) for name, value in exported.items())
 
@@ -67,8 +71,8 @@ def test_mtp_layers_are_not_checked_without_mtp(tmp_path: Path, case: str) -> No
         for name in drafts:
             kept |= change(name)
         write(tmp_path, kept)
-        with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as made:
-            assert all(torch.equal(value, whole[name]) for name, value in made.export())
+        with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as trainer:
+            assert all(torch.equal(value, whole[name]) for name, value in trainer.export())
 
 
 def test_adapter_base_fingerprint_is_independent_of_storage(tmp_path: Path) -> None:
@@ -76,8 +80,8 @@ def test_adapter_base_fingerprint_is_independent_of_storage(tmp_path: Path) -> N
     mimo(tmp_path / "plain")
     pickled(tmp_path / "pickled")
     assert fingerprint(tmp_path / "plain") == fingerprint(tmp_path / "pickled")
-    held = tensors(tmp_path / "plain")
-    write(tmp_path / "plain", {name: value + 1 for name, value in held.items()})
+    stored = tensors(tmp_path / "plain")
+    write(tmp_path / "plain", {name: value + 1 for name, value in stored.items()})
     assert fingerprint(tmp_path / "plain") != fingerprint(tmp_path / "pickled")
 
 
@@ -126,10 +130,37 @@ class TestRefused:
         """Of another family, or of other sizes; the engine keeps those that it has."""
         model("qwen3", tmp_path / "qwen3")
         mimo(tmp_path / "wide", intermediate_size=64)
-        with engine(mimo(tmp_path / "hf"), train=False, mtp=MtpConfig(mode="load")) as made:
-            before = {name: value.clone() for name, value in made.export()}
+        with engine(mimo(tmp_path / "hf"), train=False, mtp=MtpConfig(mode="load")) as trainer:
+            before = {name: value.clone() for name, value in trainer.export()}
             with pytest.raises(UserError, match=r"qwen3: holds a qwen3 \(Qwen3ForCausalLM\), the model here is a mimo$"):
-                made.load(tmp_path / "qwen3")
+                trainer.load(tmp_path / "qwen3")
             with pytest.raises(UserError, match=r"wide: holds \S+gate_proj.weight as \[64, 32\], the model here makes it \[48, 32\]$"):
-                made.load(tmp_path / "wide")
-            assert all(torch.equal(value, before[name]) for name, value in made.export())
+                trainer.load(tmp_path / "wide")
+            assert all(torch.equal(value, before[name]) for name, value in trainer.export())
+
+
+# Every family with scaled rotary embeddings: the trainer's logits are those of transformers, however the config states the scaling.
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"},
+    "linear": {"type": "linear", "factor": 4.0},
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-moe-vl", "glm4-moe")
+OF_FAMILIES = [(family, kind) for family in FAMILIES for kind in SCALINGS] + [("deepseek-v3", "yarn")]
+
+
+@pytest.mark.parametrize(("family", "kind"), OF_FAMILIES)
+def test_logits_with_scaled_rotary_embeddings_match_transformers(tmp_path: Path, family: str, kind: str) -> None:
+    name, fields = CASES[family]
+    scaling = dict(SCALINGS[kind])
+    model = hf_model(name, fields | {"rope_theta": 10000.0, "rope_scaling": dict(scaling)}, tmp_path)
+    # The form in which the scaling was ignored: transformers itself writes rope_parameters alone.
+    stated = {"rope_parameters": PLAIN, "rope_scaling": scaling}
+    config = json.loads((tmp_path / "config.json").read_text())
+    change_config(tmp_path, **({"text_config": {**config["text_config"], **stated}} if "text_config" in config else stated))
+    ids = [s.token_ids.tolist() for s in sequences(3, low=30, high=60)]
+    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as trainer:
+        (logits,) = packed_logits(trainer, ids, 0)
+    assert_like(logits, lambda: [model(torch.tensor([sample])).logits[0] for sample in ids], [model])

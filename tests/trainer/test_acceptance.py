@@ -25,7 +25,7 @@ def played(p: torch.Tensor, q: list[torch.Tensor], greedy: bool, turns: int) -> 
     """Steps, accepted drafts by position, and the tokens, of drafting as an engine does it."""
     draw = random.Random(1)
     target, draft = p.tolist(), [each.tolist() for each in q]
-    steps, accepted, told = 0, [0] * DEPTHS, []
+    steps, accepted, lines = 0, [0] * DEPTHS, []
     for _ in range(turns):
         tokens = draw.choices(range(VOCAB), target[0])
         while len(tokens) < LENGTH:
@@ -49,8 +49,8 @@ def played(p: torch.Tensor, q: list[torch.Tensor], greedy: bool, turns: int) -> 
                 break
             else:
                 tokens.append(draw.choices(range(VOCAB), target[tokens[-1]])[0])
-        told.append(tokens[:LENGTH])
-    return steps, accepted, told
+        lines.append(tokens[:LENGTH])
+    return steps, accepted, lines
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,15 +15,15 @@ from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
 
 @pytest.mark.parametrize(
-    ("ids", "prompt", "mask", "said"),
+    ("ids", "prompt", "mask", "message"),
     [
         ([1, 2, 3], 3, [], "a prompt and a response; it has 3 and 0 tokens"),
         ([1, 2, 3], 0, [1, 1, 1], "a prompt and a response; it has 0 and 3 tokens"),
         ([1, 2, 3], 1, [1], "loss_mask has 1 entries for 2 response tokens"),
     ],
 )
-def test_sequence_without_prompt_or_response_is_rejected(ids, prompt, mask, said):
-    with pytest.raises(UserError, match=said):
+def test_sequence_without_prompt_or_response_is_rejected(ids, prompt, mask, message):
+    with pytest.raises(UserError, match=message):
         Sequence(ids, prompt, mask)
 
 
@@ -33,25 +33,25 @@ def test_column_of_wrong_length_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("sequence", "said"),
+    ("sequence", "message"),
     [
         (Sequence([1, 2, 64], 1, [1, 1]), "sequence 1 has token id 64, the vocabulary has 64; is model.tokenizer"),
         (Sequence([-1, 2, 3], 1, [1, 1]), "sequence 1 has token id -1"),
         (Sequence([1] * 129, 1, [1] * 128), "sequence 1 has 129 tokens, the model's max_position_embeddings is 128"),
     ],
 )
-def test_tokens_outside_the_model_are_rejected(tmp_path, sequence, said):
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(GENTLE)
-        before = {name: value.clone() for name, value in made.export()}
-        for call in (lambda batch: made.update(batch, NextToken()), made.score):
-            with pytest.raises(UserError, match=said):
+def test_tokens_outside_the_model_are_rejected(tmp_path, sequence, message):
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.set_optimizer(GENTLE)
+        before = {name: value.clone() for name, value in trainer.export()}
+        for call in (lambda batch: trainer.update(batch, NextToken()), trainer.score):
+            with pytest.raises(UserError, match=message):
                 call([*sequences(1), sequence])
-        assert all(value.equal(before[name]) for name, value in made.export())
+        assert all(value.equal(before[name]) for name, value in trainer.export())
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "message"),
     [
         ({"tp": 3, "dp": 1}, r"train.parallel.tp: 3 does not fit mimo's 4 attention heads and 2 key-value heads; these do: \[1, 2, 4\]"),
         ({"pp": 2, "pp_layout": [1, 2]}, r"pp_layout: \[1, 2\] must name 2 stages with 2 layers"),
@@ -59,14 +59,14 @@ def test_tokens_outside_the_model_are_rejected(tmp_path, sequence, said):
         ({"ep": 2, "dp": 2}, "train.parallel.ep: 2 does not divide the 0 experts of mimo"),
     ],
 )
-def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, said):
+def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, message):
     from types import SimpleNamespace
 
     from mtpctl.model.build import complete_config
     from mtpctl.recipe.model import MtpConfig
 
     shape = mimo(tmp_path / "model").shape
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         complete_config(SimpleNamespace(), shape, parallel=ParallelConfig(**layout), precision="fp32", mtp=MtpConfig())
 
 
@@ -74,34 +74,34 @@ class TestNotFinite:
     """NaN in the forward pass, in the loss, or in a gradient."""
 
     def test_weights(self, tmp_path):
-        with engine(mimo(tmp_path / "model")) as made:
-            made.set_optimizer(GENTLE)
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.set_optimizer(GENTLE)
             with torch.no_grad():
-                made.module.decoder.layers[0].mlp.linear_fc2.weight[0, 0] = torch.nan
-            assert skipped(made, NextToken())
+                trainer.module.decoder.layers[0].mlp.linear_fc2.weight[0, 0] = torch.nan
+            assert skipped(trainer, NextToken())
 
     def test_loss(self, tmp_path):
-        with engine(mimo(tmp_path / "model")) as made:
-            made.set_optimizer(GENTLE)
-            assert skipped(made, Broken())
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.set_optimizer(GENTLE)
+            assert skipped(trainer, Broken())
 
     def test_mtp_alone(self, tmp_path):
-        with engine(mimo(tmp_path / "model")) as made:
-            made.set_optimizer(GENTLE)
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.set_optimizer(GENTLE)
             with torch.no_grad():
-                made.module.mtp.layers[0].eh_proj.weight[0, 0] = torch.inf
-            assert skipped(made, NextToken())
+                trainer.module.mtp.layers[0].eh_proj.weight[0, 0] = torch.inf
+            assert skipped(trainer, NextToken())
 
     def test_training_goes_on(self, tmp_path):
         """A skipped update changes nothing of what follows it."""
         folder, losses = mimo(tmp_path / "model"), []
         for broken in (False, True):
-            with engine(folder) as made:
-                made.set_optimizer(GENTLE)
-                made.update(sequences(), NextToken())
+            with engine(folder) as trainer:
+                trainer.set_optimizer(GENTLE)
+                trainer.update(sequences(), NextToken())
                 if broken:
-                    assert made.update(sequences(seed=1), Broken())["skipped"] == 1.0
-                losses.append([made.update(sequences(), NextToken())["sft/loss"] for _ in range(3)])
+                    assert trainer.update(sequences(seed=1), Broken())["skipped"] == 1.0
+                losses.append([trainer.update(sequences(), NextToken())["sft/loss"] for _ in range(3)])
         assert losses[0] == losses[1]
 
 
@@ -116,10 +116,10 @@ class Broken(NextToken):
         return broken
 
 
-def skipped(made, objective):
+def skipped(trainer, objective):
     """Whether an update says so in finite numbers, takes no step, and leaves every weight as it was."""
-    before = {name: value.clone() for name, value in made.module.named_parameters()}
-    metrics = made.update(sequences(), objective)
-    kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in made.module.named_parameters())
+    before = {name: value.clone() for name, value in trainer.module.named_parameters()}
+    metrics = trainer.update(sequences(), objective)
+    kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in trainer.module.named_parameters())
     finite = all(math.isfinite(value) for value in metrics.values())
-    return metrics["skipped"] == 1.0 and made.optimizer.steps == 0 and kept and finite
+    return metrics["skipped"] == 1.0 and trainer.optimizer.steps == 0 and kept and finite

@@ -41,42 +41,42 @@ def st_moe_loss(router: Router, x: Tensor, _: Tensor) -> Tensor:
     return F.linear(x, router.weight).exp().sum(-1).log().square().mean()
 
 
-def routed_by(made: MegatronEngine, micro: Any) -> list[Routed]:
+def routed_by(trainer: MegatronEngine, micro: Any) -> list[Routed]:
     """Each router with what it read and where it sent it, in a pass that keeps the graph."""
-    found: list[Routed] = []
+    result: list[Routed] = []
 
     def keep(router: Router, args: tuple[Tensor, ...], out: tuple[Tensor, Tensor]) -> None:
-        found.append((router, args[0].flatten(0, -2), out[1]))
+        result.append((router, args[0].flatten(0, -2), out[1]))
 
-    hooks = [module.register_forward_hook(keep) for module in made.module.modules() if isinstance(module, Router)]
-    made.module(micro.input_ids, micro.packing, depths=made.depths)
+    hooks = [module.register_forward_hook(keep) for module in trainer.module.modules() if isinstance(module, Router)]
+    trainer.module(micro.input_ids, micro.packing, depths=trainer.depths)
     for hook in hooks:
         hook.remove()
-    return found
+    return result
 
 
 def plain_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig) -> dict[str, Tensor]:
     """Those of both formulas, summed over layers; means over micro-batches, by their tokens, and over depths that share a layer."""
-    with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL) as made:
-        made.set_optimizer(GENTLE)
-        micros = made._micro_batches(BATCH, made.depths)
+    with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL) as trainer:
+        trainer.set_optimizer(GENTLE)
+        micros = trainer._micro_batches(BATCH, trainer.depths)
         assert len(micros) > 2
-        made.model.train()
-        made.gradients.clear()
+        trainer.model.train()
+        trainer.gradients.clear()
         for micro in micros:
-            for router, x, routes in (routed := routed_by(made, micro)):
+            for router, x, routes in (routed := routed_by(trainer, micro)):
                 times = sum(other is router for other, *_ in routed)
                 loss = moe.aux_loss * switch_loss(router, x, routes) + moe.z_loss * st_moe_loss(router, x, routes)
                 (loss * len(micro.input_ids) / (TOTAL * times)).backward(retain_graph=True)
-        return gradients(made)
+        return gradients(trainer)
 
 
 def balancing_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig, recompute: str = "none") -> dict[str, Tensor]:
     """Those of an update whose main loss weighs nothing, and that has no MTP loss."""
-    with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL, moe=moe, recompute=recompute) as made:
-        made.set_optimizer(GENTLE)
-        made.update(BATCH, Nothing())
-        return gradients(made)
+    with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL, moe=moe, recompute=recompute) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trainer.update(BATCH, Nothing())
+        return gradients(trainer)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -108,48 +108,50 @@ def test_depths_that_share_a_layer_share_its_router_losses(tmp_path: Path, recom
 def test_adapter_receives_the_router_loss(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "model", **MODELS["qwen3-moe"])
     for recompute in ("none", "full"):
-        with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(aux_loss=0.3), lora=LoraConfig(rank=4), recompute=recompute) as made:
-            made.set_optimizer(GENTLE)
-            metrics = made.update(BATCH, Nothing())
+        with engine(
+            folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(aux_loss=0.3), lora=LoraConfig(rank=4), recompute=recompute
+        ) as trainer:
+            trainer.set_optimizer(GENTLE)
+            metrics = trainer.update(BATCH, Nothing())
             assert metrics["actor/grad_norm"] > 1e-4
             assert metrics["moe/dropped"] == 0
 
 
 def test_routers_have_no_extra_loss_by_default(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
-    found = balancing_gradients(folder, MoeConfig(), MtpConfig(mode="off"))
-    biases = {name for name in found if name.endswith("bias")}
+    result = balancing_gradients(folder, MoeConfig(), MtpConfig(mode="off"))
+    biases = {name for name in result if name.endswith("bias")}
     assert biases
-    assert all(value.abs().max() == 0 for name, value in found.items() if name not in biases)
+    assert all(value.abs().max() == 0 for name, value in result.items() if name not in biases)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_loads_are_counted_once_with_recomputation(tmp_path: Path, recompute: str) -> None:
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
-    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL) as made:
-        micros = made._micro_batches(BATCH, 0)
-        sums = [torch.stack([routes.sum(0) for *_, routes in routed_by(made, micro)]) for micro in micros]
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL) as trainer:
+        micros = trainer._micro_batches(BATCH, 0)
+        sums = [torch.stack([routes.sum(0) for *_, routes in routed_by(trainer, micro)]) for micro in micros]
         loads = torch.stack(sums).sum(0).double()
     assert loads.shape == (2, 8)  # the first layer is dense
     assert (loads.sum(1) == 4 * TOTAL).all()
-    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL, recompute=recompute) as made:
-        made.set_optimizer(GENTLE)
-        metrics = made.update(BATCH, NextToken())
+    with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=SMALL, recompute=recompute) as trainer:
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update(BATCH, NextToken())
         assert metrics["moe/load_max"] == pytest.approx(float((loads.amax(1) / loads.mean(1)).mean()))
         assert metrics["moe/load_cv"] == pytest.approx(float((loads.std(1, correction=0) / loads.mean(1)).mean()))
         assert metrics["moe/dropped"] == 0
-        made.score(BATCH)
-        assert made.update(BATCH, NextToken())["moe/dropped"] == 0
+        trainer.score(BATCH)
+        assert trainer.update(BATCH, NextToken())["moe/dropped"] == 0
 
 
 def test_dense_model_has_no_load_metrics(tmp_path: Path) -> None:
-    with engine(mimo(tmp_path / "model"), mtp=MtpConfig(mode="off")) as made:
-        made.set_optimizer(GENTLE)
-        assert not [name for name in made.update(BATCH, NextToken()) if name.startswith("moe/")]
+    with engine(mimo(tmp_path / "model"), mtp=MtpConfig(mode="off")) as trainer:
+        trainer.set_optimizer(GENTLE)
+        assert not [name for name in trainer.update(BATCH, NextToken()) if name.startswith("moe/")]
 
 
-def biases(made: MegatronEngine) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in made.export() if name.endswith("e_score_correction_bias")}
+def biases(trainer: MegatronEngine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.export() if name.endswith("e_score_correction_bias")}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -157,28 +159,28 @@ def test_update_moves_each_bias_towards_equal_loads(tmp_path: Path, precision: s
     """Also where bf16 could not tell the step: biases stay fp32. A skipped update moves none, and a checkpoint keeps them."""
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
     step = 1e-4
-    with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(bias_update=step), precision=precision) as made:
-        made.set_optimizer(GENTLE)
-        routers = [module for module in made.module.modules() if isinstance(module, Router)]
+    with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(bias_update=step), precision=precision) as trainer:
+        trainer.set_optimizer(GENTLE)
+        routers = [module for module in trainer.module.modules() if isinstance(module, Router)]
         before = [router.expert_bias.clone() for router in routers]
-        made.update(BATCH, NextToken())
+        trainer.update(BATCH, NextToken())
         after = [router.expert_bias.clone() for router in routers]
         for router, old, new in zip(routers, before, after, strict=True):
             load = router.load.double()
             assert new.dtype == torch.float32
             assert len(set(load.tolist())) > 1
             torch.testing.assert_close(new, old + step * (load.mean() - load).sign().float(), rtol=0, atol=0)
-        exported = biases(made)
+        exported = biases(trainer)
         assert all(any(torch.equal(value, new) for new in after) for value in exported.values())
         assert len(exported) == len(routers)
-        made.save(tmp_path / "checkpoint")
-        weight = next(p for name, p in made.module.named_parameters() if name.endswith("linear_proj.weight"))
+        trainer.save(tmp_path / "checkpoint")
+        weight = next(p for name, p in trainer.module.named_parameters() if name.endswith("linear_proj.weight"))
         kept = weight.detach().clone()
         weight.data[0, 0] = torch.nan
-        assert made.update(BATCH, NextToken())["skipped"] == 1
+        assert trainer.update(BATCH, NextToken())["skipped"] == 1
         assert all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
         weight.data.copy_(kept)
-        made.update(BATCH, NextToken())
+        trainer.update(BATCH, NextToken())
         assert not all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
-        made.restore(tmp_path / "checkpoint")
+        trainer.restore(tmp_path / "checkpoint")
         assert all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from mtpctl.trainer.batch import Sequence, dummy_batch, pack
+from mtpctl.families.configs import hub_config
+from mtpctl.families.reading import shape_of
+from mtpctl.plan.flops import step_flops
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.batch import Sequence, dummy_batch, in_one_copy, pack, to_device, utilisation
+from mtpctl.trainer.objective import NextToken
+from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
 BATCH = [
     Sequence([5, 6, 7, 8], 2, [1, 1], {"old": [0.1, 0.2]}),
@@ -65,3 +74,58 @@ def test_packing_takes_a_tenth_of_a_microsecond_a_token() -> None:
         pack(batch, list(range(8)), 1, "cpu")
         taken.append(time.process_time() - began)
     assert min(taken) < 0.1e-6 * 8 * 4096
+
+
+# Arrays come to a device as they are, in one copy.
+
+ARRAYS = [
+    np.arange(7),
+    np.zeros(0, np.float32),
+    np.array([True, False, True]),
+    np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2],
+    np.array([3, 5], np.int32),
+    np.arange(4, dtype=np.uint8),
+]
+
+
+@pytest.mark.parametrize("bring", [to_device, in_one_copy])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_shapes_dtypes_and_values_are_kept(bring, device: str) -> None:
+    result = bring(ARRAYS, device)
+    for tensor, array in zip(result, ARRAYS, strict=True):
+        assert tensor.device.type == device and tensor.cpu().equal(torch.from_numpy(array.copy()))
+
+
+def test_tensors_of_one_copy_share_a_storage() -> None:
+    assert len({each.untyped_storage().data_ptr() for each in in_one_copy(ARRAYS, "cpu") if each.numel()}) == 1
+    assert in_one_copy([], "cpu") == []
+
+
+# Share of the cards' peak that an update used.
+
+SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
+SEQUENCES = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 + [0] * 10)]
+
+
+def test_utilisation_is_flops_over_peak() -> None:
+    flops = step_flops(SHAPE, [100, 50], 90, [88], isolated=True)
+    share = utilisation(SHAPE, SEQUENCES, 1, isolated=True, seconds=0.5, card="NVIDIA H200", cards=4)
+    assert share == pytest.approx(flops / (0.5 * 4 * 989e12))
+
+
+def test_unknown_gpu_has_no_utilisation() -> None:
+    assert utilisation(SHAPE, SEQUENCES, 0, isolated=True, seconds=1.0, card="Some Card", cards=1) is None
+
+
+def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.trainer.batch.card_peak", {"cpu": 1e12}.get)
+    folder, batch = mimo(tmp_path / "model"), sequences()
+    with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as made:
+        made.set_optimizer(GENTLE)
+        metrics = made.update(batch, NextToken())
+    rows, drafts = (sum(s.drafted(depth) for s in batch) for depth in (0, 1))
+    flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, [drafts], isolated=True)
+    assert metrics["perf/mfu"] == pytest.approx(flops / metrics["timing_s/update"] / 1e12)
+    with engine(folder, precision="fp32") as made:
+        made.set_optimizer(GENTLE)
+        assert "perf/mfu" not in made.update(batch, NextToken())

@@ -51,7 +51,7 @@ def term_of(kl: Kl, ids: Tensor, likely: Tensor, counts: Tensor) -> CandidateTer
     return CandidateTerm(ids, counts, lambda named, rest, rows: candidate_kl(kl, named, rest, likely[rows]))
 
 
-def found(kl: Kl, weight: Tensor, **options: Any) -> tuple[float, Tensor, Tensor]:
+def result(kl: Kl, weight: Tensor, **options: Any) -> tuple[float, Tensor, Tensor]:
     hidden, _, ids, likely, counts = drawn()
     hidden.requires_grad_()
     out = candidate_loss(hidden, weight, term_of(kl, ids, likely, counts), grad_scale=SCALE, temperature=TEMPERATURE, **options)
@@ -64,7 +64,7 @@ def found(kl: Kl, weight: Tensor, **options: Any) -> tuple[float, Tensor, Tensor
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
 def test_loss_and_gradients_match_the_dense_formula(kl: Kl, workspace: int) -> None:
     loss, by_hidden, by_weight = right(kl)
-    value, *grads = found(kl, drawn()[1].requires_grad_(), workspace_bytes=workspace)
+    value, *grads = result(kl, drawn()[1].requires_grad_(), workspace_bytes=workspace)
     assert value == pytest.approx(loss, rel=1e-10)
     assert relative(grads[0], by_hidden) < 1e-10 and relative(grads[1], by_weight) < 1e-10
 
@@ -73,7 +73,7 @@ def test_head_gradients_are_added_to_main_grad() -> None:
     _, _, by_weight = right("reverse")
     weight = drawn()[1].requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight).detach(), False  # type: ignore[attr-defined]
-    found("reverse", weight, main_grad=True)
+    result("reverse", weight, main_grad=True)
     assert relative(weight.main_grad - 1, by_weight) < 1e-9  # type: ignore[attr-defined]
 
 
@@ -88,9 +88,9 @@ def test_vocabulary_split_over_ranks_gives_equal_results(split: int) -> None:
             "gloo", store=join_store(place.master, place.deadline_s), rank=place.rank, world_size=place.world_size
         )
         mine = torch.zeros(split, HIDDEN, dtype=torch.float64)
-        held = drawn()[1][place.rank * split : (place.rank + 1) * split]
-        mine[: len(held)] = held
-        value, *grads = found("reverse", mine.requires_grad_(), group=torch.distributed.group.WORLD, valid_vocab=VOCAB)
+        stored = drawn()[1][place.rank * split : (place.rank + 1) * split]
+        mine[: len(stored)] = stored
+        value, *grads = result("reverse", mine.requires_grad_(), group=torch.distributed.group.WORLD, valid_vocab=VOCAB)
         torch.distributed.destroy_process_group()
         return {"value": value, "grads": [grad.tolist() for grad in grads]}
 

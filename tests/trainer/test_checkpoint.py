@@ -30,148 +30,148 @@ from tests.fakes.tiny import engine, mimo, sequences
 ADAM = OptimizerConfig(lr=1e-2, warmup_steps=6, clip_grad=0.5)
 
 
-def steps(made, count):
+def steps(trainer, count):
     return [
-        tuple(made.update(sequences(), NextToken(), total_steps=20)[k] for k in ("sft/loss", "mtp/loss_1", "actor/lr"))
+        tuple(trainer.update(sequences(), NextToken(), total_steps=20)[k] for k in ("sft/loss", "mtp/loss_1", "actor/lr"))
         for _ in range(count)
     ]
 
 
 def test_resumed_run_repeats_the_next_five_steps_bit_for_bit(tmp_path):
     folder = mimo(tmp_path / "model")
-    with engine(folder) as made:
-        made.set_optimizer(ADAM)
-        steps(made, 3)
-        made.save(tmp_path / "checkpoint", {"stage": "sft", "step": 3})
-        expected = steps(made, 5)
-    with engine(folder) as made:
-        made.set_optimizer(ADAM)
-        assert made.restore(tmp_path / "checkpoint") == {"stage": "sft", "step": 3}
-        assert steps(made, 5) == expected
+    with engine(folder) as trainer:
+        trainer.set_optimizer(ADAM)
+        steps(trainer, 3)
+        trainer.save(tmp_path / "checkpoint", {"stage": "sft", "step": 3})
+        expected = steps(trainer, 5)
+    with engine(folder) as trainer:
+        trainer.set_optimizer(ADAM)
+        assert trainer.restore(tmp_path / "checkpoint") == {"stage": "sft", "step": 3}
+        assert steps(trainer, 5) == expected
 
 
 def test_checkpoint_before_the_first_step_is_restored(tmp_path):
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(ADAM)
-        made.save(tmp_path / "checkpoint")
-        expected = steps(made, 2)
-        made.set_optimizer(ADAM)
-        made.restore(tmp_path / "checkpoint")
-        assert steps(made, 2) == expected
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.set_optimizer(ADAM)
+        trainer.save(tmp_path / "checkpoint")
+        expected = steps(trainer, 2)
+        trainer.set_optimizer(ADAM)
+        trainer.restore(tmp_path / "checkpoint")
+        assert steps(trainer, 2) == expected
 
 
 def test_restore_without_an_optimizer_loads_only_weights(tmp_path):
     folder = mimo(tmp_path / "model")
-    with engine(folder) as made:
-        made.set_optimizer(ADAM)
-        steps(made, 1)
-        made.save(tmp_path / "checkpoint")
-        expected = dict(made.export())
-    with engine(folder, train=False) as made:
-        made.restore(tmp_path / "checkpoint")
-        assert all(torch.equal(value, expected[name]) for name, value in made.export())
+    with engine(folder) as trainer:
+        trainer.set_optimizer(ADAM)
+        steps(trainer, 1)
+        trainer.save(tmp_path / "checkpoint")
+        expected = dict(trainer.export())
+    with engine(folder, train=False) as trainer:
+        trainer.restore(tmp_path / "checkpoint")
+        assert all(torch.equal(value, expected[name]) for name, value in trainer.export())
 
 
 def test_restored_optimizer_keeps_the_new_hyperparameters(tmp_path):
     """What SFT saved may be taken up with the optimizer of RL: moments go on, rates are RL's."""
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(ADAM)
-        steps(made, 1)
-        made.save(tmp_path / "checkpoint")
-        made.set_optimizer(OptimizerConfig(lr=1e-4, mtp_lr=1e-5))
-        made.restore(tmp_path / "checkpoint")
-        assert steps(made, 1)[0][2] == 1e-4
-        assert {group["lr"] for group in made.optimizer.inner.param_groups} == {1e-4, 1e-5}
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.set_optimizer(ADAM)
+        steps(trainer, 1)
+        trainer.save(tmp_path / "checkpoint")
+        trainer.set_optimizer(OptimizerConfig(lr=1e-4, mtp_lr=1e-5))
+        trainer.restore(tmp_path / "checkpoint")
+        assert steps(trainer, 1)[0][2] == 1e-4
+        assert {group["lr"] for group in trainer.optimizer.inner.param_groups} == {1e-4, 1e-5}
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"intermediate_size": 64}, r"decoder.layers.mlp.linear_fc1.weight: \(2, 96, 32\) saved, \(2, 128, 32\) wanted"),
         ({"num_hidden_layers": 3}, r"decoder.layers.self_attention.linear_proj.weight: \(2, 32, 32\) saved, \(3, 32, 32\) wanted"),
         ({"num_nextn_predict_layers": 2}, r"mtp.layers.1.enorm.weight: not saved"),
     ],
 )
-def test_checkpoint_of_another_model_is_rejected_before_anything_is_overwritten(tmp_path, fields, said):
-    with engine(mimo(tmp_path / "model")) as made:
-        made.save(tmp_path / "checkpoint")
-    with engine(mimo(tmp_path / "other", **fields)) as made:
-        before = {name: value.clone() for name, value in made.export()}
-        with pytest.raises(UserError, match=said):
-            made.restore(tmp_path / "checkpoint")
-        assert all(torch.equal(value, before[name]) for name, value in made.export())
+def test_checkpoint_of_another_model_is_rejected_before_anything_is_overwritten(tmp_path, fields, message):
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.save(tmp_path / "checkpoint")
+    with engine(mimo(tmp_path / "other", **fields)) as trainer:
+        before = {name: value.clone() for name, value in trainer.export()}
+        with pytest.raises(UserError, match=message):
+            trainer.restore(tmp_path / "checkpoint")
+        assert all(torch.equal(value, before[name]) for name, value in trainer.export())
 
 
 def test_checkpoint_with_mtp_is_rejected_by_a_model_without(tmp_path):
     folder = mimo(tmp_path / "model")
-    with engine(folder) as made:
-        made.save(tmp_path / "checkpoint")
-    with engine(folder, mtp=MtpConfig(mode="off")) as made, pytest.raises(UserError, match=r"mtp.layers.0.*saved, not wanted"):
-        made.restore(tmp_path / "checkpoint")
+    with engine(folder) as trainer:
+        trainer.save(tmp_path / "checkpoint")
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer, pytest.raises(UserError, match=r"mtp.layers.0.*saved, not wanted"):
+        trainer.restore(tmp_path / "checkpoint")
 
 
 def test_missing_optimizer_state_is_reported_as_such(tmp_path):
     """A run whose MTP layers stood still, taken up by one that trains them; the other way round nothing is missing."""
     folder = mimo(tmp_path / "hf")
-    with engine(folder) as made:
+    with engine(folder) as trainer:
         for trained in (False, True):
-            made.trains_mtp = trained
-            made.set_optimizer(ADAM)
-            made.save(tmp_path / f"trained-{trained}")
+            trainer.trains_mtp = trained
+            trainer.set_optimizer(ADAM)
+            trainer.save(tmp_path / f"trained-{trained}")
         with pytest.raises(UserError, match=r"trained-False: its optimizer has no state of exp_avg\.mtp\..* train what it trained \(train"):
-            made.restore(tmp_path / "trained-False")
-        made.trains_mtp = False
-        made.set_optimizer(ADAM)
-        made.restore(tmp_path / "trained-True")
+            trainer.restore(tmp_path / "trained-False")
+        trainer.trains_mtp = False
+        trainer.set_optimizer(ADAM)
+        trainer.restore(tmp_path / "trained-True")
 
 
 def test_checkpoint_without_an_optimizer_is_rejected_if_one_is_set(tmp_path):
-    with engine(mimo(tmp_path / "model")) as made:
-        made.save(tmp_path / "checkpoint")
-        made.set_optimizer(ADAM)
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.save(tmp_path / "checkpoint")
+        trainer.set_optimizer(ADAM)
         with pytest.raises(UserError, match="without an optimizer"):
-            made.restore(tmp_path / "checkpoint")
+            trainer.restore(tmp_path / "checkpoint")
 
 
 def test_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    with engine(mimo(tmp_path / "model")) as made:
-        made.save(tmp_path / "checkpoint", {"step": 1})
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.save(tmp_path / "checkpoint", {"step": 1})
         with monkeypatch.context() as patch, pytest.raises(SaveFailed, match="rank 0: OSError: disk full"):
             patch.setattr(json, "dumps", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-            made.save(tmp_path / "checkpoint", {"step": 2})
-        assert made.restore(tmp_path / "checkpoint") == {"step": 1}
-        made.save(tmp_path / "checkpoint", {"step": 3})
-        assert made.restore(tmp_path / "checkpoint") == {"step": 3}
+            trainer.save(tmp_path / "checkpoint", {"step": 2})
+        assert trainer.restore(tmp_path / "checkpoint") == {"step": 1}
+        trainer.save(tmp_path / "checkpoint", {"step": 3})
+        assert trainer.restore(tmp_path / "checkpoint") == {"step": 3}
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
 def test_abandoned_save_leaves_nothing_and_the_next_one_succeeds(tmp_path):
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(ADAM)
-        made.save(tmp_path / "checkpoint", {"step": 1})
-        made.begin_save(tmp_path / "checkpoint", {"step": 2}).abandon()
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.set_optimizer(ADAM)
+        trainer.save(tmp_path / "checkpoint", {"step": 1})
+        trainer.begin_save(tmp_path / "checkpoint", {"step": 2}).abandon()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "model"]
-        steps(made, 1)
-        made.save(tmp_path / "next", {"step": 3})
-        expected = steps(made, 2)
-        assert made.restore(tmp_path / "checkpoint") == {"step": 1}
-        assert made.restore(tmp_path / "next") == {"step": 3}
-        assert steps(made, 2) == expected
+        steps(trainer, 1)
+        trainer.save(tmp_path / "next", {"step": 3})
+        expected = steps(trainer, 2)
+        assert trainer.restore(tmp_path / "checkpoint") == {"step": 1}
+        assert trainer.restore(tmp_path / "next") == {"step": 3}
+        assert steps(trainer, 2) == expected
 
 
 @pytest.mark.parametrize("most", [0, 100_000])
 def test_save_succeeds_after_one_on_a_full_disk(tmp_path, most):
     """Whether it has no room at all, or is full after some of it is written."""
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(ADAM)
-        steps(made, 1)
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.set_optimizer(ADAM)
+        steps(trainer, 1)
         with full_disk(most), pytest.raises(SaveFailed, match=r"a was not written: .*File too large"):
-            made.save(tmp_path / "a", {"step": 1})
+            trainer.save(tmp_path / "a", {"step": 1})
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
-        made.save(tmp_path / "b", {"step": 2})
-        expected = steps(made, 2)
-        assert made.restore(tmp_path / "b") == {"step": 2}
-        assert steps(made, 2) == expected
+        trainer.save(tmp_path / "b", {"step": 2})
+        expected = steps(trainer, 2)
+        assert trainer.restore(tmp_path / "b") == {"step": 2}
+        assert steps(trainer, 2) == expected
 
 
 def test_kill_during_replacement_keeps_a_complete_checkpoint(tmp_path, monkeypatch):
@@ -185,12 +185,12 @@ def test_kill_during_replacement_keeps_a_complete_checkpoint(tmp_path, monkeypat
             (path / "engine.json").unlink()
             raise Killed
 
-    with engine(mimo(tmp_path / "model")) as made:
-        made.save(tmp_path / "checkpoint", {"step": 1})
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.save(tmp_path / "checkpoint", {"step": 1})
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(shutil, "rmtree", take_away)
-            made.save(tmp_path / "checkpoint", {"step": 2})
-        assert made.restore(tmp_path / "checkpoint") == {"step": 2}
+            trainer.save(tmp_path / "checkpoint", {"step": 2})
+        assert trainer.restore(tmp_path / "checkpoint") == {"step": 2}
         publish_checkpoint(tmp_path / "checkpoint", keep=1)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "latest", "model"]
 
@@ -199,8 +199,8 @@ class TestNewest:
     """The newest whole checkpoint is found by what is saved, and publishing one deletes older ones alone."""
 
     @staticmethod
-    def save(made, root, name, keep=None):
-        made.save(root / name)
+    def save(trainer, root, name, keep=None):
+        trainer.save(root / name)
         state = {"stage": "rl", "step": int(name.partition("-")[2]), "ended": []}
         (root / name / "run.json").write_text(json.dumps(state))
         if keep is not None:
@@ -209,30 +209,30 @@ class TestNewest:
     def test_publishing_keeps_the_newest_and_damaged_checkpoints(self, tmp_path):
         root = tmp_path / "checkpoints"
         assert newest(root) is None
-        with engine(mimo(tmp_path / "model")) as made:
+        with engine(mimo(tmp_path / "model")) as trainer:
             for name in ("sft-1", "sft-2", "rl-1", "rl-2"):
-                self.save(made, root, name, keep=2)
+                self.save(trainer, root, name, keep=2)
                 (root / "rl-0.partial").mkdir(exist_ok=True)
                 assert newest(root) == root / name
             flip(root / "rl-2" / "__0_0.distcp")
             assert settle(root).path == root / "rl-1"
-            self.save(made, root, "rl-2", keep=1)
+            self.save(trainer, root, "rl-2", keep=1)
         assert sorted(p.name for p in root.iterdir()) == ["latest", "rl-0.partial", "rl-2", "rl-2.damaged"]
 
     def test_publishing_an_older_checkpoint_keeps_newer_ones(self, tmp_path):
         root = tmp_path / "checkpoints"
-        with engine(mimo(tmp_path / "model")) as made:
+        with engine(mimo(tmp_path / "model")) as trainer:
             for name in ("rl-1", "rl-2", "rl-3"):
-                self.save(made, root, name)
+                self.save(trainer, root, name)
         publish_checkpoint(root / "rl-2", keep=1)
         assert [path.name for path in saved_in(root)] == ["rl-3", "rl-2"]
 
     def test_unpublished_checkpoint_is_found(self, tmp_path):
         """A run that is killed between the two has lost nothing."""
         root = tmp_path / "checkpoints"
-        with engine(mimo(tmp_path / "model")) as made:
-            self.save(made, root, "rl-1", keep=2)
-            self.save(made, root, "rl-2")
+        with engine(mimo(tmp_path / "model")) as trainer:
+            self.save(trainer, root, "rl-1", keep=2)
+            self.save(trainer, root, "rl-2")
         assert newest(root) == root / "rl-2"
 
 
@@ -241,12 +241,12 @@ class TestListing:
 
     @pytest.mark.parametrize("concurrent", [False, True])
     def test_checksums_match_the_files(self, tmp_path, concurrent):
-        with engine(mimo(tmp_path / "model")) as made:
-            made.set_optimizer(ADAM)
-            saving = made.begin_save(tmp_path / "a", {"step": 1}, concurrent=concurrent)
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.set_optimizer(ADAM)
+            saving = trainer.begin_save(tmp_path / "a", {"step": 1}, concurrent=concurrent)
             (saving.folder / "run.json").write_text("{}")
             saving.finish({"run.json": entry_of_text("{}")})
-            made.save(tmp_path / "b")
+            trainer.save(tmp_path / "b")
         for number, path in enumerate((tmp_path / "a", tmp_path / "b"), 1):
             files = {file.relative_to(path).as_posix(): entry_of(file) for file in files_in(path)}
             assert read_listing(path).files == files and {"__0_0.distcp", ".metadata", "metadata.json", "engine.json"} <= set(files)
@@ -255,17 +255,17 @@ class TestListing:
     def test_shards_are_not_read_back(self, tmp_path, monkeypatch):
         read = []
         monkeypatch.setattr("mtpctl.checkpoint.listing.entry_of", lambda file, like=None: read.append(file.name) or entry_of(file, like))
-        with engine(mimo(tmp_path / "model")) as made:
-            made.save(tmp_path / "a")
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.save(tmp_path / "a")
         assert sorted(read) == [".metadata", "engine.json", "metadata.json"]
 
     def test_save_after_one_that_failed_has_its_own_checksums(self, tmp_path):
-        with engine(mimo(tmp_path / "model")) as made:
-            made.set_optimizer(ADAM)
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.set_optimizer(ADAM)
             with full_disk(100_000), pytest.raises(SaveFailed):
-                made.save(tmp_path / "a")
-            steps(made, 1)
-            made.save(tmp_path / "a")
+                trainer.save(tmp_path / "a")
+            steps(trainer, 1)
+            trainer.save(tmp_path / "a")
         path = tmp_path / "a"
         assert read_listing(path).files == {file.name: entry_of(file) for file in files_in(path)}
 
@@ -275,9 +275,9 @@ class TestUnreadable:
 
     @pytest.fixture
     def saved(self, tmp_path):
-        with engine(mimo(tmp_path / "model")) as made:
-            made.save(tmp_path / "saved")
-            yield made, tmp_path / "saved"
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.save(tmp_path / "saved")
+            yield trainer, tmp_path / "saved"
 
     @pytest.mark.parametrize(
         "damage",
@@ -292,14 +292,14 @@ class TestUnreadable:
         ],
     )
     def test_damage_is_one_line(self, saved, damage):
-        made, path = saved
+        trainer, path = saved
         damage(path)
-        with pytest.raises(UserError, match=r"^/.*saved.*cannot be read \(.*\); if it is damaged, name another checkpoint$") as told:
-            made.restore(path)
-        assert "\n" not in str(told.value) and "dict_keys" not in str(told.value)
+        with pytest.raises(UserError, match=r"^/.*saved.*cannot be read \(.*\); if it is damaged, name another checkpoint$") as lines:
+            trainer.restore(path)
+        assert "\n" not in str(lines.value) and "dict_keys" not in str(lines.value)
 
     def test_metadata_with_code_is_rejected(self, saved, tmp_path):
-        made, path = saved
+        trainer, path = saved
 
         class Attack:
             def __reduce__(self):
@@ -307,11 +307,11 @@ class TestUnreadable:
 
         (path / ".metadata").write_bytes(pickle.dumps(Attack()))
         with pytest.raises(UserError, match=r"\.metadata: names posix\.system, which no checkpoint needs"):
-            made.restore(path)
+            trainer.restore(path)
         assert not (tmp_path / "executed").exists()
 
     def test_shard_objects_with_code_are_rejected(self, saved, tmp_path):
-        made, path = saved
+        trainer, path = saved
 
         class Attack:
             def __reduce__(self):
@@ -326,7 +326,7 @@ class TestUnreadable:
                 stored.relative_path, stored.offset, stored.length = "other.distcp", 0, len(buffer.getvalue())
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(UserError, match="cannot be read"):
-            made.restore(path)
+            trainer.restore(path)
         assert not (tmp_path / "executed").exists()
 
 
@@ -335,15 +335,15 @@ class TestConcurrentSave:
 
     def test_has_the_state_at_its_start(self, tmp_path):
         folder = mimo(tmp_path / "model")
-        with engine(folder) as made:
-            made.set_optimizer(ADAM)
-            steps(made, 2)
-            saving = made.begin_save(tmp_path / "checkpoint", {"step": 2}, concurrent=True)
-            expected = steps(made, 5)
+        with engine(folder) as trainer:
+            trainer.set_optimizer(ADAM)
+            steps(trainer, 2)
+            saving = trainer.begin_save(tmp_path / "checkpoint", {"step": 2}, concurrent=True)
+            expected = steps(trainer, 5)
             saving.finish()
-            made.set_optimizer(ADAM)
-            assert made.restore(tmp_path / "checkpoint") == {"step": 2}
-            assert steps(made, 5) == expected
+            trainer.set_optimizer(ADAM)
+            assert trainer.restore(tmp_path / "checkpoint") == {"step": 2}
+            assert steps(trainer, 5) == expected
 
     def test_does_not_exist_until_it_is_complete(self, tmp_path, monkeypatch):
         go = threading.Event()
@@ -351,28 +351,28 @@ class TestConcurrentSave:
         monkeypatch.setattr(
             FileSystemWriterAsync, "write_preloaded_data_multithread", staticmethod(lambda *args: go.wait() and write(*args))
         )
-        with engine(mimo(tmp_path / "model")) as made:
-            saving = made.begin_save(tmp_path / "checkpoint", concurrent=True)
+        with engine(mimo(tmp_path / "model")) as trainer:
+            saving = trainer.begin_save(tmp_path / "checkpoint", concurrent=True)
             assert not saving.written()
             assert not (tmp_path / "checkpoint").exists()
             go.set()
             saving.finish()
-            assert made.restore(tmp_path / "checkpoint") == {}
+            assert trainer.restore(tmp_path / "checkpoint") == {}
 
     def test_failure_is_raised_by_finish(self, tmp_path, monkeypatch):
         @staticmethod
         def fail(*_):
             raise OSError("disk full")
 
-        with engine(mimo(tmp_path / "model")) as made:
+        with engine(mimo(tmp_path / "model")) as trainer:
             with monkeypatch.context() as patch:
                 patch.setattr(FileSystemWriterAsync, "write_preloaded_data_multithread", fail)
-                saving = made.begin_save(tmp_path / "checkpoint", concurrent=True)
+                saving = trainer.begin_save(tmp_path / "checkpoint", concurrent=True)
                 with pytest.raises(SaveFailed, match="checkpoint was not written: rank 0: OSError: disk full"):
                     saving.finish()
             assert [p.name for p in tmp_path.iterdir()] == ["model"], "the room of what was written is free again"
-            made.save(tmp_path / "checkpoint", {"step": 1})
-            assert made.restore(tmp_path / "checkpoint") == {"step": 1}
+            trainer.save(tmp_path / "checkpoint", {"step": 1})
+            assert trainer.restore(tmp_path / "checkpoint") == {"step": 1}
 
     def test_killed_writer_keeps_the_last_checkpoint(self, tmp_path):
         """The process dies in the middle of the second checkpoint's shard."""
@@ -384,16 +384,16 @@ class TestConcurrentSave:
         assert child.exitcode == -signal.SIGKILL
         assert any((root / "second.partial").iterdir())
         assert newest(root) == root / "first"
-        with engine(folder) as made:
-            assert made.restore(root / "first") == {"step": 1}
-            made.save(root / "second", {"step": 2})
-            assert made.restore(root / "second") == {"step": 2}
+        with engine(folder) as trainer:
+            assert trainer.restore(root / "first") == {"step": 1}
+            trainer.save(root / "second", {"step": 2})
+            assert trainer.restore(root / "second") == {"step": 2}
         assert sorted(p.name for p in root.iterdir()) == ["first", "latest", "second"]
 
 
 def die_while_writing(folder, root):
-    with engine(folder) as made:
-        made.save(root / "first", {"step": 1})
+    with engine(folder) as trainer:
+        trainer.save(root / "first", {"step": 1})
         publish_checkpoint(root / "first", keep=2)
         filesystem_async.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-        made.begin_save(root / "second", {"step": 2}, concurrent=True).finish()
+        trainer.begin_save(root / "second", {"step": 2}, concurrent=True).finish()

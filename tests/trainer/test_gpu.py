@@ -48,9 +48,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def error(found: list[Tensor], exact: list[Tensor]) -> float:
+def error(result: list[Tensor], exact: list[Tensor]) -> float:
     """Root mean square of the difference, relative to the exact values'."""
-    off = torch.cat([(a.double().cpu() - b.double().cpu()).flatten() for a, b in zip(found, exact, strict=True)])
+    off = torch.cat([(a.double().cpu() - b.double().cpu()).flatten() for a, b in zip(result, exact, strict=True)])
     return float(off.norm() / torch.cat([b.double().cpu().flatten() for b in exact]).norm())
 
 
@@ -73,15 +73,15 @@ def test_attention(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
         return [out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)]
 
     exact = run(attention._grouped, torch.float64)
-    own, found = run(attention._grouped, torch.bfloat16), run(attention._flash, torch.bfloat16)
-    for what, mine, theirs, right in zip(("out", "q", "k", "v"), found, own, exact, strict=True):
+    own, result = run(attention._grouped, torch.bfloat16), run(attention._flash, torch.bfloat16)
+    for what, mine, theirs, right in zip(("out", "q", "k", "v"), result, own, exact, strict=True):
         assert error([mine], [right]) <= 2 * error([theirs], [right]), what
 
 
-def logits(made: MegatronEngine, ids: list[list[int]]) -> list[Tensor]:
-    flat = torch.tensor([token for sample in ids for token in sample], device=made.device)
+def logits(trainer: MegatronEngine, ids: list[list[int]]) -> list[Tensor]:
+    flat = torch.tensor([token for sample in ids for token in sample], device=trainer.device)
     with torch.no_grad():
-        hidden = made.module(flat, Packing.of([len(sample) for sample in ids], made.device))
+        hidden = trainer.module(flat, Packing.of([len(sample) for sample in ids], trainer.device))
         return [part.cpu() for part in (hidden.trunk @ hidden.head.T).split([len(sample) for sample in ids])]
 
 
@@ -106,10 +106,10 @@ def test_logits_of_every_kind_of_layer_match(tmp_path: Path, case: str) -> None:
     kind, fields = CASES[case]
     hf = hf_model(kind, fields | WIDE | MODELS[case], tmp_path)
     ids = [s.token_ids.tolist() for s in sequences(6, vocab=512, low=20, high=110)]
-    found = {}
+    result = {}
     for precision in ("fp32", "bf16"):
-        with engine(HfFolder.open(tmp_path), train=False, precision=precision, mtp=MtpConfig(mode="off")) as made:
-            found[precision] = logits(made, ids)
+        with engine(HfFolder.open(tmp_path), train=False, precision=precision, mtp=MtpConfig(mode="off")) as trainer:
+            result[precision] = logits(trainer, ids)
     own, exact = {}, {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         # Transformers computes on the CPU: its linear attention solves triangular systems, which need libraries that a card's
@@ -125,8 +125,8 @@ def test_logits_of_every_kind_of_layer_match(tmp_path: Path, case: str) -> None:
     of_bf16 = error(own["bf16"], exact["bf16"])
     # The kernels of linear attention multiply fp32 in TF32, which has three binary digits more than bf16.
     bound = of_bf16 / 3 if case in ("qwen3.5", "qwen3-next") else 4 * error(own["fp32"], exact["fp32"])
-    assert error(found["fp32"], exact["fp32"]) <= bound
-    assert error(found["bf16"], exact["bf16"]) <= 3 * of_bf16
+    assert error(result["fp32"], exact["fp32"]) <= bound
+    assert error(result["bf16"], exact["bf16"]) <= 3 * of_bf16
 
 
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
@@ -142,16 +142,16 @@ def test_gradients_of_packed_and_separate_samples_match(tmp_path: Path, mode: st
         bound = 1e-5 if precision == "fp32" else 2 * error([own[name] for name in names], [exact[name] for name in names])
         for budget in (1, 100_000):
             mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0)  # type: ignore[arg-type]
-            with engine(folder, precision=precision, mtp=mtp, tokens_per_microbatch=budget) as made:
-                made.forward_backward(batch, NextToken())
-                found = reduced_gradients(made)
-            assert error([found[name] for name in names], [exact[name] for name in names]) <= bound, (precision, budget)
+            with engine(folder, precision=precision, mtp=mtp, tokens_per_microbatch=budget) as trainer:
+                trainer.forward_backward(batch, NextToken())
+                result = reduced_gradients(trainer)
+            assert error([result[name] for name in names], [exact[name] for name in names]) <= bound, (precision, budget)
 
 
-def reduced_gradients(made: MegatronEngine) -> dict[str, Tensor]:
+def reduced_gradients(trainer: MegatronEngine) -> dict[str, Tensor]:
     """In fp32, which is more than weights in bf16 could hold: `gradients` would round them."""
-    made.module.float()
-    return gradients(made)
+    trainer.module.float()
+    return gradients(trainer)
 
 
 def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
@@ -160,11 +160,11 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
     config = MIMO | fields | {"num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
     folder, tokens, workspace = shape_folder(config, tmp_path), 8192, 512 << 20
     kernels = KernelsConfig(workspace_bytes=workspace)
-    with engine(folder, precision="bf16", tokens_per_microbatch=tokens, random_seed=0, kernels=kernels) as made:
+    with engine(folder, precision="bf16", tokens_per_microbatch=tokens, random_seed=0, kernels=kernels) as trainer:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            made.forward_backward(samples(32000, tokens, 8, 0.02), NextToken())
+            trainer.forward_backward(samples(32000, tokens, 8, 0.02), NextToken())
         peak = torch.cuda.max_memory_allocated() - before
     shape, parallel = folder.shape, ParallelConfig()
     # Beside the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.

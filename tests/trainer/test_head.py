@@ -40,41 +40,41 @@ LOSSES = {
 }
 
 
-def told(made: MegatronEngine) -> list[Sequence]:
+def lines(trainer: MegatronEngine) -> list[Sequence]:
     """Sequences whose old, behaviour and reference log-probs lie about the policy's own."""
     draw = random.Random(7)
 
     def columns(logprobs: list[float]) -> dict[str, Any]:
         names = ("old", "behaviour", "reference")
         made_up: dict[str, Any] = {name: [value + draw.gauss(0, 0.3) for value in logprobs] for name in names}
-        made_up["candidates"] = [[draw.randrange(made.folder.shape.vocab) for _ in range(3)] for _ in logprobs]
+        made_up["candidates"] = [[draw.randrange(trainer.folder.shape.vocab) for _ in range(3)] for _ in logprobs]
         made_up["candidate_logprobs"] = [[draw.uniform(-4, -1.2) for _ in range(3)] for _ in logprobs]
         return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
 
     batch = sequences(9, seed=3)
-    return [replace(s, columns=columns(score.logprobs)) for s, score in zip(batch, made.score(batch), strict=True)]
+    return [replace(s, columns=columns(score.logprobs)) for s, score in zip(batch, trainer.score(batch), strict=True)]
 
 
-def two_passes(made: MegatronEngine) -> TwoPasses:
-    return TwoPasses(made.config.kernels, made.folder.shape, made.config.parallel, sequence_parallel=False)
+def two_passes(trainer: MegatronEngine) -> TwoPasses:
+    return TwoPasses(trainer.config.kernels, trainer.folder.shape, trainer.config.parallel, sequence_parallel=False)
 
 
 def updated(folder: Any, config: RlConfig, *, passes: int, temperature: float = 1.0, **fields: Any) -> tuple[dict[str, float], Any]:
     mtp = MtpConfig(mode="joint", loss_scale=0.3, clip_grad=0)
-    with engine(folder, mtp=mtp, **fields) as made:
+    with engine(folder, mtp=mtp, **fields) as trainer:
         if passes == 2:
-            made.head = two_passes(made)
-        made.set_optimizer(GENTLE)
-        metrics = made.update(told(made), PolicyObjective(config, max_tokens=20), temperature=temperature)
-        return {name: value for name, value in metrics.items() if "timing" not in name}, gradients(made)
+            trainer.head = two_passes(trainer)
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update(lines(trainer), PolicyObjective(config, max_tokens=20), temperature=temperature)
+        return {name: value for name, value in metrics.items() if "timing" not in name}, gradients(trainer)
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if "taught" not in name])  # a candidate's gradients are added before or after
 def test_one_pass_is_bit_equal_if_the_workspace_holds_all_logits(tmp_path: Any, loss: str) -> None:
     folder = mimo(tmp_path / "model")
-    found, expected = (updated(folder, LOSSES[loss], passes=passes, temperature=0.7) for passes in (1, 2))
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+    result, expected = (updated(folder, LOSSES[loss], passes=passes, temperature=0.7) for passes in (1, 2))
+    assert result[0] == expected[0]
+    assert all(torch.equal(result[1][name], value) for name, value in expected[1].items())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -83,10 +83,10 @@ def test_slices_of_rows_match_the_oracle(tmp_path: Any, loss: str, tied: bool) -
     """Against float64 with every logit in memory, from the same hidden states."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2, tie_word_embeddings=tied)
     few, exact = KernelsConfig(workspace_bytes=FEW_ROWS), KernelsConfig(linear_logprob="reference")
-    found = updated(folder, LOSSES[loss], passes=1, kernels=few, tokens_per_microbatch=60)
+    result = updated(folder, LOSSES[loss], passes=1, kernels=few, tokens_per_microbatch=60)
     expected = updated(folder, LOSSES[loss], passes=2, kernels=exact, tokens_per_microbatch=60)
-    assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
-    assert_close(found[1], expected[1], 1e-5)
+    assert result[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+    assert_close(result[1], expected[1], 1e-5)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
@@ -97,14 +97,14 @@ def test_slices_of_rows_match_the_oracle(tmp_path: Any, loss: str, tied: bool) -
 )
 def test_isolated_mtp_loss_scale_leaves_policy_gradients_bit_equal(tmp_path: Any, loss: str, fields: dict[str, Any]) -> None:
     """Of trunk, embedding, untied head or adapters."""
-    folder, found = mimo(tmp_path / "model"), []
+    folder, result = mimo(tmp_path / "model"), []
     for scale in (0.0, 10.0):
         mtp = MtpConfig(mode="isolated", loss=fields.get("mtp", "ce"), loss_scale=scale, clip_grad=0)
-        with engine(folder, **{**fields, "mtp": mtp}) as made:
-            made.set_optimizer(GENTLE)
-            made.update(told(made), PolicyObjective(LOSSES[loss], max_tokens=20))
-            found.append(gradients(made))
-    without, scaled = found
+        with engine(folder, **{**fields, "mtp": mtp}) as trainer:
+            trainer.set_optimizer(GENTLE)
+            trainer.update(lines(trainer), PolicyObjective(LOSSES[loss], max_tokens=20))
+            result.append(gradients(trainer))
+    without, scaled = result
     changed = {name for name, value in scaled.items() if not value.equal(without[name])}
     assert changed and all("mtp" in name for name in changed)
 
@@ -115,9 +115,9 @@ def test_number_of_microbatches_does_not_scale_any_term(tmp_path: Any, loss: str
     folder = mimo(tmp_path / "model")
     expected = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=4096)
     for budget in (1, 64):
-        found = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=budget)
-        assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
-        assert_close(found[1], expected[1], 1e-5)
+        result = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=budget)
+        assert result[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+        assert_close(result[1], expected[1], 1e-5)
 
 
 def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: MtpConfig) -> tuple[int, int, int]:
@@ -130,11 +130,11 @@ def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: Mt
         return plain(hidden, weight)
 
     kernels = KernelsConfig(workspace_bytes=10 * FEW_ROWS)
-    with engine(mimo(folder, vocab_size=640), mtp=mtp, kernels=kernels, tokens_per_microbatch=100_000) as made:
-        made.set_optimizer(GENTLE)
-        batch = told(made)
+    with engine(mimo(folder, vocab_size=640), mtp=mtp, kernels=kernels, tokens_per_microbatch=100_000) as trainer:
+        trainer.set_optimizer(GENTLE)
+        batch = lines(trainer)
         monkeypatch.setattr(products, "logits", counted)
-        made.update(batch, PolicyObjective(LOSSES[loss], max_tokens=20))
+        trainer.update(batch, PolicyObjective(LOSSES[loss], max_tokens=20))
     assert sum(made_of) % 640 == 0
     return sum(made_of) // 640, sum(len(s.loss_mask) for s in batch), sum(s.drafted(1) for s in batch)
 
@@ -143,13 +143,13 @@ def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: Mt
 def test_logits_are_computed_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
     """Of rows and columns that the workspace cannot hold: by MTP's loss always once. What drafts are accepted at is measured beside it,
     of the draft's logits and the trunk's, on a bounded number of tokens."""
-    made, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, MtpConfig(mode="isolated", clip_grad=0))
-    assert made == times * trunk + drafts + 2 * min(drafts, MEASURED_TOKENS)
+    trainer, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, MtpConfig(mode="isolated", clip_grad=0))
+    assert trainer == times * trunk + drafts + 2 * min(drafts, MEASURED_TOKENS)
 
 
 @pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
 def test_depth_learns_from_the_logits_of_the_policy_loss(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
     """Unless tokens are coupled: then the trunk's are made for the depth once more."""
     mtp = MtpConfig(mode="isolated", loss="tv", clip_grad=0)
-    made, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, mtp)
-    assert made == times * trunk + times * drafts
+    trainer, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, mtp)
+    assert trainer == times * trunk + times * drafts

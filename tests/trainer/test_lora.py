@@ -39,8 +39,8 @@ def lora_of(model: str) -> LoraConfig:
     return LORA.model_copy(update={"targets": ALL[model]})
 
 
-def scores(made):
-    return [s.logprobs for s in made.score(sequences())]
+def scores(trainer):
+    return [s.logprobs for s in trainer.score(sequences())]
 
 
 @pytest.mark.parametrize("model", ALL)
@@ -49,21 +49,21 @@ def test_adapter_starts_at_zero_and_trains(tmp_path, model):
     and what PEFT's names hold adds up to the same."""
     folder = mimo(tmp_path / "model", **MODELS[model])
     weights = load_file(folder.path / "model.safetensors")
-    with engine(folder, mtp=JOINT) as made:
-        expected = scores(made)
-    with engine(folder, mtp=JOINT, lora=lora_of(model)) as made:
-        assert scores(made) == expected
-        made.set_optimizer(FAST)
-        frozen = {name: p.clone() for name, p in made.module.named_parameters() if not p.requires_grad}
+    with engine(folder, mtp=JOINT) as trainer:
+        expected = scores(trainer)
+    with engine(folder, mtp=JOINT, lora=lora_of(model)) as trainer:
+        assert scores(trainer) == expected
+        trainer.set_optimizer(FAST)
+        frozen = {name: p.clone() for name, p in trainer.module.named_parameters() if not p.requires_grad}
         assert not [name for name in frozen if ".adapter." in name or name.startswith("mtp.")]
-        assert not [p for p in made.module.parameters() if not p.requires_grad and hasattr(p, "main_grad")]
+        assert not [p for p in trainer.module.parameters() if not p.requires_grad and hasattr(p, "main_grad")]
         for _ in range(3):
-            made.update(sequences(), NextToken())
-        assert all(p.equal(frozen[name]) for name, p in made.module.named_parameters() if name in frozen)
-        assert all(bool(p.any()) for name, p in made.module.named_parameters() if ".adapter." in name)
-        found = scores(made)
-        merged = {name: value.clone() for name, value in made.export()}
-        adapter = {name: value.clone() for name, value in made.export_adapter()}
+            trainer.update(sequences(), NextToken())
+        assert all(p.equal(frozen[name]) for name, p in trainer.module.named_parameters() if name in frozen)
+        assert all(bool(p.any()) for name, p in trainer.module.named_parameters() if ".adapter." in name)
+        result = scores(trainer)
+        merged = {name: value.clone() for name, value in trainer.export()}
+        adapter = {name: value.clone() for name, value in trainer.export_adapter()}
     assert merged.keys() == weights.keys()
     layers = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     changed = {name for name, value in merged.items() if section_of(name, folder.shape) == "target" and not value.equal(weights[name])}
@@ -72,10 +72,10 @@ def test_adapter_starts_at_zero_and_trains(tmp_path, model):
         a, b = (adapter[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
         difference = merged[f"{layer}.weight"] - weights[f"{layer}.weight"]
         torch.testing.assert_close(LORA.alpha / LORA.rank * b @ a, difference, atol=1e-6, rtol=1e-5)
-    assert found != expected
+    assert result != expected
     save_file(merged, folder.path / "model.safetensors", metadata={"format": "pt"})
-    with engine(folder, mtp=JOINT) as made:
-        for row, right in zip(scores(made), found, strict=True):
+    with engine(folder, mtp=JOINT) as trainer:
+        for row, right in zip(scores(trainer), result, strict=True):
             assert row == pytest.approx(right, abs=1e-5)
 
 
@@ -84,54 +84,54 @@ class TestCheckpoint:
 
     def test_resumes_bit_for_bit(self, tmp_path):
         folder = mimo(tmp_path / "model")
-        with engine(folder, lora=LORA) as made:
-            made.set_optimizer(FAST)
-            made.update(sequences(), NextToken())
-            made.save(tmp_path / "checkpoint", {"step": 1})
-            expected = [made.update(sequences(), NextToken())["sft/loss"] for _ in range(3)]
+        with engine(folder, lora=LORA) as trainer:
+            trainer.set_optimizer(FAST)
+            trainer.update(sequences(), NextToken())
+            trainer.save(tmp_path / "checkpoint", {"step": 1})
+            expected = [trainer.update(sequences(), NextToken())["sft/loss"] for _ in range(3)]
         names = dist_checkpointing.load_tensors_metadata(str(tmp_path / "checkpoint"))
         assert {name for name in names if ".adapter." not in name and "mtp.layers" not in name} == set()
-        with engine(folder, lora=LORA) as made:
-            made.set_optimizer(FAST)
-            assert made.restore(tmp_path / "checkpoint") == {"step": 1}
-            assert [made.update(sequences(), NextToken())["sft/loss"] for _ in range(3)] == expected
+        with engine(folder, lora=LORA) as trainer:
+            trainer.set_optimizer(FAST)
+            assert trainer.restore(tmp_path / "checkpoint") == {"step": 1}
+            assert [trainer.update(sequences(), NextToken())["sft/loss"] for _ in range(3)] == expected
 
     @pytest.mark.parametrize(
-        ("lora", "said"),
+        ("lora", "message"),
         [
             (LORA.model_copy(update={"alpha": 4.0}), "train.lora.alpha: 4.0, but the adapter in .* has 8.0"),
             (LORA.model_copy(update={"rank": 2}), "train.lora.rank: 2, but the adapter in .* has 4"),
             (None, "holds an adapter, which this run does not train; set train.lora"),
         ],
     )
-    def test_of_other_adapters_is_rejected(self, tmp_path, lora, said):
+    def test_of_other_adapters_is_rejected(self, tmp_path, lora, message):
         folder = mimo(tmp_path / "model")
-        with engine(folder, lora=LORA) as made:
-            made.save(tmp_path / "checkpoint")
-        with engine(folder, lora=lora) as made, pytest.raises(UserError, match=said):
-            made.restore(tmp_path / "checkpoint")
+        with engine(folder, lora=LORA) as trainer:
+            trainer.save(tmp_path / "checkpoint")
+        with engine(folder, lora=lora) as trainer, pytest.raises(UserError, match=message):
+            trainer.restore(tmp_path / "checkpoint")
 
     def test_of_all_weights_is_rejected(self, tmp_path):
         folder = mimo(tmp_path / "model")
-        with engine(folder) as made:
-            made.save(tmp_path / "checkpoint")
-        with engine(folder, lora=LORA) as made, pytest.raises(UserError, match=r"holds all weights, .* remove train.lora"):
-            made.restore(tmp_path / "checkpoint")
+        with engine(folder) as trainer:
+            trainer.save(tmp_path / "checkpoint")
+        with engine(folder, lora=LORA) as trainer, pytest.raises(UserError, match=r"holds all weights, .* remove train.lora"):
+            trainer.restore(tmp_path / "checkpoint")
 
     def test_over_other_base_weights_is_rejected_without_changes(self, tmp_path):
-        with engine(mimo(tmp_path / "model"), lora=LORA) as made:
-            made.set_optimizer(FAST)
-            made.update(sequences(), NextToken())
-            made.save(tmp_path / "checkpoint")
+        with engine(mimo(tmp_path / "model"), lora=LORA) as trainer:
+            trainer.set_optimizer(FAST)
+            trainer.update(sequences(), NextToken())
+            trainer.save(tmp_path / "checkpoint")
         other = mimo(tmp_path / "other")
         tensors = load_file(other.path / "model.safetensors")
         tensors["model.layers.1.mlp.down_proj.weight"] *= 1.001
         save_file(tensors, other.path / "model.safetensors", metadata={"format": "pt"})
-        with engine(other, lora=LORA) as made:
-            before = scores(made)
+        with engine(other, lora=LORA) as trainer:
+            before = scores(trainer)
             with pytest.raises(UserError, match=r"model.path: the adapter in .* was trained on other weights"):
-                made.restore(tmp_path / "checkpoint")
-            assert scores(made) == before
+                trainer.restore(tmp_path / "checkpoint")
+            assert scores(trainer) == before
 
 
 def test_fingerprint_is_independent_of_shards(tmp_path):
@@ -146,14 +146,14 @@ def test_fingerprint_is_independent_of_shards(tmp_path):
 
 def test_recomputed_activations_give_the_same_gradients(tmp_path):
     """Although nothing that the first recomputed layer reads takes a gradient."""
-    found = []
+    result = []
     for recompute in ("none", "full"):
-        with engine(mimo(tmp_path / recompute), lora=LORA, recompute=recompute) as made:
-            made.set_optimizer(GENTLE)
-            made.update(sequences(), NextToken())
-            found.append(gradients(made))
-    assert found[0]["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].any()
-    assert_close(found[1], found[0], 1e-6)
+        with engine(mimo(tmp_path / recompute), lora=LORA, recompute=recompute) as trainer:
+            trainer.set_optimizer(GENTLE)
+            trainer.update(sequences(), NextToken())
+            result.append(gradients(trainer))
+    assert result[0]["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].any()
+    assert_close(result[1], result[0], 1e-6)
 
 
 def test_unknown_target_is_rejected(tmp_path):
@@ -175,13 +175,13 @@ def test_loaded_mtp_layers_stay_frozen_while_an_adapter_trains(tmp_path):
     folder = mimo(tmp_path / "model")
     tensors = load_file(folder.path / "model.safetensors")
     drafter = {name: tensor for name, tensor in tensors.items() if section_of(name, folder.shape) == "draft"}
-    with engine(folder, mtp=MtpConfig(mode="load"), lora=LORA) as made:
-        made.set_optimizer(FAST)
-        untrained = {name: tensor.clone() for name, tensor in made.export_adapter()}
+    with engine(folder, mtp=MtpConfig(mode="load"), lora=LORA) as trainer:
+        trainer.set_optimizer(FAST)
+        untrained = {name: tensor.clone() for name, tensor in trainer.export_adapter()}
         for _ in range(3):
-            made.update(sequences(), NextToken())
-        trained = dict(made.export_adapter())
+            trainer.update(sequences(), NextToken())
+        trained = dict(trainer.export_adapter())
         assert not any(torch.equal(untrained[name], trained[name]) for name in trained)
-        sent = {name: tensor.clone() for name, tensor in made.export(["draft"], merged=False)}
+        sent = {name: tensor.clone() for name, tensor in trainer.export(["draft"], merged=False)}
     assert drafter and sent.keys() == drafter.keys()
     assert all(torch.equal(sent[name], drafter[name]) for name in drafter)

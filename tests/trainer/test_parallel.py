@@ -27,8 +27,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return torch.load(out, weights_only=False)
 
 
-def tensors(found: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value) for name, value in found[part].items()}
+def tensors(result: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in result[part].items()}
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ def tensors(found: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
 )
 def test_update_matches_one_process(results: dict[str, Any], case: Case) -> None:
     """Also where it is one of RL, and where it goes on from a checkpoint that another layout wrote."""
-    found, expected = results[case.name], results[case.like]
-    assert not isinstance(found, str), found
+    result, expected = results[case.name], results[case.like]
+    assert not isinstance(result, str), result
     for name, value in expected["metrics"].items():
         if not name.startswith("timing_s/"):
-            assert found["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    for (logprobs, entropy), (right, right_entropy) in zip(found["scores"], expected["scores"], strict=True):
+            assert result["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for (logprobs, entropy), (right, right_entropy) in zip(result["scores"], expected["scores"], strict=True):
         assert logprobs == pytest.approx(right, abs=1e-5)
         assert entropy == pytest.approx(right_entropy, abs=1e-5)
-    assert_close(tensors(found, "weights"), tensors(expected, "weights"), case.bound)
+    assert_close(tensors(result, "weights"), tensors(expected, "weights"), case.bound)
     if not case.fields.get("distributed_optimizer"):  # which leaves each rank a part of the gradients
-        assert_close(tensors(found, "gradients"), tensors(expected, "gradients"), case.bound)
+        assert_close(tensors(result, "gradients"), tensors(expected, "gradients"), case.bound)

@@ -39,9 +39,9 @@ def model(family: str, path: Path) -> HfFolder:
 
 
 def shape_of(folder: HfFolder) -> RouteShape:
-    found = RouteShape.of(folder.shape)
-    assert found is not None
-    return found
+    result = RouteShape.of(folder.shape)
+    assert result is not None
+    return result
 
 
 def routed(folder: HfFolder, count: int = 5) -> list[Sequence]:
@@ -61,10 +61,10 @@ def fixed_shares(router: Router, logits: Tensor, experts: Tensor) -> Tensor:
     return (shares * (router.config.moe_router_topk_scaling_factor or 1.0)).to(logits.dtype)
 
 
-def fix_routers(made: MegatronEngine, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> None:
+def fix_routers(trainer: MegatronEngine, batch: list[Sequence], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the decoder's routers send the tokens of one row, `batch` one after another, where its routes say; the last of each as they
     choose."""
-    places = {m.mlp.router: m.moe_index for m in made.module.modules() if isinstance(m, DecoderLayer) and m.moe_index is not None}
+    places = {m.mlp.router: m.moe_index for m in trainer.module.modules() if isinstance(m, DecoderLayer) and m.moe_index is not None}
     routing = Router.routing
 
     def fixed(self: Router, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -86,10 +86,10 @@ def fix_routers(made: MegatronEngine, batch: list[Sequence], monkeypatch: pytest
 
 def update(folder: HfFolder, batch: list[Sequence], **fields: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     mtp = MtpConfig(mode="isolated" if folder.shape.mtp_layers else "off")
-    with engine(folder, mtp=mtp, tokens_per_microbatch=500, **fields) as made:
-        made.set_optimizer(GENTLE)
-        metrics = made.update(batch, NextToken())
-        return gradients(made), metrics
+    with engine(folder, mtp=mtp, tokens_per_microbatch=500, **fields) as trainer:
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update(batch, NextToken())
+        return gradients(trainer), metrics
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,23 +97,23 @@ def test_replay_gradients_match_a_model_with_fixed_routers(family: str, tmp_path
     """Routers' gradients are among them, and those of MTP layers, whose routers choose for themselves."""
     folder = model(family, tmp_path / "model")
     batch = routed(folder)
-    found, metrics = update(folder, batch)
+    result, metrics = update(folder, batch)
     recomputed, _ = update(folder, batch, recompute="full")
     plain = [replace(s, routes=None) for s in batch]
     free, without = update(folder, plain)
-    with monkeypatch.context() as patch, engine(folder, mtp=MtpConfig(mode="isolated" if folder.shape.mtp_layers else "off")) as made:
-        made.set_optimizer(GENTLE)
-        fix_routers(made, batch, patch)
-        assert made._micro_batches(plain, 0)[0].order == list(range(len(batch)))
-        made.update(plain, NextToken())
-        expected = gradients(made)
-    assert_close(found, expected, 1e-5)
+    with monkeypatch.context() as patch, engine(folder, mtp=MtpConfig(mode="isolated" if folder.shape.mtp_layers else "off")) as trainer:
+        trainer.set_optimizer(GENTLE)
+        fix_routers(trainer, batch, patch)
+        assert trainer._micro_batches(plain, 0)[0].order == list(range(len(batch)))
+        trainer.update(plain, NextToken())
+        expected = gradients(trainer)
+    assert_close(result, expected, 1e-5)
     assert_close(recomputed, expected, 1e-5)
-    gates = [name for name in found if name.endswith("mlp.gate.weight")]
+    gates = [name for name in result if name.endswith("mlp.gate.weight")]
     assert gates
-    assert all(found[name].any() for name in gates)
+    assert all(result[name].any() for name in gates)
     with pytest.raises(AssertionError):
-        assert_close(found, free, 1e-2)
+        assert_close(result, free, 1e-2)
     assert 0 < metrics["moe/replay_agreement"] < 0.9
     assert "moe/replay_agreement" not in without
 
@@ -122,17 +122,17 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     """Recorded by one pass they are replayed by the next to the bit; in part, the rest is the router's own choice."""
     folder = model("qwen3-moe", tmp_path / "model")
     batch, shape = sequences(6, vocab=61), shape_of(folder)
-    with engine(folder, tokens_per_microbatch=50) as made:
-        scored = made.score(batch, record=True)
+    with engine(folder, tokens_per_microbatch=50) as trainer:
+        scored = trainer.score(batch, record=True)
         for sequence, scores in zip(batch, scored, strict=True):
             assert scores.routes is not None
             assert scores.routes.shape == (len(sequence.token_ids) - 1, 3, 2)
             assert shape.fault(scores.routes, len(sequence.token_ids)) is None
         for part in (slice(None), slice(3)):
-            again = made.score([replace(s, routes=f.routes[part]) for s, f in zip(batch, scored, strict=True) if f.routes is not None])
+            again = trainer.score([replace(s, routes=f.routes[part]) for s, f in zip(batch, scored, strict=True) if f.routes is not None])
             assert [s.logprobs for s in again] == [s.logprobs for s in scored]
-        made.set_optimizer(GENTLE)
-        metrics = made.update([replace(s, routes=f.routes) for s, f in zip(batch, scored, strict=True)], NextToken())
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update([replace(s, routes=f.routes) for s, f in zip(batch, scored, strict=True)], NextToken())
         assert metrics["moe/replay_agreement"] == 1.0
 
 
@@ -147,20 +147,20 @@ def test_random_routes_are_replayed_after_a_resume(tmp_path: Path, fields: dict[
     routes = np.tile(np.array([0, 1], shape.dtype), (20, len(shape.layers), 1))
     forged = [replace(s, routes=routes[: len(s.token_ids) - 1]) for s in batch]
     for resumed in (False, True):
-        with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=50, **fields) as made:
-            made.set_optimizer(GENTLE)
+        with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=50, **fields) as trainer:
+            trainer.set_optimizer(GENTLE)
             if resumed:
-                made.restore(tmp_path / "checkpoint")
+                trainer.restore(tmp_path / "checkpoint")
             apart = [
                 np.abs(np.subtract(one.logprobs, two.logprobs)).max()
-                for one, two in zip(made.score(forged), made.score(batch), strict=True)
+                for one, two in zip(trainer.score(forged), trainer.score(batch), strict=True)
             ]
             assert min(apart) > 1e-3
-            metrics = made.update(forged, NextToken())
+            metrics = trainer.update(forged, NextToken())
             assert 4 * (tokens - len(batch)) / tokens <= metrics["moe/load_max"] <= 4
             # By chance a router chooses one of the two for a quarter of the tokens.
             assert metrics["moe/replay_agreement"] < 0.6
-            made.save(tmp_path / "checkpoint")
+            trainer.save(tmp_path / "checkpoint")
 
 
 def test_adapter_trains_with_replayed_routes(tmp_path: Path) -> None:
@@ -187,15 +187,15 @@ def test_adapter_trains_with_replayed_routes(tmp_path: Path) -> None:
 def test_routes_of_another_model_are_rejected_with_the_sample_name(change: Any, message: str, tmp_path: Path) -> None:
     folder = model("qwen3-moe", tmp_path / "model")
     (sequence,) = routed(folder, 1)
-    with engine(folder, train=False) as made, pytest.raises(UserError, match=f"sample p7/3: {message}"):
-        made.score([replace(sequence, routes=change(sequence.routes), name="p7/3")])
+    with engine(folder, train=False) as trainer, pytest.raises(UserError, match=f"sample p7/3: {message}"):
+        trainer.score([replace(sequence, routes=change(sequence.routes), name="p7/3")])
 
 
 def test_dense_model_rejects_routes(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "model")
     (sequence,) = sequences(1)
-    with engine(folder, train=False) as made, pytest.raises(UserError, match="has no experts to route to"):
-        made.score([replace(sequence, routes=np.zeros((2, 2, 2), np.uint8))])
+    with engine(folder, train=False) as trainer, pytest.raises(UserError, match="has no experts to route to"):
+        trainer.score([replace(sequence, routes=np.zeros((2, 2, 2), np.uint8))])
 
 
 @pytest.mark.parametrize("replay", ["off", "recompute", "rollout"])
@@ -214,19 +214,19 @@ def test_minibatches_replay_the_routes_that_the_recipe_selects(replay: str, tmp_
         if replay == "rollout":
             sample.routes = drawn_routes(shape_of(folder), sample.length - 1, number)
         samples.append(sample)
-    with engine(folder, mtp=MtpConfig(mode="off")) as made:
-        made.set_optimizer(GENTLE.model_copy(update={"lr": 0.05}))
-        rank.engine = made
-        free = made.score([replace(s, routes=None) for s in sequences_of(samples)], record=True)
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
+        trainer.set_optimizer(GENTLE.model_copy(update={"lr": 0.05}))
+        rank.engine = trainer
+        free = trainer.score([replace(s, routes=None) for s in sequences_of(samples)], record=True)
         agreed: list[float | None] = []
-        train, follow = made.update, []
+        train, follow = trainer.update, []
 
         def update(batch: list[Sequence], *args: Any, **options: Any) -> dict[str, float]:
             follow.append([s.routes for s in batch])
             agreed.append((metrics := train(batch, *args, **options)).get("moe/replay_agreement"))
             return metrics
 
-        made.update = update  # type: ignore[method-assign]
+        trainer.update = update  # type: ignore[method-assign]
         table, (share,) = deal(samples, minibatches=2, tokens_per_microbatch=4096, dp=1)
         rank.rl_step(table, share(), 0)
     followed = [routes for batch in follow for routes in batch]

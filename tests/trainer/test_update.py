@@ -50,12 +50,12 @@ def test_losses_and_gradients_match_the_reference(tmp_path, mode, depths, tied):
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
     batch = sequences()
     losses, expected = reference(folder, batch, depths=depths, isolated=mode == "isolated", loss_scale=0.3)
-    with engine(folder, mtp=MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0), tokens_per_microbatch=40) as made:
-        made.set_optimizer(GENTLE)
-        metrics = made.update(batch, NextToken())
-        found = gradients(made)
+    with engine(folder, mtp=MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0), tokens_per_microbatch=40) as trainer:
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update(batch, NextToken())
+        result = gradients(trainer)
     assert [metrics["sft/loss"], *(metrics[f"mtp/loss_{k}"] for k in range(1, depths + 1))] == pytest.approx(losses, rel=1e-6)
-    assert_close(found, expected, 1e-5)
+    assert_close(result, expected, 1e-5)
     draft, target = (sum(float(g.norm()) ** 2 for n, g in expected.items() if ("mtp" in n) is is_mtp) ** 0.5 for is_mtp in (True, False))
     assert (metrics["mtp/grad_norm"], metrics["actor/grad_norm"]) == pytest.approx((draft, target), rel=1e-5)
 
@@ -78,24 +78,24 @@ class Nothing(NextToken):
 def test_isolated_loss_has_gradients_on_mtp_only(tmp_path, depths, tied):
     """Exactly nothing, and every MTP parameter: the chain of depths is not cut."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
-    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
-        made.set_optimizer(GENTLE)
-        made.update(sequences(), Nothing())
-        for name, grad in gradients(made).items():
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trainer.update(sequences(), Nothing())
+        for name, grad in gradients(trainer).items():
             assert bool(grad.any()) is ("mtp" in name), name
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradient_spike_of_the_drafter_does_not_clip_the_policy(tmp_path, sharded):
     """Both are over their clips, each of its own: the trunk's weights are the same to the bit."""
-    folder, found = mimo(tmp_path / "model"), []
+    folder, result = mimo(tmp_path / "model"), []
     for scale in (1.0, 1e4):
-        with engine(folder, mtp=MtpConfig(mode="isolated", loss_scale=scale, clip_grad=0.1), distributed_optimizer=sharded) as made:
-            made.set_optimizer(GENTLE.model_copy(update={"clip_grad": 0.1}))
-            metrics = [made.update(sequences(), NextToken()) for _ in range(2)]
-            found.append({name: value.clone() for name, value in made.export()})
+        with engine(folder, mtp=MtpConfig(mode="isolated", loss_scale=scale, clip_grad=0.1), distributed_optimizer=sharded) as trainer:
+            trainer.set_optimizer(GENTLE.model_copy(update={"clip_grad": 0.1}))
+            metrics = [trainer.update(sequences(), NextToken()) for _ in range(2)]
+            result.append({name: value.clone() for name, value in trainer.export()})
             assert all(each["actor/grad_norm"] > 0.1 and each["mtp/grad_norm"] > 0.1 for each in metrics)
-    assert all(value.equal(found[0][name]) for name, value in found[1].items() if "mtp" not in name)
+    assert all(value.equal(result[0][name]) for name, value in result[1].items() if "mtp" not in name)
 
 
 @pytest.mark.parametrize(
@@ -108,44 +108,44 @@ def test_every_mtp_tensor_is_trained_before_and_after_a_resume(tmp_path, fields)
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     fields = fields | {"mtp": MtpConfig(mode="isolated", clip_grad=0)}
 
-    def moved(made, before):
+    def moved(trainer, before):
         for _ in range(2):
-            made.update(sequences(), Nothing())
-        after = {name: value.clone() for name, value in made.export()}
+            trainer.update(sequences(), Nothing())
+        after = {name: value.clone() for name, value in trainer.export()}
         assert {name for name, value in after.items() if not value.equal(before[name])} == {name for name in after if "mtp" in name}
         return after
 
-    with engine(folder, **fields) as made:
-        made.set_optimizer(GENTLE)
-        trained = moved(made, load_file(folder.path / "model.safetensors"))
-        made.save(tmp_path / "checkpoint")
-    with engine(folder, **fields) as made:
-        made.set_optimizer(GENTLE)
-        made.restore(tmp_path / "checkpoint")
-        moved(made, trained)
+    with engine(folder, **fields) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trained = moved(trainer, load_file(folder.path / "model.safetensors"))
+        trainer.save(tmp_path / "checkpoint")
+    with engine(folder, **fields) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trainer.restore(tmp_path / "checkpoint")
+        moved(trainer, trained)
 
 
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
 def test_number_of_microbatches_does_not_scale_the_drafter_loss(tmp_path, loss):
-    folder, found = mimo(tmp_path / "model", num_nextn_predict_layers=3), []
+    folder, result = mimo(tmp_path / "model", num_nextn_predict_layers=3), []
     for budget in (1, 40, 4096):
-        with engine(folder, mtp=MtpConfig(mode="joint", loss=loss, clip_grad=0), tokens_per_microbatch=budget) as made:
-            made.set_optimizer(GENTLE)
-            metrics = made.update(sequences(9, seed=3), NextToken())
-            found.append(([metrics[f"mtp/loss_{depth}"] for depth in (1, 2, 3)], gradients(made)))
-    for losses, grads in found[:2]:
-        assert losses == pytest.approx(found[2][0], rel=1e-5)
-        assert_close(grads, found[2][1], 1e-5)
+        with engine(folder, mtp=MtpConfig(mode="joint", loss=loss, clip_grad=0), tokens_per_microbatch=budget) as trainer:
+            trainer.set_optimizer(GENTLE)
+            metrics = trainer.update(sequences(9, seed=3), NextToken())
+            result.append(([metrics[f"mtp/loss_{depth}"] for depth in (1, 2, 3)], gradients(trainer)))
+    for losses, grads in result[:2]:
+        assert losses == pytest.approx(result[2][0], rel=1e-5)
+        assert_close(grads, result[2][1], 1e-5)
 
 
 def test_gradients_pass_through_the_chain_of_depths(tmp_path):
     """The second depth's loss reaches the first depth's layer, beside what the first depth's own brings."""
     folder, name = mimo(tmp_path / "model", num_nextn_predict_layers=2), "model.mtp_layers.0.input_proj.weight"
     batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [1, 1, 1])]
-    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as made:
-        made.set_optimizer(GENTLE)
-        made.update(batch, Nothing())
-        both = gradients(made)[name]
+    with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trainer.update(batch, Nothing())
+        both = gradients(trainer)[name]
     _, expected = reference(folder, batch, depths=2, isolated=True, loss_scale=0.1)
     _, alone = reference(folder, batch, depths=1, isolated=True, loss_scale=0.05)
     assert_close({"first": both}, {"first": expected[name]}, 1e-5)
@@ -157,13 +157,13 @@ def test_mtp_is_frozen_in_modes_that_do_not_train_it(tmp_path, mode):
     """The trunk trains as ever; MTP's weights, where they are kept, leave as they came."""
     folder = mimo(tmp_path / "model")
     batch = sequences()
-    with engine(folder, mtp=MtpConfig(mode="joint", loss_scale=0.0)) as made:
-        made.set_optimizer(GENTLE)
-        expected = [made.update(batch, NextToken())["sft/loss"] for _ in range(3)]
-    with engine(folder, mtp=MtpConfig(mode=mode)) as made:
-        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1}))
-        metrics = [made.update(batch, NextToken()) for _ in range(3)]
-        exported = {name: value.clone() for name, value in made.export()}
+    with engine(folder, mtp=MtpConfig(mode="joint", loss_scale=0.0)) as trainer:
+        trainer.set_optimizer(GENTLE)
+        expected = [trainer.update(batch, NextToken())["sft/loss"] for _ in range(3)]
+    with engine(folder, mtp=MtpConfig(mode=mode)) as trainer:
+        trainer.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1}))
+        metrics = [trainer.update(batch, NextToken()) for _ in range(3)]
+        exported = {name: value.clone() for name, value in trainer.export()}
     assert metrics[0]["sft/loss"] == expected[0]
     assert not [name for name in metrics[0] if name.startswith("mtp/")]
     weights = load_file(folder.path / "model.safetensors")
@@ -175,30 +175,30 @@ def test_mtp_is_frozen_in_modes_that_do_not_train_it(tmp_path, mode):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_mtp_trained_in_one_stage_is_frozen_in_the_next(tmp_path, sharded):
     """As a supervised stage and RL with `train_mtp: false` do, after which every MTP weight is as the first one left it."""
-    with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as made:
-        made.set_optimizer(GENTLE)
-        made.update(sequences(), NextToken())
-        before = {name: value.clone() for name, value in made.export()}
-        made.trains_mtp = False
-        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": 1e-2}))
-        metrics = made.update(sequences(), NextToken())
+    with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trainer.update(sequences(), NextToken())
+        before = {name: value.clone() for name, value in trainer.export()}
+        trainer.trains_mtp = False
+        trainer.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": 1e-2}))
+        metrics = trainer.update(sequences(), NextToken())
         assert not [name for name in metrics if name.startswith("mtp/")]
-        assert all(torch.equal(value, before[name]) is ("mtp" in name) for name, value in made.export())
+        assert all(torch.equal(value, before[name]) is ("mtp" in name) for name, value in trainer.export())
 
 
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
 def test_drafter_loss_has_no_gradient_on_the_trunk_distribution(tmp_path, loss):
     """An isolated head that learns the trunk's distribution gives it no gradient, and comes nearer to it; its loss is the metric's own."""
     folder = mimo(tmp_path / "model")
-    with engine(folder, mtp=MtpConfig(mode="isolated", loss=loss, clip_grad=0)) as made:
-        made.set_optimizer(GENTLE.model_copy(update={"lr": 1e-9, "mtp_lr": 1e-2}))
-        steps = [made.update(sequences(), NextToken(), total_steps=50) for _ in range(10)]
-        found = gradients(made)
-    with engine(folder, mtp=MtpConfig(mode="off")) as made:
-        made.set_optimizer(GENTLE.model_copy(update={"lr": 1e-9}))
-        made.update(sequences(), NextToken())
-        alone = gradients(made)
-    assert_close({name: found[name] for name in alone}, alone, 1e-4)
+    with engine(folder, mtp=MtpConfig(mode="isolated", loss=loss, clip_grad=0)) as trainer:
+        trainer.set_optimizer(GENTLE.model_copy(update={"lr": 1e-9, "mtp_lr": 1e-2}))
+        steps = [trainer.update(sequences(), NextToken(), total_steps=50) for _ in range(10)]
+        result = gradients(trainer)
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
+        trainer.set_optimizer(GENTLE.model_copy(update={"lr": 1e-9}))
+        trainer.update(sequences(), NextToken())
+        alone = gradients(trainer)
+    assert_close({name: result[name] for name in alone}, alone, 1e-4)
     assert steps[-1]["mtp/loss_1"] < steps[0]["mtp/loss_1"]
     assert steps[-1]["mtp/expected_accept_1"] > steps[0]["mtp/expected_accept_1"]
     if loss == "tv":
@@ -208,11 +208,11 @@ def test_drafter_loss_has_no_gradient_on_the_trunk_distribution(tmp_path, loss):
 @pytest.mark.parametrize("mtp_lr", [None, 1e-2])
 def test_weight_decay_applies_to_matrices_only(tmp_path, mtp_lr):
     """Nothing supervised, so nothing but decay: by each group's own rate, and not of norms and biases."""
-    with engine(mimo(tmp_path / "model")) as made:
-        made.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": mtp_lr}))
-        before = {name: value.clone() for name, value in made.export()}
-        made.update([Sequence([3, 5, 7], 1, [0, 0])], NextToken())
-        for name, value in made.export():
+    with engine(mimo(tmp_path / "model")) as trainer:
+        trainer.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": mtp_lr}))
+        before = {name: value.clone() for name, value in trainer.export()}
+        trainer.update([Sequence([3, 5, 7], 1, [0, 0])], NextToken())
+        for name, value in trainer.export():
             rate = mtp_lr if mtp_lr and "mtp" in name else GENTLE.lr
             kept = 1 - 0.1 * rate if value.dim() > 1 else 1.0
             torch.testing.assert_close(value, kept * before[name], rtol=1e-6, atol=0, msg=lambda text, name=name: f"{name}: {text}")
@@ -226,13 +226,13 @@ def test_loss_and_gradients_do_not_depend_on_microbatches(tmp_path):
     expected = torch.cat([exact[name].flatten() for name in sorted(exact)])
     losses = []
     for budget in (1, 40, 100_000):
-        with engine(folder, mtp=MtpConfig(mode="joint", clip_grad=0), tokens_per_microbatch=budget) as made:
-            made.set_optimizer(GENTLE)
-            metrics = made.update(batch, NextToken())
+        with engine(folder, mtp=MtpConfig(mode="joint", clip_grad=0), tokens_per_microbatch=budget) as trainer:
+            trainer.set_optimizer(GENTLE)
+            metrics = trainer.update(batch, NextToken())
             losses.append([metrics[name] for name in ("sft/loss", "mtp/loss_1", "mtp/loss_2", "mtp/accept_1")])
-            grads = gradients(made)
-        found = torch.cat([grads[name].flatten() for name in sorted(grads)])
-        assert (found - expected).norm() <= 1e-6 * expected.norm()
+            grads = gradients(trainer)
+        result = torch.cat([grads[name].flatten() for name in sorted(grads)])
+        assert (result - expected).norm() <= 1e-6 * expected.norm()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
 
 
@@ -249,9 +249,9 @@ def test_acceptance_counts_greedy_hits(tmp_path):
                 total += 1
                 hits += int(draft[position].argmax()) == sequence.token_ids[position + 2]
     assert hits
-    with engine(folder) as made:
-        made.set_optimizer(GENTLE)
-        assert made.update(batch, NextToken())["mtp/accept_1"] == pytest.approx(hits / total, rel=1e-6)
+    with engine(folder) as trainer:
+        trainer.set_optimizer(GENTLE)
+        assert trainer.update(batch, NextToken())["mtp/accept_1"] == pytest.approx(hits / total, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
@@ -259,38 +259,38 @@ def test_acceptance_counts_greedy_hits(tmp_path):
 def test_recomputed_activations_give_the_same_gradients(tmp_path, recompute, mode):
     """MTP layers included, of which an isolated one's input takes no gradient."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
-    found = []
+    result = []
     for how in ("none", recompute):
-        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), recompute=how) as made:
-            made.set_optimizer(GENTLE)
-            loss = made.update(sequences(), NextToken())["mtp/loss_2"]
-            found.append((loss, gradients(made)))
-    assert found[0][0] == found[1][0]
-    assert_close(found[1][1], found[0][1], 1e-6)
+        with engine(folder, mtp=MtpConfig(mode=mode, clip_grad=0), recompute=how) as trainer:
+            trainer.set_optimizer(GENTLE)
+            loss = trainer.update(sequences(), NextToken())["mtp/loss_2"]
+            result.append((loss, gradients(trainer)))
+    assert result[0][0] == result[1][0]
+    assert_close(result[1][1], result[0][1], 1e-6)
 
 
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
 def test_recomputed_depths_pass_on_the_state_before_the_norm(tmp_path, mode):
     """GLM-4.5's: of the last depth, what would be handed on takes no part in the loss."""
     folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], tmp_path / "model", 0, "fp32"))
-    found = []
+    result = []
     for recompute in ("none", "full"):
-        with engine(folder, mtp=MtpConfig(mode=mode, repeat=2, clip_grad=0), recompute=recompute) as made:
-            made.set_optimizer(GENTLE)
-            loss = made.update(sequences(), NextToken())["mtp/loss_2"]
-            found.append((loss, gradients(made)))
-    assert found[0][0] == found[1][0]
-    assert_close(found[1][1], found[0][1], 1e-6)
+        with engine(folder, mtp=MtpConfig(mode=mode, repeat=2, clip_grad=0), recompute=recompute) as trainer:
+            trainer.set_optimizer(GENTLE)
+            loss = trainer.update(sequences(), NextToken())["mtp/loss_2"]
+            result.append((loss, gradients(trainer)))
+    assert result[0][0] == result[1][0]
+    assert_close(result[1][1], result[0][1], 1e-6)
 
 
 def test_bf16_follows_its_fp32_masters(tmp_path):
     """Steps smaller than bf16 can hold add up in the masters."""
     folder = mimo(tmp_path / "model")
-    with engine(folder, precision="bf16") as made:
-        made.set_optimizer(GENTLE.model_copy(update={"lr": 1e-4}))
-        before = {name: value.clone() for name, value in made.module.named_parameters()}
-        losses = [made.update(sequences(), NextToken())["sft/loss"] for _ in range(60)]
-        moved = [name for name, value in made.module.named_parameters() if not torch.equal(value, before[name])]
+    with engine(folder, precision="bf16") as trainer:
+        trainer.set_optimizer(GENTLE.model_copy(update={"lr": 1e-4}))
+        before = {name: value.clone() for name, value in trainer.module.named_parameters()}
+        losses = [trainer.update(sequences(), NextToken())["sft/loss"] for _ in range(60)]
+        moved = [name for name, value in trainer.module.named_parameters() if not torch.equal(value, before[name])]
     assert all(value.dtype == torch.bfloat16 for value in before.values())
     assert len(moved) == len(before)
     assert losses[-1] < losses[0]
