@@ -1,4 +1,4 @@
-"""Copies of a run: whenever the writing breaks off, what is fetched is a whole checkpoint of the run, the newest that there is."""
+"""Copies of a run: after an interruption at any time, the newest complete checkpoint is fetched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.checkpoint_folders import write_checkpoint
 
 
 class Faltering(ObjectStore):
-    """A store in memory that does `left` changes, and fails from then on; None: it does not fail."""
+    """A store in memory that fails after `left` changes; None: never."""
 
     def __init__(self, left: int | None = None) -> None:
         super().__init__(f"memory://{uuid.uuid4()}/run")
@@ -56,7 +56,7 @@ def make_run(folder: Path) -> Path:
 
 
 def make_checkpoint(run: Path, name: str) -> Path:
-    """A checkpoint with contents of its own."""
+    """A checkpoint with unique contents."""
     path = write_checkpoint(run, name)
     (path / "deeper").mkdir()
     (path / "deeper" / "__1_0.distcp").write_text(f"of {name} " * 100)
@@ -66,7 +66,7 @@ def make_checkpoint(run: Path, name: str) -> Path:
 
 
 def relist(path: Path) -> None:
-    """List the files as they are now."""
+    """Write the listing of the current files."""
     listing = read_listing(path)
     assert listing is not None
     write_listing(path, listing.number, {})
@@ -77,7 +77,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def sent_of(checkpoint: Path) -> dict[str, bytes]:
-    """The files that a copy has to send, which are all but the listing."""
+    """The files that a copy sends: all except the listing."""
     return {name: text for name, text in contents(checkpoint).items() if name != LISTING}
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, whatever became of its files, of `latest` and of the clock."""
+"""Selection of the newest complete checkpoint, independent of damage, `latest` and the clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_pointer_that_is_a_folder_is_left_alone(run: Path) -> None:
 
 
 def test_order_does_not_depend_on_the_clock(run: Path) -> None:
-    """Here it was set back between the two."""
+    """The clock is set back between the two."""
     root = run / "checkpoints"
     for file in (root / "rl-000004").iterdir():
         os.utime(file, (0, 0))
@@ -218,7 +218,7 @@ def test_interrupted_replacement_of_a_checkpoint_is_undone(run: Path) -> None:
 
 
 def test_lost_listing_is_damage(run: Path) -> None:
-    """Else its contents would be taken unverified."""
+    """Otherwise its contents would not be verified."""
     path = run / "checkpoints" / "rl-000004"
     (path / LISTING).unlink()
     with pytest.raises(Damaged, match=r"files\.json is missing"):

@@ -1,4 +1,4 @@
-"""One folder of object storage, on a local S3 server and in memory: what is written is there, and what fails has a name."""
+"""A folder of object storage, on a local S3 server and in memory: operations, and errors by kind."""
 
 from __future__ import annotations
 

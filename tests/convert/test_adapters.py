@@ -1,4 +1,4 @@
-"""A checkpoint of adapters becomes PEFT's folder, or the model with them merged in."""
+"""A checkpoint of adapters is converted to a PEFT folder, or to the merged model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 
 
 def trained(root: Path, folder: HfFolder, mode: str = "joint") -> dict[str, Tensor]:
-    """A checkpoint at `root / "step-1"` of adapters that do something; returns what the trainer would publish."""
+    """Save a checkpoint with nonzero adapters at `root / "step-1"`; returns the tensors that the trainer would publish."""
     with engine(folder, lora=LORA, mtp=MtpConfig(mode=mode)) as trainer:  # type: ignore[arg-type]
         trainer.set_optimizer(OptimizerConfig(lr=3e-2, clip_grad=0.0))
         for seed in range(2):
@@ -62,7 +62,7 @@ with torch.no_grad():
     adapted = peft.PeftModel.from_pretrained(base, root / "adapter").eval()(ids).logits
 print("found", moved, float((adapted - merged).abs().max()))
 """
-"""In a process of its own, as people have it: without what stands in for a card beside the engine."""
+"""In a separate process, without the engine's patches for CPUs."""
 
 
 def test_peft_folder_gives_the_logits_of_the_merged_model(tmp_path: Path) -> None:

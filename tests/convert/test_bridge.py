@@ -1,4 +1,4 @@
-"""What a folder lacks is told before anything is trained."""
+"""Missing and mismatched tensors of a folder are errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_other_weights_of_the_same_model(tmp_path):
 
 
 def test_parameter_without_a_tensor_is_an_error(tmp_path):
-    """It would stay as memory was found."""
+    """Its memory would be uninitialized."""
     with engine(mimo(tmp_path / "model")) as trainer:
         trainer.module.decoder.layers[0].mlp.scale = torch.nn.Parameter(torch.empty(2))
         with pytest.raises(RuntimeError, match=r"of MiMoForCausalLM that were not filled: decoder\.layers\.0\.mlp\.scale$"):

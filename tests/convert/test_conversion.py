@@ -1,4 +1,4 @@
-"""Every family goes to a checkpoint and comes back as it was, and the checkpoint is the model that the folder was."""
+"""Every family is converted to an equal checkpoint and back to an equal folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_round_trip_restores_every_tensor(tmp_path: Path, case: str) -> None:
 
 
 def _assert_logits(root: Path, reference: object) -> None:
-    """Of the engine that restores the checkpoint over other weights, against transformers."""
+    """Logits of an engine that restores the checkpoint match transformers."""
     ids = [s.token_ids.tolist() for s in sequences(3, high=40)]
     with engine(HfFolder.open(root / "hf"), train=False, mtp=MtpConfig(mode="load"), random_seed=5) as trainer:
         trainer.restore(root / "checkpoint")
@@ -45,7 +45,7 @@ def _assert_logits(root: Path, reference: object) -> None:
 
 
 def test_trainer_checkpoint_converts_to_the_exported_folder(tmp_path: Path) -> None:
-    """With no Hugging Face side of its own, it takes that of the model that is named."""
+    """Without its own Hugging Face side, it uses the folder of `--model`."""
     folder = mimo(tmp_path / "hf")
     with engine(folder, random_seed=3, mtp=MtpConfig(mode="load")) as trainer:
         trainer.save(tmp_path / "step-1")
@@ -131,7 +131,7 @@ def test_dtype_casts_all_tensors_except_those_in_fp32(tmp_path: Path) -> None:
 
 
 def test_dtype_applies_to_a_checkpoint_without_mtp(tmp_path: Path) -> None:
-    """The folder that it is made like has them."""
+    """The reference folder has them."""
     folder = mimo(tmp_path / "hf")
     with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
         trainer.save(tmp_path / "step-1")
@@ -139,9 +139,6 @@ def test_dtype_applies_to_a_checkpoint_without_mtp(tmp_path: Path) -> None:
     from tests.fakes.convert_models import tensors
 
     assert {value.dtype for value in tensors(tmp_path / "back").values()} == {torch.bfloat16}
-
-
-# Which model a checkpoint is of.
 
 
 @pytest.mark.parametrize("sets", [["model.config.rope_theta=20000"], ["model.config=null", "model.path=org/a-model", "model.init=random"]])

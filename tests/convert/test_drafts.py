@@ -21,7 +21,7 @@ from tests.model.test_gpt import packed_logits
 
 
 class Drafter:
-    """One MTP layer made of a transformers decoder layer and the pieces around it, all drawn."""
+    """One MTP layer with random weights, built from a transformers decoder layer."""
 
     def __init__(self, model: Any, layer: Any) -> None:
         self.model, self.layer, self.config = model, layer.eval(), model.config.get_text_config()
@@ -57,7 +57,7 @@ class Drafter:
         return self.model.lm_head(torch.cat([normed, norm(torch.stack(behind), self.final_norm + add, self.config.rms_norm_eps)]))
 
     def _input(self, state: Tensor, tokens: Tensor, add: float, *, blank_first: bool) -> Tensor:
-        """What the layer is given [T, H]."""
+        """The input of the layer [T, H]."""
         eps = self.config.rms_norm_eps
         embedded = self.model.model.embed_tokens(tokens)
         if blank_first:
@@ -75,7 +75,7 @@ class Drafter:
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
-    """A decoder layer's tensors as checkpoints name them: experts one by one."""
+    """A decoder layer's tensors under the names of checkpoints, with separate experts."""
     result = {}
     for name, value in layer.state_dict().items():
         if name == "mlp.experts.gate_up_proj":
@@ -106,7 +106,7 @@ DEEPSEEKS = {
 
 @pytest.mark.parametrize("case", DEEPSEEKS)
 def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
-    """MTP layers that count on from the decoder's, with copies of embedding and head."""
+    """MTP layers are numbered after the decoder's, with copies of embedding and head."""
     module, name = DEEPSEEKS[case]
     model = hf_model(*CASES[case], tmp_path)
     layers = model.config.num_hidden_layers
@@ -131,7 +131,7 @@ QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen
 
 @pytest.mark.parametrize("case", QWENS)
 def test_qwen(tmp_path: Path, case: str) -> None:
-    """Zero-centred norms, no blanked embedding, full attention in the MTP layer."""
+    """Zero-centered norms, no masked embedding, full attention in the MTP layer."""
     module, name = QWENS[case]
     model = hf_model(*CASES[case], tmp_path)
     layer = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), f"{name}DecoderLayer")

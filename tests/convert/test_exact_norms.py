@@ -19,7 +19,7 @@ from tests.fakes.tiny import engine
 from tests.fakes.toys import TOYS
 
 BELOW_TWO = torch.arange(1, int(torch.tensor(2.0).bfloat16().view(torch.int16)), dtype=torch.int16).view(torch.bfloat16)
-"""Every positive number below 2 that bf16 has."""
+"""Every positive bf16 number below 2."""
 WIDTH = len(BELOW_TWO) + 1
 NARROW: dict[str, Any] = {
     "hidden_size": 32,
@@ -32,7 +32,7 @@ NARROW: dict[str, Any] = {
 
 
 def folder_with_every_value(family: str, path: Path) -> Path:
-    """A bf16 folder whose output norm holds each number below 2, and whose other norms hold them in turn."""
+    """A bf16 folder whose norms contain every number below 2."""
     create_hf_folder({**TOYS[family], **NARROW}, path, seed=0, dtype=torch.bfloat16)
     stored = tensors(path)
     (output,) = [name for name in stored if name.endswith("linear_attn.norm.weight")]
@@ -72,7 +72,7 @@ def test_norms_below_two_are_converted_bit_for_bit(tmp_path: Path, family: str) 
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
 def test_every_fused_expert_is_compared_and_exported_under_its_name(tmp_path: Path, suffix: str) -> None:
-    """Qwen3.5's packed experts are named without `.weight`: a test of the suffix would leave them out of every comparison."""
+    """Qwen3.5's packed experts are named without `.weight`, so a check of the suffix would skip them."""
     from tests.fakes.convert_found import pack
     from tests.fakes.convert_models import change_config, model
 

@@ -1,4 +1,4 @@
-"""Every family: a toy model made by transformers goes in, gives the same logits, and comes out as it was."""
+"""Toy models of every family have transformers' logits, and are exported unchanged."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
-    """A toy model of transformers with every parameter drawn, saved to `folder`. `kind` may name a wrapper in full."""
+    """Save a toy model of transformers with random parameters to `folder`. kind: may be the full name of a wrapper."""
     import transformers
 
     kind, wrapper, _ = kind.partition("For")

@@ -1,4 +1,4 @@
-"""A converted checkpoint is loaded under other layouts, saved from there, and comes back as the folder that it was."""
+"""A converted checkpoint is restored and saved under other layouts, and converted back to an equal folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_family_restores_and_saves_under_other_layouts(tmp_path: Path, nam
 
 
 def test_published_folder_variants_are_converted(tmp_path: Path) -> None:
-    """Read by several ranks, they are the model that the conversion of one process makes of them."""
+    """Folders that several ranks load equal the model that one process converts."""
     cases = ["fp8:tp=2:folder", "fp8:pp=2:folder", "packed:dp=2,ep=2:folder", "prefixed:tp=2:folder"]
     for give in (fp8, packed, prefixed):
         home = tmp_path / give.__name__

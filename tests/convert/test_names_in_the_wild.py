@@ -1,4 +1,4 @@
-"""Folders as they are found: packed experts, wrappers, FP8, tied and missing heads. They come back under their own names."""
+"""Variants of published folders: packed experts, wrappers, FP8, tied and missing heads. Conversion keeps their names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wrapped(rename: Callable[[str], str], stored: Held) -> Held:
     ],
 )
 def test_wrappers(tmp_path: Path, rename: Callable[[str], str]) -> None:
-    """The language model is found behind their prefix, and a vision tower is carried byte by byte."""
+    """The language model is found under their prefix, and a vision tower is copied unchanged."""
     folder = mimo(tmp_path / "hf").path
     write(folder, wrapped(rename, tensors(folder)))
     assert_same_tensors(there_and_back(tmp_path), folder)
@@ -71,7 +71,7 @@ def test_tied_head_that_is_stored_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["", "language_model."])
 def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Although the config ties them, as transformers and vLLM do."""
+    """Although the config ties them; transformers and vLLM do the same."""
     folder = mimo(tmp_path / "hf", tie_word_embeddings=True).path
     stored = tensors(folder)
     head = stored["model.embed_tokens.weight"] + 1
@@ -107,7 +107,7 @@ def test_logits_of_a_differing_tied_head_match_transformers(tmp_path: Path) -> N
 
 
 def test_missing_head_is_an_error(tmp_path: Path) -> None:
-    """Where the config does not speak of it, the head is the embedding; where it says that they differ, it is missing."""
+    """If the config does not state it, the head is tied; if it says that they differ, the head is missing."""
     folder = mimo(tmp_path / "hf").path
     write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
     with pytest.raises(UserError, match=r"asks for lm_head\.weight, which the weights lack"):
@@ -157,13 +157,13 @@ def test_pickled_weights(tmp_path: Path) -> None:
 
 
 def test_padded_vocabulary_is_converted(tmp_path: Path) -> None:
-    """What a trainer with tp 2 pads is not in the folder; and its checkpoint of one rank fits two."""
+    """The folder lacks the rows that tp 2 pads, and a checkpoint of one rank loads on two."""
     folder = mimo(tmp_path / "hf", vocab_size=61).path
     assert_same_tensors(there_and_back(tmp_path), folder)
 
 
 def test_index_of_missing_pickled_shards_is_ignored(tmp_path: Path) -> None:
-    """Beside the one file of safetensors that was: what a download of `*.json` and `*.safetensors` leaves."""
+    """A download of `*.json` and `*.safetensors` leaves such an index next to the safetensors."""
     folder = mimo(tmp_path / "hf").path
     shards = {name: "pytorch_model-00001-of-00002.bin" for name in tensors(folder)}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
@@ -171,7 +171,7 @@ def test_index_of_missing_pickled_shards_is_ignored(tmp_path: Path) -> None:
 
 
 def test_random_weights_have_identity_norms(tmp_path: Path) -> None:
-    """Those that count from 1 hold 0, the ones before a drafter's projection too."""
+    """Zero-centered norms are 0, including those before a drafter's projection."""
     from mtpctl.convert.hf_folder import create_hf_folder
     from tests.convert.test_families import QWEN3_5, SIZES
 
@@ -183,7 +183,7 @@ def test_random_weights_have_identity_norms(tmp_path: Path) -> None:
 
 
 def test_fp8_vision_tower_is_rejected(tmp_path: Path) -> None:
-    """Nobody here knows what it is for, so that it is carried byte by byte; but the folder that is made is not quantised any more."""
+    """It would be copied unchanged into a folder that is not quantized."""
     folder = mimo(tmp_path / "hf").path
     tower = {"visual.proj.weight": torch.ones(16, 16).to(torch.float8_e4m3fn), "visual.proj.weight_scale_inv": torch.full((1, 1), 3.0)}
     plain = tensors(folder)

@@ -1,4 +1,4 @@
-"""The engine reads a folder as the conversion does: what is converted trains as it is, and what is refused there is refused here."""
+"""The engine reads folders as the conversion does, and rejects the same ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_update_matches_the_converted_folder(tmp_path: Path, given: Callable[[Pa
 
 
 def test_weights_match_the_source_of_the_folder(tmp_path: Path) -> None:
-    """To the bit, with FP8 times its scales."""
+    """Bit for bit, with FP8 multiplied by its scales."""
     model("glm4-moe", tmp_path)
     meant = quantize(tmp_path)
     with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as trainer:
@@ -55,7 +55,7 @@ def test_weights_match_the_source_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["mimo", "deepseek-v3"])
 def test_mtp_layers_are_not_checked_without_mtp(tmp_path: Path, case: str) -> None:
-    """They may be there, be of another size, be FP8 without scales, or be gone."""
+    """They may exist, have another size, be FP8 without scales, or be missing."""
     model(case, tmp_path)
     whole = tensors(tmp_path)
     drafts = [name for name in whole if "mtp_layers" in name or ".layers.3." in name]
@@ -76,7 +76,7 @@ def test_mtp_layers_are_not_checked_without_mtp(tmp_path: Path, case: str) -> No
 
 
 def test_adapter_base_fingerprint_is_independent_of_storage(tmp_path: Path) -> None:
-    """Pickled or not, the same weights have one fingerprint; others have another."""
+    """Equal weights have the same fingerprint in any format; others do not."""
     mimo(tmp_path / "plain")
     pickled(tmp_path / "pickled")
     assert fingerprint(tmp_path / "plain") == fingerprint(tmp_path / "pickled")
@@ -127,7 +127,7 @@ class TestRefused:
             started()
 
     def test_weights_of_another_model(self, tmp_path: Path) -> None:
-        """Of another family, or of other sizes; the engine keeps those that it has."""
+        """Of another family or of other sizes; the engine keeps its weights."""
         model("qwen3", tmp_path / "qwen3")
         mimo(tmp_path / "wide", intermediate_size=64)
         with engine(mimo(tmp_path / "hf"), train=False, mtp=MtpConfig(mode="load")) as trainer:
@@ -138,8 +138,6 @@ class TestRefused:
                 trainer.load(tmp_path / "wide")
             assert all(torch.equal(value, before[name]) for name, value in trainer.export())
 
-
-# Every family with scaled rotary embeddings: the trainer's logits are those of transformers, however the config states the scaling.
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

@@ -1,4 +1,4 @@
-"""The acceptance that the trainer expects, against drafting and rejection sampling played out."""
+"""The trainer's estimate of acceptance matches simulated drafting and rejection sampling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB, DEPTHS, LENGTH = 5, 3, 40
 
 
 def chains() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The next token's distribution by the last token, and that of each depth's draft: the deeper, the farther off."""
+    """The next token's distribution given the last token, and that of each depth's draft, which is worse for deeper ones."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(VOCAB, VOCAB, generator=g) * 1.5
     drafts = [logits + (0.5 + depth) * 0.6 * torch.randn(VOCAB, VOCAB, generator=g) for depth in range(DEPTHS)]
@@ -22,7 +22,7 @@ def chains() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def played(p: torch.Tensor, q: list[torch.Tensor], greedy: bool, turns: int) -> tuple[int, list[int], list[list[int]]]:
-    """Steps, accepted drafts by position, and the tokens, of drafting as an engine does it."""
+    """Simulate an engine: returns steps, accepted drafts by position, and the tokens."""
     draw = random.Random(1)
     target, draft = p.tolist(), [each.tolist() for each in q]
     steps, accepted, lines = 0, [0] * DEPTHS, []
@@ -74,7 +74,7 @@ def test_walk_over_plain_samples_matches_simulated_drafting(kind: str) -> None:
 
 
 def test_turns_and_responses_are_walked_separately_up_to_the_limit() -> None:
-    """Responses of 3, 4 (a tool's token in it) and 2 tokens; drafts are always right. One step drafts all that a turn still has."""
+    """Responses of 3, 4 (one of a tool) and 2 tokens. All drafts are accepted, so one step covers the rest of a turn."""
     micro = packed([[1, 1, 1], [1, 0, 1, 1], [1, 1]], depths=2)
     ones = torch.ones(9)
     depths = [DepthChances(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
@@ -87,7 +87,7 @@ def test_turns_and_responses_are_walked_separately_up_to_the_limit() -> None:
 
 
 def test_step_with_fewer_drafts_than_depths_ends_after_its_drafts() -> None:
-    """Drafts of two depths are always right, and the engine drafts with the first alone."""
+    """All drafts of two depths are accepted, but the engine drafts with the first one only."""
     micro = packed([[1, 1, 1, 1, 1]], depths=2)
     ones = torch.ones(5)
     depths = [DepthChances(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]

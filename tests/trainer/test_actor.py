@@ -1,4 +1,4 @@
-"""The policy that RL began with, which a KL penalty holds the new one against: when it is written, and when it is taken up again."""
+"""A trainer rank: the reference of a KL penalty, checkpoints, policy updates and profiles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Engine:
 
 
 def began(value: float, reference: Path, *, resumed: bool = False, keep: int = 2) -> tuple[float, float]:
-    """The weight of the reference, and of the policy, at the beginning of RL by a rank whose weight is `value`."""
+    """The weights of reference and policy after RL starts on a rank with this weight."""
     recipe = Recipe.model_validate({"train": {"keep_checkpoints": keep, "rl": {"kl_coef": 0.1}}})
     rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
     rank.engine = Engine(value)  # type: ignore[assignment]
@@ -108,7 +108,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_reported(tmp_path: Path, mon
 
 @pytest.mark.parametrize("train_mtp", [True, False])
 def test_reference_has_the_parameters_that_rl_trains(tmp_path: Path, train_mtp: bool) -> None:
-    """Which may be less than the stage before moved."""
+    """They may be fewer than those of the previous stage."""
     recipe = Recipe.model_validate({"train": {"keep_checkpoints": 0, "rl": {"kl_coef": 0.1, "train_mtp": train_mtp}}})
     rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
     rank.engine = Engine(1.0)  # type: ignore[assignment]
@@ -131,7 +131,7 @@ def test_stages_train_mtp_independently_of_their_order(stages: list[str]) -> Non
 
 
 class Recorder(Engine):
-    """Keeps what it is to train on, and scores every token alike."""
+    """Records its training batches, and gives every token the same score."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -156,13 +156,13 @@ def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
 
 
 def step(rank: TrainerRank, samples: list[Sample], version: int) -> dict[str, float]:
-    """An update of a run's only rank."""
+    """One update of a run with one rank."""
     table, (share,) = deal(samples, minibatches=rank.recipe.train.rl.minibatches, tokens_per_microbatch=4096, dp=1)
     return rank.rl_step(table, share(), version)
 
 
 def batch(*lengths: int) -> list[Sample]:
-    """Groups of two, the second right, whose responses have these lengths."""
+    """Groups of two responses of these lengths; the second of each is correct."""
     made = []
     for i, length in enumerate(lengths):
         sample = Sample(f"p{i // 2}", str(i // 2), [1, 2], index=i % 2, reward=float(i % 2))
@@ -180,14 +180,14 @@ def test_empty_response_counts_in_its_group_and_is_not_trained_on() -> None:
 
 
 def test_minibatches_include_every_sample_of_unequal_groups() -> None:
-    """As a run has them that goes on with another `group_size` than the groups that wait in its checkpoint."""
+    """As after resuming with another `group_size` than that of the groups in the checkpoint."""
     rank, engine = recorder(minibatches=2)
     step(rank, batch(1, 1, 1, 1, 1), 1)
     assert [len(part) for part in engine.batches] == [4, 1]
 
 
 def test_reinforce_pp_normalizes_over_all_minibatches() -> None:
-    """By the tokens that are trained: 3 of reward 0 and 6 of reward 1, of which an environment has said two more."""
+    """Weighted by trained tokens: 3 with reward 0 and 6 with reward 1; two more are from an environment."""
     result = []
     for minibatches in (1, 2):
         rank, engine = recorder(minibatches=minibatches, advantage="reinforce_pp", dynamic_sampling=False)
@@ -207,7 +207,7 @@ def test_constant_aggregation_divides_by_the_maximum_response_length() -> None:
 
 @pytest.mark.parametrize(("aggregate", "constant"), [("sequence", 1), ("constant", 16)])
 def test_empty_and_masked_trajectories_count(aggregate: str, constant: int) -> None:
-    """Dr. GRPO divides by the responses of a group: one that is empty, and one that is fully masked, are among them."""
+    """Dr. GRPO divides by the number of responses of a group, including empty and fully masked ones."""
     rank, engine = recorder(aggregate=aggregate)
     rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"max_tokens": 16})})
     samples = batch(2, 0, 3, 1)
@@ -218,7 +218,7 @@ def test_empty_and_masked_trajectories_count(aggregate: str, constant: int) -> N
 
 @pytest.mark.parametrize("aggregate", ["sequence", "constant", "token"])
 def test_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -> None:
-    """Two trajectories of 12 tokens, the second in three samples: the sum of the gradient's weights is the same for both."""
+    """Two trajectories of 12 tokens, the second in three samples: their gradient weights have the same sum."""
     rank, engine = recorder(aggregate=aggregate, advantage="grpo_no_std")
     whole, *parts = batch(12, 2, 3, 7)
     for part in parts:
@@ -237,7 +237,7 @@ def test_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -> 
 
 @pytest.mark.parametrize("context", [6, None])
 def test_response_truncated_by_the_context_gets_the_overlong_penalty(context: int | None) -> None:
-    """Of the recipe or the model, whichever prompt and response fill before `rollout.max_tokens`."""
+    """The context of the recipe or the model may be reached before `rollout.max_tokens`."""
     rank, engine = recorder(overlong={"enabled": True, "buffer": 2, "penalty": 0.5})
     rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"context": context})})
     engine.folder.shape.max_positions = 6 if context is None else 64
@@ -246,7 +246,7 @@ def test_response_truncated_by_the_context_gets_the_overlong_penalty(context: in
 
 
 def test_same_version_mismatch_is_logged_only_if_the_scoring_weights_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two syncs its weights have moved on, and the difference is not the engines'."""
+    """Between two syncs the weights are updated, and the difference is not only numerical."""
     rank, _ = recorder(old_logprobs="recompute")
     monkeypatch.setattr(WeightSource, "plan_weights", lambda *_: None)
     name = "rollout_corr/abs_diff_same_version"
@@ -257,7 +257,7 @@ def test_same_version_mismatch_is_logged_only_if_the_scoring_weights_are_publish
 
 
 def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minibatch() -> None:
-    """Tokens of the version that trains are marked, as long as the trainer has that version's weights."""
+    """Tokens of the trained version are marked while the trainer has the weights of that version."""
     rank, engine = recorder(minibatches=2, old_logprobs="behaviour")
     samples = batch(2, 2, 2, 2)
     samples[0].append([4], [-1.0], 2)
@@ -287,9 +287,6 @@ def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minib
 )
 def test_sft_stage_uses_the_cores_of_idle_engines(sets: list[str], stage: str, threads: int) -> None:
     assert threads_in(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads
-
-
-# One update of each stage is profiled: the third, as a trace and as tables in which named phases stand apart.
 
 
 def test_third_update_of_a_stage_is_profiled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be trained on is refused in one line, and what is not finite is skipped, counted, and leaves no trace."""
+"""Invalid input is rejected in one line; an update that is not finite is skipped and changes nothing."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestNotFinite:
             assert skipped(trainer, NextToken())
 
     def test_training_goes_on(self, tmp_path):
-        """A skipped update changes nothing of what follows it."""
+        """A skipped update does not affect later ones."""
         folder, losses = mimo(tmp_path / "model"), []
         for broken in (False, True):
             with engine(folder) as trainer:
@@ -117,7 +117,7 @@ class Broken(NextToken):
 
 
 def skipped(trainer, objective):
-    """Whether an update says so in finite numbers, takes no step, and leaves every weight as it was."""
+    """Whether an update reports finite metrics, takes no step, and changes no weight."""
     before = {name: value.clone() for name, value in trainer.module.named_parameters()}
     metrics = trainer.update(sequences(), objective)
     kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in trainer.module.named_parameters())

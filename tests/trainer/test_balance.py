@@ -1,4 +1,4 @@
-"""Losses of routers against plain formulas and autograd; biases that follow the loads; metrics of both."""
+"""Router losses match plain formulas and autograd; biases follow the loads; both have metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Routed = tuple[Router, Tensor, Tensor]
 BATCH = sequences(9, vocab=61)
 TOTAL = sum(len(s.token_ids) for s in BATCH)
 SMALL = 40
-"""Tokens of a micro-batch, so that the batch has several."""
+"""Tokens per microbatch; a batch has several."""
 
 
 def switch_loss(router: Router, x: Tensor, routes: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def st_moe_loss(router: Router, x: Tensor, _: Tensor) -> Tensor:
 
 
 def routed_by(trainer: MegatronEngine, micro: Any) -> list[Routed]:
-    """Each router with what it read and where it sent it, in a pass that keeps the graph."""
+    """Each router with its input and its routing, in a pass that keeps the graph."""
     result: list[Routed] = []
 
     def keep(router: Router, args: tuple[Tensor, ...], out: tuple[Tensor, Tensor]) -> None:
@@ -56,7 +56,7 @@ def routed_by(trainer: MegatronEngine, micro: Any) -> list[Routed]:
 
 
 def plain_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig) -> dict[str, Tensor]:
-    """Those of both formulas, summed over layers; means over micro-batches, by their tokens, and over depths that share a layer."""
+    """The losses by both formulas, summed over layers; means over microbatches, weighted by tokens, and over depths that share a layer."""
     with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL) as trainer:
         trainer.set_optimizer(GENTLE)
         micros = trainer._micro_batches(BATCH, trainer.depths)
@@ -72,7 +72,7 @@ def plain_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig) -> dict[st
 
 
 def balancing_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig, recompute: str = "none") -> dict[str, Tensor]:
-    """Those of an update whose main loss weighs nothing, and that has no MTP loss."""
+    """The gradients of an update with a main loss of weight 0 and no MTP loss."""
     with engine(folder, mtp=mtp, tokens_per_microbatch=SMALL, moe=moe, recompute=recompute) as trainer:
         trainer.set_optimizer(GENTLE)
         trainer.update(BATCH, Nothing())
@@ -156,7 +156,7 @@ def biases(trainer: MegatronEngine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_update_moves_each_bias_towards_equal_loads(tmp_path: Path, precision: str) -> None:
-    """Also where bf16 could not tell the step: biases stay fp32. A skipped update moves none, and a checkpoint keeps them."""
+    """Biases stay fp32, because bf16 would round the step away. A skipped update changes none, and a checkpoint stores them."""
     folder = mimo(tmp_path / "model", **MODELS["deepseek"])
     step = 1e-4
     with engine(folder, mtp=MtpConfig(mode="off"), moe=MoeConfig(bias_update=step), precision=precision) as trainer:

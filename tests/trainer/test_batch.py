@@ -1,4 +1,4 @@
-"""How samples become micro-batches."""
+"""Packing of sequences into microbatches, their transfer to a device, and FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class TestPack:
         assert micro.columns["old"].tolist() == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.1, 0.2])
 
     def test_depth_starts_at_the_last_prompt_token(self):
-        """Depth k at position i predicts token i + 1 + k, never before the response, never a token that nobody sampled."""
+        """Depth k at position i predicts token i + 1 + k, and only sampled tokens of the response."""
         first, second = pack(BATCH, [1, 0], 2, "cpu").drafts
         assert (first.rows.tolist(), first.labels.tolist(), first.tokens.tolist()) == ([2, 6], [9, 8], [3, 5])
         assert second.tokens.tolist() == []
 
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_first_tokens_of_a_turn_are_not_drafted(self, depth):
-        """What an environment says is read in one go, and the target samples what comes next, as behind the prompt."""
+        """After an environment's tokens, which are prefilled, the target samples the next token, as after the prompt."""
         turns = Sequence(list(range(1, 17)), 2, [1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
         alone = Sequence(list(range(1, 6)), 1, [1, 1, 1, 1])
         drafted = {1: [1, 2, 3, 7, 8, 13], 2: [2, 3, 8], 3: [3]}[depth]
@@ -76,8 +76,6 @@ def test_packing_takes_a_tenth_of_a_microsecond_a_token() -> None:
     assert min(taken) < 0.1e-6 * 8 * 4096
 
 
-# Arrays come to a device as they are, in one copy.
-
 ARRAYS = [
     np.arange(7),
     np.zeros(0, np.float32),
@@ -100,8 +98,6 @@ def test_tensors_of_one_copy_share_a_storage() -> None:
     assert len({each.untyped_storage().data_ptr() for each in in_one_copy(ARRAYS, "cpu") if each.numel()}) == 1
     assert in_one_copy([], "cpu") == []
 
-
-# Share of the cards' peak that an update used.
 
 SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 SEQUENCES = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 + [0] * 10)]

@@ -1,4 +1,4 @@
-"""The KL to a teacher over its candidates, with its gradients: against autograd through every logit, in float64."""
+"""The KL to a teacher over its candidates, and its gradients, match autograd through all logits in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def kl_of_every_logit(kl: Kl, logits: Tensor, ids: Tensor, likely: Tensor) -> Tensor:
-    """The KL [T] over candidates and rest, written out: of the rest from the other logits, and of the teacher from 1 less its own."""
+    """The KL [T] over candidates and rest: the policy's rest from the other logits, the teacher's as 1 minus the candidates."""
     logprobs = torch.log_softmax(logits, 1)
     named = logprobs.gather(1, ids)
     rest = torch.logsumexp(logprobs.scatter(1, ids, float("-inf")), 1)
@@ -79,7 +79,7 @@ def test_head_gradients_are_added_to_main_grad() -> None:
 
 @pytest.mark.parametrize("split", [32, 64])
 def test_vocabulary_split_over_ranks_gives_equal_results(split: int) -> None:
-    """Over two ranks, the second of which ends in padding, or is all padding."""
+    """Over two ranks; the second one ends in padding, or is all padding."""
     loss, by_hidden, by_weight = right("reverse")
 
     def rank(place: Any) -> dict[str, Any]:

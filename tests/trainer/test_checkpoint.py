@@ -1,4 +1,4 @@
-"""A run that stops and goes on does not differ from one that never stopped."""
+"""A resumed run equals one that was never stopped, and damaged or foreign checkpoints are rejected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_restore_without_an_optimizer_loads_only_weights(tmp_path):
 
 
 def test_restored_optimizer_keeps_the_new_hyperparameters(tmp_path):
-    """What SFT saved may be taken up with the optimizer of RL: moments go on, rates are RL's."""
+    """A checkpoint of SFT can be restored with RL's optimizer: moments are kept, learning rates are RL's."""
     with engine(mimo(tmp_path / "model")) as trainer:
         trainer.set_optimizer(ADAM)
         steps(trainer, 1)
@@ -111,7 +111,7 @@ def test_checkpoint_with_mtp_is_rejected_by_a_model_without(tmp_path):
 
 
 def test_missing_optimizer_state_is_reported_as_such(tmp_path):
-    """A run whose MTP layers stood still, taken up by one that trains them; the other way round nothing is missing."""
+    """A run that trains MTP layers cannot resume one with frozen layers; the reverse works."""
     folder = mimo(tmp_path / "hf")
     with engine(folder) as trainer:
         for trained in (False, True):
@@ -161,7 +161,7 @@ def test_abandoned_save_leaves_nothing_and_the_next_one_succeeds(tmp_path):
 
 @pytest.mark.parametrize("most", [0, 100_000])
 def test_save_succeeds_after_one_on_a_full_disk(tmp_path, most):
-    """Whether it has no room at all, or is full after some of it is written."""
+    """Whether the disk is full at once, or after a part is written."""
     with engine(mimo(tmp_path / "model")) as trainer:
         trainer.set_optimizer(ADAM)
         steps(trainer, 1)
@@ -175,7 +175,7 @@ def test_save_succeeds_after_one_on_a_full_disk(tmp_path, most):
 
 
 def test_kill_during_replacement_keeps_a_complete_checkpoint(tmp_path, monkeypatch):
-    """As a stop saves once more at the step that was just saved."""
+    """As when a stop saves again at the step of the last checkpoint."""
 
     class Killed(BaseException):
         pass
@@ -196,7 +196,7 @@ def test_kill_during_replacement_keeps_a_complete_checkpoint(tmp_path, monkeypat
 
 
 class TestNewest:
-    """The newest whole checkpoint is found by what is saved, and publishing one deletes older ones alone."""
+    """The newest complete checkpoint is found from its contents, and publishing deletes only older ones."""
 
     @staticmethod
     def save(trainer, root, name, keep=None):
@@ -228,7 +228,7 @@ class TestNewest:
         assert [path.name for path in saved_in(root)] == ["rl-3", "rl-2"]
 
     def test_unpublished_checkpoint_is_found(self, tmp_path):
-        """A run that is killed between the two has lost nothing."""
+        """A run that is killed between saving and publishing loses nothing."""
         root = tmp_path / "checkpoints"
         with engine(mimo(tmp_path / "model")) as trainer:
             self.save(trainer, root, "rl-1", keep=2)
@@ -271,7 +271,7 @@ class TestListing:
 
 
 class TestUnreadable:
-    """What cannot be read is told in one line, and nothing of a checkpoint is run."""
+    """An unreadable checkpoint is reported in one line, and no code in it is run."""
 
     @pytest.fixture
     def saved(self, tmp_path):
@@ -331,7 +331,7 @@ class TestUnreadable:
 
 
 class TestConcurrentSave:
-    """A checkpoint that is written while training goes on."""
+    """A checkpoint that is written while training continues."""
 
     def test_has_the_state_at_its_start(self, tmp_path):
         folder = mimo(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Gradient buffers: what they hold of an earlier update reaches no later one, whether it is zeroed or replaced."""
+"""Gradients of one update never reach a later one, whether buffers are zeroed or overwritten."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, sequences
 from tests.fakes.toys import TOYS, toy_folder
 
 FEW = 21
-"""Tokens of a micro-batch: several an update, and some experts without a row."""
+"""Tokens per microbatch: several microbatches per update, and some experts without a row."""
 
 
 def folder(path: Path, family: str, **fields: object) -> HfFolder:
@@ -26,7 +26,7 @@ def folder(path: Path, family: str, **fields: object) -> HfFolder:
 
 
 def poisoned(trainer: MegatronEngine) -> None:
-    """An update that leaves gradients behind, and then NaN wherever gradients lie."""
+    """Run an update, and fill all gradient buffers with NaN."""
     trainer.forward_backward(sequences(seed=3), NextToken())
     for parameter in trainer.module.parameters():
         parameter.main_grad.fill_(torch.nan)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def test_experts_of_unused_layers_have_no_gradient(tmp_path: Path) -> None:
 
 
 def test_closed_engine_is_freed_after_training_and_export(tmp_path: Path) -> None:
-    """Process groups go with it, whose threads would take more time than the tests."""
+    """Its process groups are freed too, whose threads would otherwise slow down later tests."""
     with engine(folder(tmp_path / "model", "mimo"), mtp=MtpConfig(mode="joint")) as trainer:
         trainer.set_optimizer(GENTLE)
         trainer.update(sequences(), NextToken())

@@ -1,4 +1,4 @@
-"""The engine on a card: in fp32 what transformers computes in fp64, in bf16 no further from it than transformers in bf16.
+"""The engine on a GPU: in fp32 it matches transformers in fp64, in bf16 it is as close as transformers in bf16.
 
 Each bound on bf16 is a multiple of PyTorch's own error at the same weights, so that it holds at any shape.
 """
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def error(result: list[Tensor], exact: list[Tensor]) -> float:
-    """Root mean square of the difference, relative to the exact values'."""
+    """Root mean square of the difference, relative to that of the exact values."""
     off = torch.cat([(a.double().cpu() - b.double().cpu()).flatten() for a, b in zip(result, exact, strict=True)])
     return float(off.norm() / torch.cat([b.double().cpu().flatten() for b in exact]).norm())
 
@@ -59,7 +59,7 @@ def error(result: list[Tensor], exact: list[Tensor]) -> float:
     [(8, 8, 128, 128), (8, 2, 128, 128), (4, 1, 256, 256), (4, 4, 192, 128), (4, 4, 12, 12), (4, 4, 40, 24)],
 )
 def test_attention(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
-    """Forward and backward of packed rows; latent attention's widths too, which the kernel does not know."""
+    """Forward and backward of packed rows, including the widths of latent attention, which the kernel does not support."""
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
     packing = Packing.of([300, 1, 77, 128, 5], "cuda")
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def in_plain_torch(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block transformers takes no kernels of other packages for linear attention: they know no fp64."""
+    """Make transformers use no kernels of other packages for linear attention in the block, because they lack fp64."""
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
@@ -149,7 +149,7 @@ def test_gradients_of_packed_and_separate_samples_match(tmp_path: Path, mode: st
 
 
 def reduced_gradients(trainer: MegatronEngine) -> dict[str, Tensor]:
-    """In fp32, which is more than weights in bf16 could hold: `gradients` would round them."""
+    """In fp32, because `gradients` would round them to bf16."""
     trainer.module.float()
     return gradients(trainer)
 
@@ -174,7 +174,7 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_cards(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What each case found over two ranks, or a string that says why it did not. What becomes of each is told as it runs."""
+    """The results of each case over two ranks, or the reason why there is none. Progress is printed."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
     assert capture is not None
     with capture.global_and_fixture_disabled():
@@ -184,7 +184,7 @@ def two_cards(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two cards")
 @pytest.mark.parametrize("name", [case.name for case in PAIRS])
 def test_update_on_two_gpus_matches_one(two_cards: dict[str, Any], name: str) -> None:
-    """In fp32 to rounding; in bf16, through the flash kernel, no further from one card's fp32 than one card in bf16."""
+    """In fp32 up to rounding; in bf16, with the flash kernel, as close to one GPU's fp32 results as one GPU in bf16."""
     case = next(case for case in PAIRS if case.name == name)
     for needed in (case.like, f"{case.like}-bf16", name, f"{name}-bf16"):
         assert not isinstance(two_cards[needed], str), f"{needed}: {two_cards[needed]}"

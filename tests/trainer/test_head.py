@@ -1,4 +1,4 @@
-"""The head's two ways from states to a loss: the same losses and gradients, one of them with a product less."""
+"""The head's one-pass and two-pass losses have equal losses and gradients; one pass saves a matrix product."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.fakes import user_losses
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 FEW_ROWS = 10 * 3 * 4 * 64
-"""Bytes of workspace in which the toy's logits fit for ten rows at a time."""
+"""Workspace for ten rows of the toy's logits, in bytes."""
 
 LOSSES = {
     "ppo": RlConfig(),
@@ -41,7 +41,7 @@ LOSSES = {
 
 
 def lines(trainer: MegatronEngine) -> list[Sequence]:
-    """Sequences whose old, behaviour and reference log-probs lie about the policy's own."""
+    """Sequences whose old, behaviour and reference log-probs are close to the policy's."""
     draw = random.Random(7)
 
     def columns(logprobs: list[float]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_one_pass_is_bit_equal_if_the_workspace_holds_all_logits(tmp_path: Any, 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_slices_of_rows_match_the_oracle(tmp_path: Any, loss: str, tied: bool) -> None:
-    """Against float64 with every logit in memory, from the same hidden states."""
+    """Compared with float64 and all logits in memory, from the same hidden states."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2, tie_word_embeddings=tied)
     few, exact = KernelsConfig(workspace_bytes=FEW_ROWS), KernelsConfig(linear_logprob="reference")
     result = updated(folder, LOSSES[loss], passes=1, kernels=few, tokens_per_microbatch=60)
@@ -96,7 +96,7 @@ def test_slices_of_rows_match_the_oracle(tmp_path: Any, loss: str, tied: bool) -
     ids=lambda fields: "-".join(fields) or "plain",
 )
 def test_isolated_mtp_loss_scale_leaves_policy_gradients_bit_equal(tmp_path: Any, loss: str, fields: dict[str, Any]) -> None:
-    """Of trunk, embedding, untied head or adapters."""
+    """The gradients of trunk, embedding, untied head or adapters."""
     folder, result = mimo(tmp_path / "model"), []
     for scale in (0.0, 10.0):
         mtp = MtpConfig(mode="isolated", loss=fields.get("mtp", "ce"), loss_scale=scale, clip_grad=0)
@@ -111,7 +111,7 @@ def test_isolated_mtp_loss_scale_leaves_policy_gradients_bit_equal(tmp_path: Any
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_number_of_microbatches_does_not_scale_any_term(tmp_path: Any, loss: str) -> None:
-    """Entropy, KL penalty, a teacher's KL and a loss of the user's own among them."""
+    """Including entropy, KL penalty, a teacher's KL and a user-defined loss."""
     folder = mimo(tmp_path / "model")
     expected = updated(folder, LOSSES[loss], passes=1, tokens_per_microbatch=4096)
     for budget in (1, 64):
@@ -121,7 +121,7 @@ def test_number_of_microbatches_does_not_scale_any_term(tmp_path: Any, loss: str
 
 
 def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: MtpConfig) -> tuple[int, int, int]:
-    """Rows of logits that an update makes, rows of the trunk and rows of the MTP depth, where the workspace holds few of them."""
+    """Rows of logits that an update computes, of the trunk and of the MTP depth, with a small workspace."""
     made_of: list[int] = []
     plain = products.logits
 
@@ -149,7 +149,7 @@ def test_logits_are_computed_once_unless_tokens_are_coupled(tmp_path: Any, monke
 
 @pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
 def test_depth_learns_from_the_logits_of_the_policy_loss(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
-    """Unless tokens are coupled: then the trunk's are made for the depth once more."""
+    """Unless tokens are coupled: then the trunk's logits are computed again for the depth."""
     mtp = MtpConfig(mode="isolated", loss="tv", clip_grad=0)
     trainer, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, mtp)
     assert trainer == times * trunk + times * drafts

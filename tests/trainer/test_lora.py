@@ -1,4 +1,4 @@
-"""Adapters change nothing at first, train alone, and leave merged or under PEFT's names."""
+"""Adapters start at zero, train while the base is frozen, and are exported merged or under PEFT's names."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_adapter_starts_at_zero_and_trains(tmp_path, model):
 
 
 class TestCheckpoint:
-    """Of an engine with adapters: adapters, MTP layers and their optimizer, and no other weight."""
+    """A checkpoint with adapters contains adapters, MTP layers and their optimizer, and no other weights."""
 
     def test_resumes_bit_for_bit(self, tmp_path):
         folder = mimo(tmp_path / "model")
@@ -145,7 +145,7 @@ def test_fingerprint_is_independent_of_shards(tmp_path):
 
 
 def test_recomputed_activations_give_the_same_gradients(tmp_path):
-    """Although nothing that the first recomputed layer reads takes a gradient."""
+    """Although the input of the first recomputed layer has no gradient."""
     result = []
     for recompute in ("none", "full"):
         with engine(mimo(tmp_path / recompute), lora=LORA, recompute=recompute) as trainer:

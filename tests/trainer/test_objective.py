@@ -1,4 +1,4 @@
-"""Advantages of whole updates: one a trajectory, however many samples it became, and what a teacher adds to each of their tokens."""
+"""Advantages of updates, one per trajectory, and the gain that a teacher adds to each token."""
 
 from __future__ import annotations
 

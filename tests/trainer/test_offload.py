@@ -1,4 +1,4 @@
-"""What lives in host memory between uses is gone from the device there, and changes no result."""
+"""Offloaded tensors use no device memory between uses, and results are bit-equal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_device_memory_is_freed_between_uses(tmp_path):
 
 
 def test_update_finishes_its_copies_before_it_returns(tmp_path, monkeypatch):
-    """What copies take is an update's time, and nothing that comes after it waits for them."""
+    """The time of the copies belongs to the update, and nothing after it waits for them."""
     with engine(mimo(tmp_path / "model"), offload=EVERYTHING) as trainer:
         trainer.set_optimizer(ADAM)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.3))
@@ -83,7 +83,7 @@ def test_update_finishes_its_copies_before_it_returns(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_checkpoint_restores_with_and_without_offload(tmp_path, precision):
-    """Resumed either way, the next losses are those of the run that wrote it."""
+    """Resumed with or without offload, the next losses equal those of the original run."""
     folder = mimo(tmp_path / "model")
     for offload, other in ((OffloadConfig(), EVERYTHING), (EVERYTHING, OffloadConfig())):
         with engine(folder, precision=precision, offload=offload) as trainer:

@@ -1,4 +1,4 @@
-"""An update over many ranks is the update of one: loss, every gradient, scores."""
+"""An update over several ranks matches the update of one: loss, gradients, scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPARED = [case for case in CASES if case.name != case.like]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What every case that is asked for found. The first test waits for all of them."""
+    """The results of all requested cases. The first test waits for all of them."""
     out = tmp_path_factory.mktemp("ranks") / "results.pt"
     names = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}
     subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.fakes.trainer_ranks", str(out), *sorted(names)], check=True, timeout=1500)
@@ -35,7 +35,7 @@ def tensors(result: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
     "case", [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.slow) for case in COMPARED]
 )
 def test_update_matches_one_process(results: dict[str, Any], case: Case) -> None:
-    """Also where it is one of RL, and where it goes on from a checkpoint that another layout wrote."""
+    """Including RL updates, and updates after a restore from another layout."""
     result, expected = results[case.name], results[case.like]
     assert not isinstance(result, str), result
     for name, value in expected["metrics"].items():

@@ -1,4 +1,4 @@
-"""Replayed routes against a model whose routers are fixed to them, and what is refused."""
+"""Replayed routes match a model with fixed routers, and invalid routes are rejected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def routed(folder: HfFolder, count: int = 5) -> list[Sequence]:
 
 
 def fixed_shares(router: Router, logits: Tensor, experts: Tensor) -> Tensor:
-    """Each expert's share where a token's experts are named [T, k], by the families' own formulas."""
+    """The weight of each expert for given experts [T, k], by the families' formulas."""
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
     if router.score_function == "softmax":
         # The softmax of all experts, of which the chosen ones' shares are made to add up to 1.
@@ -94,7 +94,7 @@ def update(folder: HfFolder, batch: list[Sequence], **fields: Any) -> tuple[dict
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_gradients_match_a_model_with_fixed_routers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers' gradients are among them, and those of MTP layers, whose routers choose for themselves."""
+    """Including the gradients of routers, and of MTP layers, whose routers are not replayed."""
     folder = model(family, tmp_path / "model")
     batch = routed(folder)
     result, metrics = update(folder, batch)
@@ -119,7 +119,7 @@ def test_replay_gradients_match_a_model_with_fixed_routers(family: str, tmp_path
 
 
 def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
-    """Recorded by one pass they are replayed by the next to the bit; in part, the rest is the router's own choice."""
+    """Routes of one pass are replayed bit for bit by the next; tokens without routes use the router's choice."""
     folder = model("qwen3-moe", tmp_path / "model")
     batch, shape = sequences(6, vocab=61), shape_of(folder)
     with engine(folder, tokens_per_microbatch=50) as trainer:
@@ -140,7 +140,7 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     "fields", [{}, {"recompute": "full"}, {"lora": LoraConfig(rank=4, alpha=8.0)}], ids=lambda f: "-".join(f) or "plain"
 )
 def test_random_routes_are_replayed_after_a_resume(tmp_path: Path, fields: dict[str, Any]) -> None:
-    """All tokens but the last of each sequence go to experts 0 and 1 of 8, whatever the routers say."""
+    """All tokens except the last of each sequence use experts 0 and 1 of 8, independent of the routers."""
     folder = model("qwen3-moe", tmp_path / "model")
     batch, shape = sequences(6, vocab=61, low=16), shape_of(folder)
     tokens = sum(len(s.token_ids) for s in batch)
@@ -200,7 +200,7 @@ def test_dense_model_rejects_routes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replay", ["off", "recompute", "rollout"])
 def test_minibatches_replay_the_routes_that_the_recipe_selects(replay: str, tmp_path: Path) -> None:
-    """Under `recompute` those of the pass before the first update, though that moves the routers; under `rollout` the samples' own."""
+    """`recompute` replays the routes of the scoring pass in all minibatches; `rollout` replays the samples' routes."""
     folder = model("qwen3-moe", tmp_path / "model")
     rl = {"steps": 1, "group_size": 2, "minibatches": 2, "prompts_per_step": 2, "old_logprobs": "recompute"}
     given = {"train": {"rl": rl, "moe": {"replay": replay}}, "mtp": {"mode": "off"}, "rollout": {"speculation": {"num_tokens": 0}}}

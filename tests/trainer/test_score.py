@@ -1,4 +1,4 @@
-"""Log-probs and entropies of responses, against a plain reference, with MTP weights loaded or not."""
+"""Log-probs and entropies of responses match a plain reference, with and without MTP weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_scoring_needs_no_optimizer_and_creates_no_gradient(tmp_path):
 
 
 def test_linear_attention_state_does_not_leak_between_samples(tmp_path):
-    """Log-probs and gradients, those of MTP layers included, of samples in one row are those of each alone."""
+    """Log-probs and gradients of packed samples, including MTP layers, match those of separate samples."""
     folder = mimo(tmp_path / "model", **MODELS["qwen3.5"], max_position_embeddings=256)
     draw = random.Random(2)
     batch = [Sequence([draw.randrange(61) for _ in range(length)], 1, [1] * (length - 1)) for length in (5, 64, 3, 129)]

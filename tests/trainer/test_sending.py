@@ -1,4 +1,4 @@
-"""A rank's part in a version: who packs, who only exports, and which sections there are. Engine and tensors are made up."""
+"""A rank's part in a weight update: rank 0 packs, all ranks export. Engine and tensors are fakes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATER: tuple[Section, ...] = ("adapter", "draft")
 
 
 class Engine:
-    """Exports the tensors that it is given, and counts those that were asked for."""
+    """Exports these tensors, and counts them."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.folder = SimpleNamespace(shape=shape_of(CONFIG), path=Path("model"))

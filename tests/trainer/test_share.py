@@ -1,4 +1,4 @@
-"""The samples of an update, dealt out to data-parallel ranks: nothing lost, nothing twice, and the same objects on the other side."""
+"""Distribution of an update's samples to data-parallel ranks: every sample arrives once and unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtpctl.trainer.share import deal
 
 
 def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> list[Sample]:
-    """Samples in groups, some of them without a token, with several versions and turns, and some with old log-probs and routes."""
+    """Samples in groups: some are empty, have several versions and turns, or have old log-probs and routes."""
     draw, made = random.Random(seed), []
     for number in range(count):
         sample = Sample(
@@ -67,7 +67,7 @@ def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches:
 
 
 def test_optimizer_steps_are_distributed_separately() -> None:
-    """Its samples are those of its groups, each rank has as many micro-batches, and the budget holds."""
+    """A step has whole groups, all ranks have equally many microbatches, and microbatches respect the token budget."""
     samples = drawn(50, seed=1)
     _, made = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
     shares = [make() for make in made]
@@ -86,7 +86,7 @@ def test_optimizer_steps_are_distributed_separately() -> None:
 
 
 def forked(sizes: list[list[int]]) -> list[Sample]:
-    """Groups of trajectories, each of so many samples of three tokens."""
+    """Groups of trajectories with these numbers of samples of three tokens."""
     made = []
     for group, trajectories in enumerate(sizes):
         for index, count in enumerate(trajectories):
@@ -109,7 +109,7 @@ def forked(sizes: list[list[int]]) -> list[Sample]:
     ],
 )
 def test_update_has_the_recipes_number_of_optimizer_steps(sizes: list[list[int]], minibatches: int, dp: int) -> None:
-    """Whole groups each, of whatever size, and of trajectories that are several samples."""
+    """Each has whole groups, for groups of any size and trajectories of several samples."""
     samples = forked(sizes)
     table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
     shares = [make() for make in made]
@@ -129,7 +129,7 @@ def test_update_has_the_recipes_number_of_optimizer_steps(sizes: list[list[int]]
 
 
 def test_step_without_a_sampled_token_is_dropped() -> None:
-    """An environment's tokens alone are nothing to train on; the other steps are as they were."""
+    """A step with tokens of an environment only is dropped; the other steps are unchanged."""
     samples = forked([[1, 1], [1, 1], [1, 1]])
     for sample in samples[2:4]:
         sample.loss_mask = mask_of([0, 0, 0])

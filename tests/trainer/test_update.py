@@ -1,4 +1,4 @@
-"""One update's loss and every gradient against a plain reference, whatever the packing, the mode and the depth."""
+"""Losses and gradients of an update match a plain reference for all packings, modes and depths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.toys import TOYS, toy_folder
 
 
 def sampled(sequence, start, end):
-    """Whether tokens `start` up to `end` are all of the response and were all sampled."""
+    """Whether tokens `start` to `end` are sampled tokens of the response."""
     return start >= sequence.prompt_length and all(sequence.loss_mask[start - sequence.prompt_length : end - sequence.prompt_length])
 
 
@@ -61,7 +61,7 @@ def test_losses_and_gradients_match_the_reference(tmp_path, mode, depths, tied):
 
 
 class Nothing(NextToken):
-    """A main loss of no weight: what gradient there is comes from MTP."""
+    """A main loss of weight 0, so all gradients come from MTP."""
 
     def token_loss(self, micro):
         loss = super().token_loss(micro)
@@ -76,7 +76,7 @@ class Nothing(NextToken):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depths", [1, 2, 3])
 def test_isolated_loss_has_gradients_on_mtp_only(tmp_path, depths, tied):
-    """Exactly nothing, and every MTP parameter: the chain of depths is not cut."""
+    """Other gradients are exactly 0, and every MTP parameter has a gradient."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=depths, tie_word_embeddings=tied)
     with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as trainer:
         trainer.set_optimizer(GENTLE)
@@ -87,7 +87,7 @@ def test_isolated_loss_has_gradients_on_mtp_only(tmp_path, depths, tied):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradient_spike_of_the_drafter_does_not_clip_the_policy(tmp_path, sharded):
-    """Both are over their clips, each of its own: the trunk's weights are the same to the bit."""
+    """Both norms exceed their clips, and the trunk's weights are bit-equal."""
     folder, result = mimo(tmp_path / "model"), []
     for scale in (1.0, 1e4):
         with engine(folder, mtp=MtpConfig(mode="isolated", loss_scale=scale, clip_grad=0.1), distributed_optimizer=sharded) as trainer:
@@ -104,7 +104,7 @@ def test_gradient_spike_of_the_drafter_does_not_clip_the_policy(tmp_path, sharde
     ids=lambda fields: "-".join(fields) or "plain",
 )
 def test_every_mtp_tensor_is_trained_before_and_after_a_resume(tmp_path, fields):
-    """And nothing else, where the policy's loss has no gradient."""
+    """And no other tensor, if the policy loss has no gradient."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     fields = fields | {"mtp": MtpConfig(mode="isolated", clip_grad=0)}
 
@@ -139,7 +139,7 @@ def test_number_of_microbatches_does_not_scale_the_drafter_loss(tmp_path, loss):
 
 
 def test_gradients_pass_through_the_chain_of_depths(tmp_path):
-    """The second depth's loss reaches the first depth's layer, beside what the first depth's own brings."""
+    """The second depth's loss has a gradient on the first depth's layer."""
     folder, name = mimo(tmp_path / "model", num_nextn_predict_layers=2), "model.mtp_layers.0.input_proj.weight"
     batch = [Sequence([3, 5, 7], 1, [0, 0]), Sequence([2, 4, 6, 8], 1, [1, 1, 1])]
     with engine(folder, mtp=MtpConfig(mode="isolated", clip_grad=0)) as trainer:
@@ -154,7 +154,7 @@ def test_gradients_pass_through_the_chain_of_depths(tmp_path):
 
 @pytest.mark.parametrize("mode", ["off", "load"])
 def test_mtp_is_frozen_in_modes_that_do_not_train_it(tmp_path, mode):
-    """The trunk trains as ever; MTP's weights, where they are kept, leave as they came."""
+    """The trunk trains; MTP weights are exported unchanged if they are loaded."""
     folder = mimo(tmp_path / "model")
     batch = sequences()
     with engine(folder, mtp=MtpConfig(mode="joint", loss_scale=0.0)) as trainer:
@@ -174,7 +174,7 @@ def test_mtp_is_frozen_in_modes_that_do_not_train_it(tmp_path, mode):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_mtp_trained_in_one_stage_is_frozen_in_the_next(tmp_path, sharded):
-    """As a supervised stage and RL with `train_mtp: false` do, after which every MTP weight is as the first one left it."""
+    """As in SFT and RL with `train_mtp: false`: MTP weights are unchanged after the second stage."""
     with engine(mimo(tmp_path / "model"), distributed_optimizer=sharded) as trainer:
         trainer.set_optimizer(GENTLE)
         trainer.update(sequences(), NextToken())
@@ -188,7 +188,7 @@ def test_mtp_trained_in_one_stage_is_frozen_in_the_next(tmp_path, sharded):
 
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
 def test_drafter_loss_has_no_gradient_on_the_trunk_distribution(tmp_path, loss):
-    """An isolated head that learns the trunk's distribution gives it no gradient, and comes nearer to it; its loss is the metric's own."""
+    """An isolated head that learns the trunk's distribution has no gradient on it, and approaches it."""
     folder = mimo(tmp_path / "model")
     with engine(folder, mtp=MtpConfig(mode="isolated", loss=loss, clip_grad=0)) as trainer:
         trainer.set_optimizer(GENTLE.model_copy(update={"lr": 1e-9, "mtp_lr": 1e-2}))
@@ -207,7 +207,7 @@ def test_drafter_loss_has_no_gradient_on_the_trunk_distribution(tmp_path, loss):
 
 @pytest.mark.parametrize("mtp_lr", [None, 1e-2])
 def test_weight_decay_applies_to_matrices_only(tmp_path, mtp_lr):
-    """Nothing supervised, so nothing but decay: by each group's own rate, and not of norms and biases."""
+    """Without a loss only weight decay acts, with each group's learning rate, and not on norms and biases."""
     with engine(mimo(tmp_path / "model")) as trainer:
         trainer.set_optimizer(GENTLE.model_copy(update={"weight_decay": 0.1, "mtp_lr": mtp_lr}))
         before = {name: value.clone() for name, value in trainer.export()}
@@ -219,7 +219,7 @@ def test_weight_decay_applies_to_matrices_only(tmp_path, mtp_lr):
 
 
 def test_loss_and_gradients_do_not_depend_on_microbatches(tmp_path):
-    """Every sequence alone, a few packed, all packed: 1e-6 over all gradients together."""
+    """Sequences alone, partly packed and all packed: gradients agree within 1e-6."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     batch = sequences(9, seed=3)
     _, exact = reference(folder, batch, depths=2, isolated=False, loss_scale=0.1)
@@ -237,7 +237,7 @@ def test_loss_and_gradients_do_not_depend_on_microbatches(tmp_path):
 
 
 def test_acceptance_counts_greedy_hits(tmp_path):
-    """By hand: how often the MTP head's likeliest token is the one that was sampled."""
+    """Computed by hand: how often the MTP head's most likely token is the sampled one."""
     folder = mimo(tmp_path / "model")
     batch = sequences(60)
     weights = load_file(folder.path / "model.safetensors")
@@ -257,7 +257,7 @@ def test_acceptance_counts_greedy_hits(tmp_path):
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_give_the_same_gradients(tmp_path, recompute, mode):
-    """MTP layers included, of which an isolated one's input takes no gradient."""
+    """Including MTP layers; the input of an isolated one has no gradient."""
     folder = mimo(tmp_path / "model", num_nextn_predict_layers=2)
     result = []
     for how in ("none", recompute):
@@ -271,7 +271,7 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path, recompute, mod
 
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
 def test_recomputed_depths_pass_on_the_state_before_the_norm(tmp_path, mode):
-    """GLM-4.5's: of the last depth, what would be handed on takes no part in the loss."""
+    """In GLM-4.5, the state that the last depth passes on is not in the loss."""
     folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], tmp_path / "model", 0, "fp32"))
     result = []
     for recompute in ("none", "full"):
@@ -284,7 +284,7 @@ def test_recomputed_depths_pass_on_the_state_before_the_norm(tmp_path, mode):
 
 
 def test_bf16_follows_its_fp32_masters(tmp_path):
-    """Steps smaller than bf16 can hold add up in the masters."""
+    """Steps below bf16 precision accumulate in the masters."""
     folder = mimo(tmp_path / "model")
     with engine(folder, precision="bf16") as trainer:
         trainer.set_optimizer(GENTLE.model_copy(update={"lr": 1e-4}))
