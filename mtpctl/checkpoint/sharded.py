@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NotRequired, Protocol, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.transformer import MegatronModule
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from mtpctl.checkpoint.finding import ENGINE, REPLACED, next_number
@@ -66,32 +67,43 @@ type Sharded = ShardedTensor | ShardedTensorFactory
 type ShardedTree = dict[str, dict[str, Sharded]]
 """Section (`model`, `optimizer`) → name → sharded tensor, as megatron-core saves and loads them."""
 
-type WriteBucket = tuple[Path, str, tuple[list[tuple[object, object]], list[tuple[object, torch.Tensor]]]]
+type WriteBucket = tuple[Path, str, tuple[list[tuple[object, object]], list[tuple[object, Tensor]]]]
 """The contents of one file of megatron-core: the file, a key, and (bytes, tensors), each with its item of the plan."""
 
 
-class Slot(Protocol):
-    """The optimizer state of a parameter: a tensor for each of `kinds`, whole on this rank or sharded over the ranks of `group`."""
+@dataclass
+class Slot:
+    """The optimizer state of a parameter (moments and master): a tensor for each of `kinds`.
 
-    @property
-    def parameter(self) -> torch.Tensor: ...
+    Each has the shape of this rank's parameter. With the distributed optimizer each is this dp rank's flat shard, elements `start` to
+    `end`, and `group` has the ranks with the other shards. A rank without a shard of this parameter has no tensors.
+    """
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]: ...
+    parameter: Tensor
+    tensors: dict[str, Tensor]
+    kinds: tuple[str, ...]
+    start: int = 0
+    end: int = 0
+    group: dist.ProcessGroup | None = None
 
-    @property
-    def kinds(self) -> tuple[str, ...]: ...
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-    def whole(self, kind: str) -> torch.Tensor:
+    def whole(self, kind: str) -> Tensor:
         """The tensor in the parameter's shape, fp32. Collective over `group`."""
-        ...
+        if self.group is None:
+            return self.tensors[kind]
+        flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
+        if self.tensors:
+            flat[self.start : self.end] = self.tensors[kind]
+        dist.all_reduce(flat, group=self.group)
+        return flat.view(self.parameter.shape)
 
-    def fill(self, kind: str, value: torch.Tensor) -> None:
+    def fill(self, kind: str, value: Tensor) -> None:
         """Copy this rank's shard of `value`, which has the parameter's shape."""
-        ...
+        if not self.tensors:
+            return
+        target = self.tensors[kind]
+        source = value if self.group is None else value.flatten()[self.start : self.end]
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source.view(target.shape))
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ class Contents:
 
     def live(self) -> set[int]:
         """Addresses of the storages that the next step writes to."""
-        tensors: list[torch.Tensor] = list(self.model.parameters())
+        tensors: list[Tensor] = list(self.model.parameters())
         tensors += [tensor for slot in self.slots or [] for tensor in slot.tensors.values()]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -271,7 +283,7 @@ def _agree(path: Path, error: BaseException | None) -> None:
 def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
     """The buckets with copies of the tensors whose storage is in `live`."""
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
     return [(file, key, (data, [(item, copy(tensor)) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
@@ -337,14 +349,14 @@ def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, readi
     return tree
 
 
-def _data(slot: Slot, kind: str, reading: bool) -> torch.Tensor:
+def _data(slot: Slot, kind: str, reading: bool) -> Tensor:
     if slot.group is None:
         return slot.tensors[kind]
     # In host memory: the GPU may lack memory for the shards of the whole group.
     return torch.empty(slot.parameter.shape) if reading else slot.whole(kind).cpu()
 
 
-def _like(parameter: Sharded, key: str, data: torch.Tensor) -> Sharded:
+def _like(parameter: Sharded, key: str, data: Tensor) -> Sharded:
     if isinstance(parameter, ShardedTensorFactory):
         return replace(parameter, key=key, data=data)
     return replace(parameter, key=key, data=data, dtype=data.dtype)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -20,6 +19,7 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mtpctl.checkpoint.sharded import Slot
 from mtpctl.compat import cpu_device
 from mtpctl.plan.memory import OPTIMIZER_SLICE
 from mtpctl.recipe.rl import OptimizerConfig
@@ -192,41 +192,6 @@ def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass
-class Slot:
-    """The optimizer state of a parameter (moments and master): a tensor for each of `kinds`.
-
-    Each has the shape of this rank's parameter. With the distributed optimizer each is this dp rank's flat shard, elements `start` to
-    `end`, and `group` has the ranks with the other shards. A rank without a shard of this parameter has no tensors.
-    """
-
-    parameter: Tensor
-    tensors: dict[str, Tensor]
-    kinds: tuple[str, ...]
-    start: int = 0
-    end: int = 0
-    group: dist.ProcessGroup | None = None
-
-    def whole(self, kind: str) -> Tensor:
-        """The tensor in the parameter's shape, fp32. Collective over `group`."""
-        if self.group is None:
-            return self.tensors[kind]
-        flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
-        if self.tensors:
-            flat[self.start : self.end] = self.tensors[kind]
-        dist.all_reduce(flat, group=self.group)
-        return flat.view(self.parameter.shape)
-
-    def fill(self, kind: str, value: Tensor) -> None:
-        """Copy this rank's shard of `value`, which has the parameter's shape."""
-        if not self.tensors:
-            return
-        target = self.tensors[kind]
-        source = value if self.group is None else value.flatten()[self.start : self.end]
-        if source.data_ptr() != target.data_ptr():
-            target.copy_(source.view(target.shape))
 
 
 def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]:
