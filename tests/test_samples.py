@@ -63,7 +63,7 @@ def test_a_sample_is_equal_after_json() -> None:
 
 
 def test_an_unknown_field_is_ignored() -> None:
-    """A checkpoint's buffer may hold it."""
+    """For example in the buffer of an older checkpoint."""
     assert Sample.from_dict({**sample().to_dict(), "old_entropy": None}) == sample()
 
 
@@ -105,7 +105,7 @@ def test_the_response_limit_is_max_tokens_or_the_rest_of_the_context(context: in
 
 
 def test_routes_cover_all_tokens_but_the_last_and_are_copied_and_pickled() -> None:
-    """Over an abort, the environment's reply and a cut; the next request tells those of the token that was last."""
+    """Across an abort, the environment's reply and a cut. The next request provides the row of the previously last token."""
     s, rows = sample(), np.arange(20, dtype=np.uint8).reshape(10, 1, 2)
     assert s.routed == 0
     s.append([10, 11], [-0.125, -0.25], version=4)
@@ -123,7 +123,7 @@ def test_routes_cover_all_tokens_but_the_last_and_are_copied_and_pickled() -> No
 
 
 def test_arrays_are_created_from_any_iterable() -> None:
-    """As a user's own test makes a sample, and as a checkpoint's JSON does."""
+    """For example in a user's tests, and from a checkpoint's JSON."""
     made = Sample(
         "p", "g", [1, 2], response_ids=range(3), loss_mask=[True, 0, 1], behaviour_logprobs=(-0.5, 0.0, -1.0), old_logprobs=[-1] * 3
     )
@@ -134,7 +134,7 @@ def test_arrays_are_created_from_any_iterable() -> None:
 
 
 def test_a_token_takes_13_bytes_in_memory_and_in_a_message() -> None:
-    """Four of its id, four of each log-prob, one of its mask; a response that grew chunk by chunk has room for some more."""
+    """Four for its id, four for each log-prob, one for its mask, plus the spare capacity of growing arrays."""
     made, tokens = Sample("p", "g", []), 4096
     for _ in range(64):
         made.append([7] * (tokens // 64), [-0.5] * (tokens // 64), 1)

@@ -65,7 +65,7 @@ def test_a_large_file_is_copied_and_emptied(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_actor_writes_to_the_log_folder_of_its_run(tmp_path: Path) -> None:
-    """Through Ray: the folder is told to all actors, the name to each."""
+    """Ray passes the folder to all actors, and each actor's name to it."""
     program = f"""
 import ray
 from pathlib import Path
@@ -103,13 +103,13 @@ gc.disable()
 loaded = [Node() for _ in range(1000)]
 before, alive = circle(), len(gc.get_objects())
 settle_heap()
-assert before() is None, "what nobody holds is not kept for good"
+assert before() is None, "garbage is collected first"
 seen = gc.get_objects()
-assert alive > 10_000 > len(seen) and not any(isinstance(each, Node) for each in seen), "what was loaded is looked at again"
+assert alive > 10_000 > len(seen) and not any(isinstance(each, Node) for each in seen), "loaded objects are not visited"
 after = circle()
 assert after() is not None
 gc.collect()
-assert after() is None, "what came since is collected"
+assert after() is None, "later garbage is collected"
 """
 
 
@@ -126,13 +126,13 @@ class Node: pass
 with importing():
     assert not gc.isenabled()
     loaded = Node()
-assert gc.isenabled() and not any(isinstance(each, Node) for each in gc.get_objects()), "what was imported is looked at again"
+assert gc.isenabled() and not any(isinstance(each, Node) for each in gc.get_objects()), "imported objects are not visited"
 gc.disable()
 try:
     with importing():
         raise ImportError
 except ImportError:
-    assert not gc.isenabled(), "it is left as it was"
+    assert not gc.isenabled(), "a disabled collector stays disabled"
 """
 
 

@@ -1,4 +1,4 @@
-"""Senders and receivers in processes of their own, as a trainer and its engines are: forked from one that has imported torch."""
+"""Senders and receivers in separate processes, like a trainer and its engines. They are forked from a process with torch."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ CONTEXT.set_forkserver_preload(["tests.fakes.pushing"])
 
 
 def model(seed: int) -> Tensors:
-    """Tensors of a made-up model, drawn anew for each seed."""
+    """Random tensors of a small model."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def sender(root: Path, transport: str, *, bucket_bytes: int = 2048, deadline_s: float = 20.0) -> Sender:
-    """A sender on this machine that knows the made-up model."""
-    found = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=deadline_s, bucket_bytes=bucket_bytes)
-    found.plan(TensorSpec(name, shape, "float32") for name, shape in SHAPES.items())
-    return found
+    """A sender of `model` on this machine."""
+    sends = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=deadline_s, bucket_bytes=bucket_bytes)
+    sends.plan(TensorSpec(name, shape, "float32") for name, shape in SHAPES.items())
+    return sends
 
 
 def send_version(pipe: Any, over: Sender, version: int, members: list[str], export: Export, sending: Export | None = None) -> None:
-    """One version by this sender, in the process that sends: its manifest into `pipe`, then what was sent, or why it was not.
+    """Send one version in the sender's process, and put its manifest and then the result or error into `pipe`.
 
-    `sending`: an export that comes in place of the one that was learnt, for faults.
+    `sending`: an export that differs from the planned one, for faults.
     """
     try:
         pipe.send(over.announce(version, members, over.plan_from(export, checksums=True)))
@@ -54,7 +54,7 @@ def send_version(pipe: Any, over: Sender, version: int, members: list[str], expo
 
 
 class Die:
-    """What a receiver does when it comes to this bucket of the target section."""
+    """Makes a receiver kill itself at this bucket of the target section."""
 
     def __init__(self, bucket: int) -> None:
         self.bucket = bucket
@@ -74,20 +74,20 @@ def _receive(inbox: Any, outbox: Any, fault: Die | None) -> None:
 
 def _take(readers: Readers, manifest: Manifest, fault: Die | None) -> dict[str, Any]:
     reader = readers.open(manifest.transport, manifest.address)
-    found: Tensors = {}
+    tensors: Tensors = {}
     for section, plan in manifest.sections.items():
         reader.begin(manifest.version, section)
         for bucket, data in reader.stream(section, plan.buckets):
             if fault is not None and section == "target" and bucket.index == fault.bucket:
                 os.kill(os.getpid(), signal.SIGKILL)
             for entry, piece in pieces(bucket, data):
-                whole = found.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+                whole = tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
                 whole.view(-1)[entry.part_start : entry.part_stop] = piece
-    return {name: tensor.tolist() for name, tensor in found.items()}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 class Receiver:
-    """A process that takes versions in."""
+    """A process that receives versions."""
 
     def __init__(self, fault: Die | None = None) -> None:
         self.inbox, self.outbox = CONTEXT.Queue(), CONTEXT.Queue()
@@ -95,11 +95,11 @@ class Receiver:
         self.process.start()
 
     def take(self, manifest: Manifest) -> None:
-        """Begin to take a version in."""
+        """Start to receive a version."""
         self.inbox.put(manifest)
 
     def taken(self, seconds: float = 30.0) -> Any:
-        """What was taken in, or the error."""
+        """The received tensors, or the error."""
         return self.outbox.get(timeout=seconds)
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ class Receiver:
 
 
 def receivers(count: int, faults: dict[int, Die] | None = None) -> Iterator[list[Receiver]]:
-    """That many receivers, for a fixture."""
+    """A fixture of `count` receivers."""
     started = [Receiver((faults or {}).get(index)) for index in range(count)]
     yield started
     for receiver in started:
@@ -119,7 +119,7 @@ def receivers(count: int, faults: dict[int, Die] | None = None) -> Iterator[list
 
 
 def in_process(run: Callable[..., None], *arguments: Any) -> Any:
-    """A process of its own that runs this."""
+    """Start `run` in a new process."""
     process = CONTEXT.Process(target=run, args=arguments, daemon=True)
     process.start()
     return process

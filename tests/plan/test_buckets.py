@@ -35,7 +35,7 @@ limits = st.integers(ALIGNMENT, 20_000)
 
 
 def send(specs: list[TensorSpec], buckets: list[Bucket], payload: dict[str, bytes]) -> dict[str, bytes]:
-    """Pack into one buffer a bucket and unpack again, as a transport does."""
+    """Pack each bucket into a buffer and unpack it, like a transport."""
     items = {spec.name: spec.itemsize for spec in specs}
     arrived = {name: bytearray(len(data)) for name, data in payload.items()}
     for bucket in buckets:

@@ -127,7 +127,7 @@ def test_norms_of_an_mtp_projection_are_replicated() -> None:
 
 
 LAYER = 2 * 4096 + (32 + 2 * 8 + 32) * 128 + 2 * 11008
-"""Elements a token that a layer of MiMo-7B keeps: the inputs of both norms; queries, keys, values and output; gate and up."""
+"""Saved elements per token of a MiMo-7B layer: the inputs of both norms; queries, keys, values and output; gate and up."""
 
 
 def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
@@ -204,7 +204,7 @@ def test_depths_that_share_a_layer_each_have_activations() -> None:
 
 
 def test_a_step_of_an_offloaded_optimizer_needs_masters_and_a_slice_of_moments() -> None:
-    """Which may be more than the activations that are gone by then: MiMo-7B with 1,024 tokens."""
+    """With 1,024 tokens of MiMo-7B they exceed the activations, which are free by then."""
     few = trainer_memory(recipe("train.parallel={tp: 1}", "train.offload.optimizer=true", "train.tokens_per_microbatch=1024"), MIMO)
     assert few.step == 4 * count_parameters(MIMO)["total"] + 3 * (1 << 30)
     assert few.step > few.activations + few.workspace
@@ -313,7 +313,7 @@ PLAIN = ["rollout.max_in_flight=256", "rollout.context=4096", "cluster.gpu_gib="
     ],
 )
 def test_state_bytes_of_linear_attention(config: dict[str, Any], tp: int, drafts: int, caching: bool, precise: bool) -> None:
-    """As vLLM counts it: the shapes of its gated delta net, on 36 of 48 layers."""
+    """Computed from the state shapes of vLLM's gated delta net, for 36 of 48 layers."""
     shape = shape_of(config)
     sets = PLAIN[:-1] if caching else PLAIN
     memory = engine_memory(recipe(*sets, f"rollout.tp={tp}", f"rollout.speculation.num_tokens={drafts}"), shape)

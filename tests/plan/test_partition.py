@@ -38,7 +38,7 @@ class TestPartition:
 
     @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
     def test_the_number_of_microbatches_is_minimal_for_longest_first(self, lengths, budget, dp):
-        """As it is found out one number of micro-batches after another, by looking at every load each time."""
+        """Compared with a search over the number of microbatches that recomputes every load."""
         count = -(-max(dp, -(-sum(lengths) // budget)) // dp) * dp
         while True:
             loads, sizes = [0] * count, [0] * count
@@ -51,7 +51,7 @@ class TestPartition:
         assert len(partition(lengths, budget, dp)[0]) * dp == count
 
     def test_a_large_step_over_many_ranks_is_fast(self):
-        """The bound is 0.5 s; the processor's time, so that other work does not change it."""
+        """The bound is 0.5 s of CPU time, which does not depend on other processes."""
         draw = random.Random(0)
         lengths = [draw.randint(1000, 5000) for _ in range(16_384)]
         began = time.process_time()

@@ -58,7 +58,7 @@ def test_a_run_fits_on_one_card() -> None:
 
 
 def test_a_share_does_not_span_cards() -> None:
-    """Two cards have room for 2.0, but after two ranks of 0.6 none for a third, or for an engine of 0.8."""
+    """Two cards with two ranks of 0.6 cannot hold a third such rank or an engine of 0.8, although 0.8 is free in total."""
     alone = ["train.gpus=0.6", "logprob.standalone=false", "rollout.replicas=1"]
     for sets in (["train.parallel.tp=3", "rollout.gpus=0.2"], ["train.parallel.tp=2", "rollout.gpus=0.8"]):
         with pytest.raises(ClusterResources, match="2 GPUs, each share on one card and each engine on one host, are needed"):

@@ -38,15 +38,15 @@ class TestLayers:
         assert len(layers) == 2 * 7
 
     @pytest.mark.parametrize(
-        ("change", "said"),
+        ("change", "message"),
         [
             (lambda delta: delta | {f"{ADAPTER_PREFIX}model.norm.weight": torch.zeros(4)}, "model.norm.weight"),
             (lambda delta: dict(list(delta.items())[1:]), "q_proj has lora_B alone"),
             (lambda delta: {name: t[:3].contiguous() if "lora_A" in name else t for name, t in delta.items()}, r"not of rank 4"),
         ],
     )
-    def test_tensors_that_are_not_an_adapter_are_refused(self, tmp_path: Path, change: Any, said: str) -> None:
-        with pytest.raises(PlanMismatch, match=f"this is no LoRA adapter: .*{said}"):
+    def test_tensors_that_are_not_an_adapter_are_refused(self, tmp_path: Path, change: Any, message: str) -> None:
+        with pytest.raises(PlanMismatch, match=f"this is no LoRA adapter: .*{message}"):
             layers_of(plan_of(change(adapters.adapter(BASE, 0)), tmp_path))
 
     def test_an_adapter_without_a_rank_is_refused(self, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ class TestLayers:
 
 
 def live(*wrapped: str) -> nn.Module:
-    """A module with the base's weights under their own names; layers of these names hold them one below, as vLLM's LoRA layers do."""
+    """A module with the base's weights. Layers with these names store them in a `base_layer`, as vLLM's LoRA layers do."""
     model = nn.Module()
     for name, tensor in BASE.items():
         *path, leaf = name.split(".")
@@ -96,9 +96,9 @@ class TestFit:
 
 
 class Engine:
-    """An `EngineClient` that takes everything in but what it is told to refuse, and remembers what came.
+    """An `EngineClient` that records its live versions. `refuses`: the step or the adapter that it refuses.
 
-    As vLLM does, it forgets its adapter when a session on the target ends.
+    Like vLLM, it drops its adapter when a session on the target ends.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class TestOneVersion:
         return EngineTarget(engine, 0, within=within, paused=lambda: True)
 
     def test_a_target_with_different_checksums_is_dirty(self, tmp_path: Path) -> None:
-        """The fake engine takes everything in and can tell no checksum."""
+        """The fake engine returns no checksums."""
         engine = Engine()
         target = self.target(engine)
         asyncio.run(update_target(target, self.publish(tmp_path, 1, ("target", "draft"))))
@@ -177,14 +177,14 @@ class TestOneVersion:
             assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
 
     async def failing(self, target: EngineTarget, manifest: Manifest, engine: Engine) -> None:
-        """The engine refuses this once: the way back is free."""
+        """Update `target`, and let the engine refuse nothing any more once the update is aborted."""
         abort = target.abort_update
 
-        async def then_free() -> None:
+        async def accept_and_abort() -> None:
             engine.refuses = ""
             await abort()
 
-        target.abort_update = then_free  # type: ignore[method-assign]
+        target.abort_update = accept_and_abort  # type: ignore[method-assign]
         try:
             await update_target(target, manifest)
         finally:
@@ -198,10 +198,10 @@ class TestOneVersion:
         with pytest.raises(SyncError, match="the engine refuses the adapter of version 2: it is bent"):
             asyncio.run(update_target(target, self.publish(tmp_path, 2)))
         assert (engine.live, target.version, target.dirty) == ({"adapter": 1, "draft": 1}, 1, False)
-        assert engine.label == 1, "what is made from now on is named after the weights that make it"
+        assert engine.label == 1, "later tokens carry the version of the live weights"
 
     def test_a_target_is_dirty_if_the_previous_version_lacks_the_section(self, tmp_path: Path) -> None:
-        """The version before was the drafter's alone: after one that breaks off, the target's weights are nobody's."""
+        """The previous version has only a draft section, so the target's weights cannot be restored."""
         engine = Engine()
         target = self.target(engine)
         asyncio.run(update_target(target, self.publish(tmp_path, 1, ("target", "draft"))))
@@ -268,7 +268,7 @@ def test_a_paused_engine_releases_its_cache_once_and_restores_it_on_resume() -> 
     calls: list[str] = []
 
     class Recorder:
-        """Every method is there, and says that it was called."""
+        """Records the name of every method that is called."""
 
         def __getattr__(self, name: str) -> Any:
             async def called(*args: Any, **options: Any) -> None:

@@ -1,6 +1,6 @@
-"""A run that trains an adapter and syncs it alone: engine, drafter and log-prob replica, with everything real.
+"""A run that trains an adapter and syncs only the adapter, with a real engine, drafter and log-prob replica.
 
-Two starts of one run directory: the first loses its rollout engine on the way, the second resumes with an adapter that has learnt.
+The run is started twice: the first start loses its rollout engine, the second resumes with a trained adapter.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Start:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
     def steps(self) -> list[dict[str, Any]]:
-        """The policy updates so far."""
+        """Rows of the policy updates so far."""
         file = self.run_dir / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [row for row in rows if row.get("phase") == "rl" and "sync/seconds" in row]
 
     def wait_for(self, steps: int, seconds: float = 200) -> None:
-        """Until so many updates are done."""
+        """Wait for this number of updates."""
         until = time.monotonic() + seconds
         while len(self.steps()) < steps:
             assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()
@@ -71,7 +71,7 @@ class Start:
         return next(child for child in children if "ray::RolloutActor" in " ".join(child.cmdline()))
 
     def stop(self) -> None:
-        """Ask for a clean stop, and see it come."""
+        """Request a stop, and wait for the end."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(120) == 143, self.log.read_text()
         assert "Traceback" not in self.log.read_text()

@@ -20,7 +20,7 @@ SECTIONS = ("target", "draft")
 
 
 class Core:
-    """An `EngineClient` that does one thing after the other, to its end, and keeps vLLM's rules of sessions."""
+    """An `EngineClient` that executes calls sequentially even if their caller is cancelled, with vLLM's rules of sessions."""
 
     def __init__(self) -> None:
         self.slow, self.live, self.active, self.label = "", 0, False, 0
@@ -99,7 +99,7 @@ def test_an_update_that_times_out_is_restored_before_the_next(tmp_path: Path, sl
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
 def test_a_dropped_section_does_not_change_the_version(tmp_path: Path, transport: str) -> None:
-    """The drafter's, where nothing is drafted, comes first here, and then the target's is refused."""
+    """The draft section, which an engine without speculation drops, is followed by a refused target section."""
     sends = adapters.publisher(tmp_path, sections=("draft", "target"))
 
     async def within(step: Awaitable[Any], what: str) -> Any:

@@ -1,6 +1,6 @@
-"""Weights and adapters onto cards: a sender in a process of its own, engines over one card and two, a log-prob replica, and the KV cache.
+"""Weights and adapters are synced to cards: a sender process, engines on one card and two, a log-prob replica, and the KV cache.
 
-Where there is no card the same steps run between CPU processes (`pytest -m gpu` there), but for what only a card has.
+Without a card, `pytest -m gpu` runs the same steps between CPU processes, except for those that need a card.
 On hosts without NVLink multicast set NCCL_NVLS_ENABLE=0.
 """
 
@@ -45,8 +45,8 @@ CARDS = torch.cuda.device_count()
 DEVICE = "cuda" if CARDS else "cpu"
 DTYPE = torch.bfloat16 if CARDS else torch.float32
 BOUND = 0.05 if CARDS else 1e-5
-"""Of the mean difference to the exact log-probs of the same weights: rounding of bf16 activations, or of fp32's. Two versions of the
-policy here differ by 1 in the mean."""
+"""Bound on the mean difference to the exact log-probs of the same weights, from rounding in bf16 or fp32. Two versions of this policy
+differ by 1 on average."""
 CONFIG = tiny_config(vocab_size=256, torch_dtype=str(DTYPE).removeprefix("torch."))
 PROMPT = [3, 4, 5, 6, 7]
 KV_BYTES = 1 << 30 if CARDS else 64 << 20
@@ -60,7 +60,7 @@ BASE = weights(0)
 
 
 def version_of(number: int) -> Tensors:
-    """What the engines should hold at a version: the base, an adapter of its own over it, and MTP layers of their own."""
+    """The expected weights of a version: the base, the version's adapter, and its MTP layers."""
     drafts = {name: tensor for name, tensor in weights(number).items() if ".mtp_layers." in name}
     return adapters.adapter(BASE, number) | BASE | drafts
 
@@ -83,7 +83,7 @@ def _send(pipe: Any, root: Path, transport: str, card: int) -> None:
 
 
 class Trainer:
-    """The sending process, on one card."""
+    """The sender's process on one card."""
 
     def __init__(self, root: Path, transport: str, card: int = 0) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
@@ -148,7 +148,7 @@ def request(index: int, tokens: int = 40, prompt: list[int] = PROMPT) -> Generat
 
 
 def assert_matches(samples: list[Sample], policies: dict[int, Tensors]) -> None:
-    """Every token has the log-prob of the policy that its span names."""
+    """Check that every token has the log-prob of the version of its span."""
     means, told = [], []
     for sample in samples:
         for span in sample.version_spans:
@@ -169,7 +169,7 @@ def policy(number: int) -> Tensors:
 
 
 def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, ...], ranks: int) -> SyncReport:
-    """The engine's next version, every checksum compared."""
+    """Sync the engine's next version, and compare all checksums."""
     version = engine.version + 1
     manifest = trainer.announce(version, sections, [f"engine {rank}" for rank in range(ranks)])
     report: SyncReport = run(cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60)))

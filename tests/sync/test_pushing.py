@@ -59,7 +59,7 @@ def test_every_receiver_gets_every_byte(tmp_path: Path, pair: list[Receiver], tr
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_receiver_that_fails_after_the_transfer_does_not_affect_the_next(tmp_path: Path, pair: list[Receiver], transport: str) -> None:
-    """As an engine that refuses an adapter does, when it has all of it."""
+    """For example an engine that refuses a complete adapter."""
     sends = sender(tmp_path, transport)
     for last in (False, True):
         manifest = sends.announce(1, ["a"])
@@ -117,7 +117,7 @@ def test_the_store_pauses_during_a_transfer(tmp_path: Path, pair: list[Receiver]
     monkeypatch.setattr("mtpctl.sync.sender.PAUSE_S", 30.0)
     begun, upstream = Event(), Writer.put
 
-    def told(self: Writer, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:
+    def slow_put(self: Writer, section: str, bucket: Bucket, data: torch.Tensor, before: Any) -> None:
         def slowly() -> None:
             begun.set()
             time.sleep(0.001)
@@ -125,7 +125,7 @@ def test_the_store_pauses_during_a_transfer(tmp_path: Path, pair: list[Receiver]
 
         upstream(self, section, bucket, data, slowly)
 
-    monkeypatch.setattr(Writer, "put", told)
+    monkeypatch.setattr(Writer, "put", slow_put)
     sends = sender(tmp_path, "nccl")
 
     def written() -> int:
@@ -173,11 +173,11 @@ def test_a_killed_receiver_ends_the_transfer_for_all(tmp_path: Path, pair: list[
     for receiver in (pair[0], doomed):
         receiver.take(manifest)
 
-    def told() -> None:
+    def report() -> None:
         doomed.process.join()
         cancel(manifest, "a receiver of the weights gave up: it was killed")
 
-    Thread(target=told).start()
+    Thread(target=report).start()
     began = time.monotonic()
     with pytest.raises(SyncError):
         sends.send(model(1).items())
@@ -194,8 +194,8 @@ def test_a_killed_receiver_ends_the_transfer_for_all(tmp_path: Path, pair: list[
 
 def _send_and_die(root: Path, transport: str, announced: Any) -> None:
     def export() -> Any:
-        for place, item in enumerate(model(1).items()):
-            if place == 2:
+        for index, item in enumerate(model(1).items()):
+            if index == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 

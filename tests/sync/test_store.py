@@ -73,7 +73,7 @@ def _publish_and_die(root: Path) -> None:
     publish.publish(export(), 2)  # type: ignore[arg-type]
 
 
-# The child uses one thread, none of which it inherits, and is killed.
+# The child uses a single thread, and is killed.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_killed_publisher_publishes_nothing(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_publish_and_die, args=(tmp_path,))
@@ -165,7 +165,7 @@ def change_mark(root: Path, **changed: object) -> None:
 
 
 def test_a_store_of_another_container_is_not_removed(memory: Path, tmp_path: Path) -> None:
-    """Containers that share memory may have run directories of one path."""
+    """Containers that share memory may have run directories with the same path."""
     for place in ("mtpctl-run", f"mtpctl-run-{leftovers.namespace()}"):
         root = default_root("run", 1, tmp_path)
         assert root == memory / place
@@ -179,7 +179,7 @@ def test_a_store_of_another_container_is_not_removed(memory: Path, tmp_path: Pat
 
 
 def test_a_store_in_the_run_directory_is_always_claimed(memory: Path, tmp_path: Path) -> None:
-    """The run goes on in a new container, with the directory of the old one."""
+    """The run resumes in a new container with the same directory."""
     store = VersionStore(tmp_path / "run" / "versions")
     store.claim()
     publisher(store.root).publish(tensors(1), 7)
