@@ -25,7 +25,7 @@ from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rl.rewards.function import AGENT, EPISODE, Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpeculationState
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpeculationState, as_completed
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 from mtpctl.web.server import listen
 
@@ -101,45 +101,17 @@ class AgentGenerator(Generator):
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """See `Generator.generate`. If a trajectory has several samples, the last one has the others in `earlier`."""
-        done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
-        tasks: set[asyncio.Task[None]] = set()
-        room, outstanding = asyncio.Semaphore(self._limit), 0
+        free = asyncio.Semaphore(self._limit - 1)
 
-        async def one(request: GenerationRequest) -> None:
+        async def play(request: GenerationRequest) -> Sample:
             try:
-                done.put_nowait(await self._played(request))
-            except Exception as error:
-                done.put_nowait(error)
+                return await self._played(request)
             finally:
-                room.release()
+                free.release()
 
-        async def admit() -> None:
-            nonlocal outstanding
-            try:
-                async for request in requests:
-                    outstanding += 1
-                    tasks.add(task := asyncio.create_task(one(request)))
-                    task.add_done_callback(tasks.discard)
-                    await room.acquire()
-                done.put_nowait(None)
-            except Exception as error:
-                done.put_nowait(error)
-
-        await room.acquire()
-        admission, admitting = asyncio.create_task(admit()), True
-        try:
-            while admitting or outstanding:
-                result = await done.get()
-                if isinstance(result, BaseException):
-                    raise result
-                if result is None:
-                    admitting = False
-                    continue
-                outstanding -= 1
-                yield result
-        finally:
-            for task in (admission, *tasks):
-                task.cancel()
+        async with contextlib.aclosing(as_completed(requests, play, lambda _: free.acquire())) as samples:
+            async for sample in samples:
+                yield sample
 
     async def _played(self, request: GenerationRequest) -> Sample:
         secret, trajectory = self._gateway.open(request)

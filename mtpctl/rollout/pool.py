@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
 from mtpctl.rollout.actor import Replica
-from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpeculationState, TurnRunner
+from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpeculationState, TurnRunner, as_completed
 from mtpctl.rollout.routing import Membership, Router
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
@@ -104,49 +104,19 @@ class ReplicaPool:
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """See `Generator.generate`. Raises RuntimeFailure if every replica is in quarantine."""
-        done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
-        tasks: set[asyncio.Task[None]] = set()
-        outstanding = 0
 
-        async def one(request: GenerationRequest) -> None:
-            try:
-                done.put_nowait(await self.sample(request))
-            except Exception as error:
-                done.put_nowait(error)
+        async def wait_for_room(outstanding: Callable[[], int]) -> None:
+            def has_room() -> bool:
+                capacity = self._router.capacity
+                return outstanding() - min(self._with_environment, WITH_ENVIRONMENT * capacity) < capacity
 
-        def has_room() -> bool:
-            capacity = self._router.capacity
-            return outstanding - min(self._with_environment, WITH_ENVIRONMENT * capacity) < capacity
+            async with self._router.changed:
+                await self._router.changed.wait_for(has_room)
 
-        async def admit() -> None:
-            nonlocal outstanding
-            try:
-                async for request in requests:
-                    outstanding += 1
-                    tasks.add(task := asyncio.create_task(one(request)))
-                    task.add_done_callback(tasks.discard)
-                    async with self._router.changed:
-                        await self._router.changed.wait_for(has_room)
-                done.put_nowait(None)
-            except Exception as error:
-                done.put_nowait(error)
-
-        admission = asyncio.create_task(admit())
-        admitting = True
-        try:
-            while admitting or outstanding:
-                result = await done.get()
-                if isinstance(result, BaseException):
-                    raise result
-                if result is None:
-                    admitting = False
-                    continue
-                outstanding -= 1
+        async with aclosing(as_completed(requests, self.sample, wait_for_room)) as samples:
+            async for sample in samples:
                 await self._router.notify()
-                yield result
-        finally:
-            for task in (admission, *tasks):
-                task.cancel()
+                yield sample
 
     async def sample(self, request: GenerationRequest) -> Sample:
         """Generate one finished sample, over all of its turns and across failures of replicas.

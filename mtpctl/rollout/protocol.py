@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, Protocol, TypedDict
 
@@ -130,6 +131,57 @@ class Generator(Protocol):
     async def health(self) -> list[Health]:
         """One entry per engine."""
         ...
+
+
+async def as_completed(
+    requests: AsyncIterable[GenerationRequest],
+    answer: Callable[[GenerationRequest], Awaitable[Sample]],
+    wait_for_room: Callable[[Callable[[], int]], Awaitable[object]],
+) -> AsyncGenerator[Sample]:
+    """Answer requests concurrently, and yield the samples in the order in which they finish. The first error ends it.
+
+    `wait_for_room`: called after each started request, and awaited before the next one, with a function that returns the number of
+    requests whose samples have not been yielded.
+    """
+    done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
+    tasks: set[asyncio.Task[None]] = set()
+    outstanding = 0
+
+    def count() -> int:
+        return outstanding
+
+    async def one(request: GenerationRequest) -> None:
+        try:
+            done.put_nowait(await answer(request))
+        except Exception as error:
+            done.put_nowait(error)
+
+    async def admit() -> None:
+        nonlocal outstanding
+        try:
+            async for request in requests:
+                outstanding += 1
+                tasks.add(task := asyncio.create_task(one(request)))
+                task.add_done_callback(tasks.discard)
+                await wait_for_room(count)
+            done.put_nowait(None)
+        except Exception as error:
+            done.put_nowait(error)
+
+    admission, admitting = asyncio.create_task(admit()), True
+    try:
+        while admitting or outstanding:
+            result = await done.get()
+            if isinstance(result, BaseException):
+                raise result
+            if result is None:
+                admitting = False
+                continue
+            outstanding -= 1
+            yield result
+    finally:
+        for task in (admission, *tasks):
+            task.cancel()
 
 
 def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:

@@ -26,8 +26,8 @@ CASES = [
 
 
 def program(name: str, *arguments: object, cards: str | None = None) -> None:
-    """Run a program of this folder. cards: those that it may use, `""` for none; None: all."""
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.rollout.vllm.{name}", *map(str, arguments)]
+    """Run a module of tests.fakes. `cards`: CUDA_VISIBLE_DEVICES, "" for none; None: all."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.fakes.{name}", *map(str, arguments)]
     seen = {} if cards is None else {"CUDA_VISIBLE_DEVICES": cards}
     subprocess.run(command, check=True, timeout=200, env=os.environ | seen)
 
