@@ -84,7 +84,7 @@ def test_a_graph_that_passes_the_norm_by_is_told_where_there_are_drafts(sglang: 
     model = sglang()
     model.model.replayed = True
     assert model.forward(torch.ones(3), None, batch(drafts=False)) is None
-    with pytest.raises(UpstreamMoved, match="the final norm was passed by"):
+    with pytest.raises(UpstreamMoved, match="the final norm was not called"):
         model.forward(torch.ones(3), None, batch(drafts=True))
 
 
