@@ -47,10 +47,6 @@ class Load:
     prompts: list[list[int]]
     lengths: list[int]
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
 
 def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, hopeless: bool = False) -> Load:
     """`count` random prompts of `prompt` tokens, with answers of `tokens` tokens, or of 1 ± `spread` times as many.
@@ -94,8 +90,8 @@ class OfflineEngine:
 
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        ours = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
-        self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in ours})
+        own = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
+        self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in own})
 
     def send(self, load: Load, vocab: int, logprobs: bool) -> Run:
         from vllm import SamplingParams, TokensPrompt

@@ -106,7 +106,7 @@ COLOURS = 7
 class Series:
     """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default the curve's place.
 
-    A `guide` is a dashed line to compare with; a `faint` curve is one of many, thin and without a label. Neither is averaged.
+    A `guide` is a dashed reference line, which is not averaged.
     """
 
     label: str
@@ -114,7 +114,7 @@ class Series:
     unit: Unit = "number"
     dots: bool = False
     colour: int | None = None
-    style: Literal["curve", "guide", "faint"] = "curve"
+    style: Literal["curve", "guide"] = "curve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What to draw. In a `stack` the series are parts of a whole and share their steps; `counts` says what the x axis counts."""
+    """One chart. In a `stack` the series are parts of a whole and share their steps."""
 
     title: str
     note: str
@@ -138,7 +138,6 @@ class Chart:
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
     stack: bool = False
-    counts: str = "step"
 
 
 def render_chart(chart: Chart) -> str:
@@ -173,11 +172,9 @@ def render_chart(chart: Chart) -> str:
             middle = (_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2
             labelled.append((colour, series, middle, layers[k][-1][1] - below[-1][1]))
             continue
-        if series.style != "curve":
-            kind = "raw" if series.style == "faint" else "guide"
-            shapes.append(f'<path class="{kind} k{colour}" d="{_path(pts, x_axis, y_axis)}"/>')
-            if series.style == "guide":
-                labelled.append((colour, series, _y(pts[-1][1], y_axis), pts[-1][1]))
+        if series.style == "guide":
+            shapes.append(f'<path class="guide k{colour}" d="{_path(pts, x_axis, y_axis)}"/>')
+            labelled.append((colour, series, _y(pts[-1][1], y_axis), pts[-1][1]))
             continue
         for piece in _by_phase(pts, phases):
             smooth = piece if series.dots else _smoothed(piece)
@@ -198,7 +195,7 @@ def render_chart(chart: Chart) -> str:
         f'<figure class="card"><figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.note)}</p></figcaption>'
         f'<div class="{kind}"><div class="area"><svg viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(chart.title)}">{"".join(shapes)}</svg>{"".join(marks)}{"".join(y_ticks)}'
-        f"{_x_labels(phases, x_axis, chart.counts)}{''.join(labels)}{_hits(drawn, phases, x_axis, chart.counts)}</div></div></figure>"
+        f"{_x_labels(phases, x_axis)}{''.join(labels)}{_hits(drawn, phases, x_axis)}</div></div></figure>"
     )
 
 
@@ -284,7 +281,7 @@ def _bands(phases: Sequence[Phase], axis: Axis) -> str:
     )
 
 
-def _x_labels(phases: Sequence[Phase], axis: Axis, counts: str) -> str:
+def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
     """Tick labels, which count within each phase, and the name of each phase at its first step."""
     parts = []
     span = axis.high - axis.low
@@ -297,12 +294,11 @@ def _x_labels(phases: Sequence[Phase], axis: Axis, counts: str) -> str:
         if len(phases) > 1:
             parts.append(f'<span class="phase" style="left:{100 * axis.place(begin):.2f}%">{escape(phase.name.upper())}</span>')
     name = phases[0].name.upper() if len(phases) == 1 else ""
-    return "".join(parts) + f'<span class="xname">{escape(f"{name} {counts}")}</span>'
+    return "".join(parts) + f'<span class="xname">{escape(f"{name} step")}</span>'
 
 
-def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis, counts: str) -> str:
+def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
     """Strips over the drawing, one for each step or for some of them, that show the values of the step while pointed at."""
-    drawn = [(colour, series, pts) for colour, series, pts in drawn if series.style != "faint"] or drawn
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
     if len(steps) > _MOST_HITS:
         steps = [steps[round(i * (len(steps) - 1) / (_MOST_HITS - 1))] for i in range(_MOST_HITS)]
@@ -322,7 +318,7 @@ def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis
         inner = 100 * (place - left) / (right - left)
         parts.append(
             f'<div class="hit" style="left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"><i style="left:{inner:.0f}%"></i>'
-            f'<div class="tip{side}"><em>{escape(f"{phase.name.upper()} {counts}")} {x - phase.offset:g}</em>{rows}</div></div>'
+            f'<div class="tip{side}"><em>{escape(f"{phase.name.upper()} step")} {x - phase.offset:g}</em>{rows}</div></div>'
         )
     return "".join(parts)
 

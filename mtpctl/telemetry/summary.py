@@ -133,15 +133,6 @@ def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
     return None
 
 
-def mean_curve(curves: Sequence[Curve]) -> list[Point]:
-    """Mean of several curves up to the end of the shortest, at the x of the first curve and at that end."""
-    if not curves or not all(curves):
-        return []
-    end = min(curve[-1][0] for curve in curves)
-    places = [x for x, _ in curves[0] if x < end] + [end]
-    return [(x, sum(height(curve, x) for curve in curves) / len(curves)) for x in places]
-
-
 HEADLINES = (
     "eval/accuracy",
     "reward/mean",

@@ -45,14 +45,6 @@ def test_series_are_labelled_with_where_they_end() -> None:
     assert ticks and all(tick and tick.endswith("%") for tick in ticks)
 
 
-def test_what_the_axis_counts_is_said() -> None:
-    figure = parse(
-        render_chart(Chart("A", "n", [Series("a", [(0, 0.5), (37.5, 0.6)], dots=True)], [Phase("rl", 0, 37.5, 0)], counts="seconds"))
-    )
-    text = "".join(figure.itertext())
-    assert "RL seconds 37.5" in text and "step" not in text
-
-
 def test_series_may_share_a_colour() -> None:
     series = [Series(f"{arm} {seed}", [(0, 0.1), (1, 0.2)], colour=arm) for arm in range(2) for seed in range(2)]
     figure = parse(render_chart(Chart("A", "n", series, RL)))
@@ -60,17 +52,15 @@ def test_series_may_share_a_colour() -> None:
     assert labels == ["label k0", "label k0", "label k1", "label k1"]
 
 
-def test_guides_and_faint_curves_are_drawn_as_they_are() -> None:
-    """A curve of as many points is averaged; a guide has a label and no dot, a faint curve neither, nor a value where it is pointed at."""
+def test_guide_is_labelled_and_not_averaged() -> None:
+    """A curve with as many points is averaged and ends in a dot."""
     noisy = [(float(i), float(i % 2)) for i in range(80)]
-    styles = [Series("level", noisy, style="guide"), Series("seed 3", noisy, style="faint", colour=2)]
-    figure = parse(render_chart(Chart("A", "n", [curve("mean", 80), *styles], RL)))
+    figure = parse(render_chart(Chart("A", "n", [curve("mean", 80), Series("level", noisy, style="guide")], RL)))
     drawn = {p.get("class"): p.get("d", "").count("L") for p in figure.iter("path")}
-    assert drawn["guide k1"] == drawn["raw k2"] == 79
+    assert drawn["guide k1"] == 79
     labels = ["".join(e.itertext()) for e in figure.iter("span") if (e.get("class") or "").startswith("label")]
     assert [label[:4] for label in labels] == ["mean", "leve"]
     assert [e.get("class") for e in figure.iter("i") if (e.get("class") or "").startswith("dot")] == ["dot k0"]
-    assert "seed 3" not in "".join(figure.itertext())
 
 
 def test_names_and_notes_are_escaped() -> None:

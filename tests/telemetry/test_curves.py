@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtpctl.telemetry.summary import Fall, area, best_so_far, height, held_at, late_mean, mean_curve, measure, worst_fall
+from mtpctl.telemetry.summary import Fall, area, best_so_far, height, held_at, late_mean, measure, worst_fall
 
 EVERY = 4
 SWINGING = "45 51 47 60 46 62 44 66 33 72 43 49 61 45 68 31 59 67 43 76 43"
@@ -102,9 +102,3 @@ def test_the_best_so_far_never_falls() -> None:
 def test_the_height_between_points_and_beyond_them() -> None:
     points = [(0.0, 0.2), (10.0, 0.4)]
     assert height(points, 5) == pytest.approx(0.3) and height(points, -1) == 0.2 and height(points, 99) == 0.4
-
-
-def test_a_mean_of_curves_with_points_at_other_places() -> None:
-    first, second = [(0.0, 0.0), (4.0, 0.4), (8.0, 0.8)], [(0.0, 0.2), (6.0, 0.8)]
-    assert mean_curve([first, second]) == [(0, pytest.approx(0.1)), (4, pytest.approx(0.5)), (6, pytest.approx(0.7))]
-    assert mean_curve([first, []]) == [] and mean_curve([]) == []
