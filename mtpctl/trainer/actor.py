@@ -425,7 +425,7 @@ def _profile_tables(averages: EventList, *, cuda: bool) -> str:
     ]
     operations = sorted((e for e in averages if not e.key.startswith(_PHASE)), key=lambda e: -getattr(e, self_time))
     total = sum(getattr(e, self_time) for e in operations) or 1.0
-    lines += ["", f"| operation | times | {'device' if cuda else 'host'} ms of its own | share |", "|---|---|---|---|"]
+    lines += ["", f"| operation | times | {'device' if cuda else 'host'} self ms | share |", "|---|---|---|---|"]
     lines += [
         f"| {e.key[:90]} | {e.count} | {getattr(e, self_time) / 1000:.2f} | {getattr(e, self_time) / total:.1%} |"
         for e in operations[:_LISTED_OPERATIONS]
