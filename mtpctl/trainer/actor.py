@@ -48,7 +48,7 @@ def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
 
 
 class Parameters(TypedDict):
-    """How many parameters a rank holds, and how many of them train."""
+    """Numbers of parameters of a rank, and of those that are trained."""
 
     parameters: int
     trained: int
