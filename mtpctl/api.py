@@ -1,4 +1,4 @@
-"""What a notebook or a script needs: load a recipe, run it, and read runs. It is imported from `mtpctl`, and imports nothing heavy.
+"""The API for notebooks and scripts: load a recipe, run it, and read runs. Imported from `mtpctl`, without heavy imports.
 
 from mtpctl import Run, find_runs, load_recipe, train
 
@@ -45,22 +45,22 @@ class Change(TypedDict):
 
 
 class Run:
-    """A run directory, for reading. What it says is read anew at each call, so that a run that goes on can be followed."""
+    """A run directory, for reading. Files are read again at each call, so a running run can be followed."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UserError where `path` is no run directory."""
+        """Raises UserError if `path` is not a run directory."""
         from mtpctl.jobs.targets import run_of
 
         self.path = Path(path).expanduser().absolute()
         if run_of(self.path) != self.path:
-            raise UserError(f"{path} is no run directory (recipe.resolved.yaml)")
+            raise UserError(f"{path} is not a run directory (recipe.resolved.yaml)")
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that the run went on with last. Raises UserError where it is of a release with other keys."""
+        """The recipe of the latest session. Raises UserError if it is from a release with other keys."""
         return load_recipe(self.path, check=False)
 
     @property
@@ -72,52 +72,52 @@ class Run:
 
     @property
     def history(self) -> History:
-        """All rows, repeated steps once, and all events."""
+        """All rows, without repeated steps, and all events."""
         from mtpctl.telemetry.history import load_history
 
         return load_history(self.path)
 
     @property
     def events(self) -> list[Event]:
-        """What happened beside the steps, in the order of time: restarts, alarms, errors."""
+        """Events in order of time: restarts, alarms, errors."""
         return self.history.events
 
     def metrics(self, phase: str | None = None) -> list[dict[str, object]]:
-        """A row a step, with `phase`, `step`, `time` and every metric: what `pandas.DataFrame` takes. `phase`: `sft` or `rl` alone."""
+        """One row per step with `phase`, `step`, `time` and all metrics, for `pandas.DataFrame`. `phase`: only `sft` or `rl`."""
         rows = [row for row in self.history.rows if phase in (None, row.phase)]
         return [{"phase": row.phase, "step": row.step, "time": row.time, **row.metrics} for row in rows]
 
     def series(self, name: str, phase: str = "rl") -> list[tuple[int, float]]:
-        """(step, value) of one metric in a phase; empty where it has none."""
+        """(step, value) of one metric in a phase; empty if it has none."""
         return self.history.series(name, phase)
 
     def summary(self) -> dict[str, Change]:
-        """The headline metrics before and after RL, as the run prints them at its end; empty for fewer than two steps."""
+        """The headline metrics before and after RL, as printed at the end of the run; empty for fewer than two steps."""
         from mtpctl.telemetry.summary import before_and_after
 
-        found: dict[str, Change] = {}
+        changes: dict[str, Change] = {}
         for row in before_and_after(self.history):
-            found.setdefault(row.name, Change(before=row.before, after=row.after))
-        return found
+            changes.setdefault(row.name, Change(before=row.before, after=row.after))
+        return changes
 
     def samples(self, *, step: int | None = None, worst: bool = False) -> list[SampleRow]:
-        """What the model wrote, in the order of the steps; `worst`: by reward, the lowest first, without those that have none."""
+        """The responses in order of steps; `worst`: by reward, lowest first, without those without a reward."""
         from mtpctl.telemetry.sample_log import read_samples
 
         rows = [row for row in read_samples(self.path) if step in (None, row["step"])]
         return sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"] or 0.0) if worst else rows
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write the run's page, by default `report.html` in its directory. Returns its path."""
+        """Write the run's report, by default `report.html` in its directory. Returns its path."""
         from mtpctl.telemetry.report import write_report
 
         return write_report(self.path, out)
 
 
 def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = (), check: bool = True) -> Recipe:
-    """A recipe by its file or name, or that of a run, with overlays and `KEY=VALUE` on top, as the commands take them.
+    """Load a recipe by file or name, or that of a run, with overlays and `KEY=VALUE` sets, as in the commands.
 
-    Raises UserError for what is wrong; `check=False` leaves out whether its keys fit together and whether what they name is there.
+    Raises UserError for mistakes; `check=False` skips the checks of combinations of keys and of files that they name.
     """
     from mtpctl.jobs.targets import load_target
     from mtpctl.recipe.checks import validate
@@ -129,10 +129,10 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
 
 
 def find_runs(folder: str | Path = "runs") -> list[Run]:
-    """The runs below a folder, the newest first."""
-    from mtpctl.telemetry.runs import find_runs as found
+    """The runs below a folder, newest first."""
+    from mtpctl.telemetry import runs
 
-    return [Run(each.path) for each in found(Path(folder))]
+    return [Run(each.path) for each in runs.find_runs(Path(folder))]
 
 
 def train(
@@ -142,16 +142,16 @@ def train(
     sets: Sequence[str] = (),
     start: str | Path | Run | None = None,
 ) -> Run:
-    """What `mtpctl train` does, in a process of its own; its lines are printed as they come. Returns the run once it has ended.
+    """Run `mtpctl train` in a separate process and print its output. Returns the run when it has ended.
 
-    `start` is `--from`: the weights that a new run begins from. An interrupt stops the run after its step, with a checkpoint, and is raised
-    again. Raises the error that the command ends with: UserError for a mistake, EnvironmentMissing, ClusterResources, RuntimeFailure.
+    `start` is `--from`: the initial weights of a new run. An interrupt stops the run after its current step, with a checkpoint, and is
+    raised again. Raises the error of the command: UserError, EnvironmentMissing, ClusterResources or RuntimeFailure.
     """
-    with tempfile.TemporaryDirectory(prefix="mtpctl-") as made:
+    with tempfile.TemporaryDirectory(prefix="mtpctl-") as folder:
         if not isinstance(recipe, Run | str | Path):
             from mtpctl.recipe.loading import dump_resolved
 
-            file = Path(made) / "recipe.yaml"
+            file = Path(folder) / "recipe.yaml"
             file.write_text(dump_resolved(recipe), encoding="utf-8")
             recipe = file
         arguments = [str(recipe.path if isinstance(recipe, Run) else recipe), "--plain"]
@@ -159,21 +159,21 @@ def train(
         arguments += [part for each in sets for part in ("--set", each)]
         if start is not None:
             arguments += ["--from", str(start.path if isinstance(start, Run) else start)]
-        place = load_recipe(arguments[0], overlays=overlays, sets=sets, check=False).run_path
+        run_path = load_recipe(arguments[0], overlays=overlays, sets=sets, check=False).run_path
         _follow([sys.executable, "-m", "mtpctl", "train", *arguments])
-    return Run(place)
+    return Run(run_path)
 
 
 def _follow(command: list[str]) -> None:
-    """Run the command in a session of its own, so that an interrupt of the notebook reaches it once, and print its lines."""
+    """Run the command in its own session, so an interrupt of the notebook reaches it only once, and print its lines."""
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
     assert child.stdout is not None
-    said, interrupted = "", False
+    message, interrupted = "", False
     while True:
         try:
             for line in child.stdout:
                 print(line, end="", flush=True)
-                said = line.removeprefix("error: ").strip() if line.startswith("error: ") else said
+                message = line.removeprefix("error: ").strip() if line.startswith("error: ") else message
             code = child.wait()
             break
         except KeyboardInterrupt:
@@ -184,4 +184,4 @@ def _follow(command: list[str]) -> None:
     if code in _STOPPED:
         raise RuntimeFailure("the run was stopped on request; train again to continue")
     if code:
-        raise _ERRORS.get(code, MtpctlError)(said or f"mtpctl train ended with exit code {code}")
+        raise _ERRORS.get(code, MtpctlError)(message or f"mtpctl train ended with exit code {code}")

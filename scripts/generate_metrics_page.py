@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/metrics.md, the page of all metrics, from the tables in mtpctl/telemetry/names.py and mtpctl/telemetry/advice.py.
+"""Write docs/metrics.md, the page of all metrics, from the tables in mtpctl/telemetry/names.py and scripts/metrics_advice.py.
 
-Run it after a change of one of them. `--check` writes nothing and exits 1 where the page is not current.
+Run it after a change of either. `--check` only compares, and exits with 1 if the page is not current.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import sys
 from pathlib import Path
 
 from generated_page import write_or_check
-
-from mtpctl.telemetry.advice import listed
+from metrics_advice import listed
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 INTRODUCTION = """\
 # Metrics
 
-Generated from `mtpctl/telemetry/names.py` and `mtpctl/telemetry/advice.py` by `scripts/generate_metrics_page.py`.
+Generated from `mtpctl/telemetry/names.py` and `scripts/metrics_advice.py` by `scripts/generate_metrics_page.py`.
 
-Every row of `metrics.jsonl` in a run directory is one update or evaluation with these names; TensorBoard and W&B have
-the same, and `mtpctl report RUN` draws them. Names follow those of other frameworks, verl's above all. A share is a
-fraction of 1. What is usual is a rule of thumb for runs in general, not a bound that anything checks; where nothing is
-said, read the curve against earlier runs of the same recipe. What to do by symptom is in
-[troubleshooting](troubleshooting.md), and who waits for whom in [async tuning](async-tuning.md).
+Every row of `metrics.jsonl` in a run directory is one update or evaluation with these names. TensorBoard and W&B have
+the same metrics, and `mtpctl report RUN` plots them. Most names follow verl's. A share is a fraction of 1. The usual
+values are rules of thumb, not bounds that are checked; without one, compare the curve with earlier runs of the same
+recipe. [Troubleshooting](troubleshooting.md) lists symptoms, and [async tuning](async-tuning.md) explains which side
+waits for which.
 """
 SECTIONS = {
     "reward": "Reward",
@@ -46,11 +45,11 @@ SECTIONS = {
     "perf": "Throughput of the trainer",
     "skipped": "Skipped updates",
 }
-"""Titles, by the first part of a name, in the order of the page."""
+"""Titles by the first part of a name, in the order of the page."""
 
 
 def page() -> str:
-    """The whole page. Raises KeyError for a metric whose first part has no title yet."""
+    """The whole page. Raises KeyError for a metric without a section."""
     rows: dict[str, list[str]] = {section: [] for section in SECTIONS}
     for name, unit, meaning, advice in listed():
         cells = (f"`{name}`", meaning, "" if unit == "number" else unit, advice.healthy, advice.act)

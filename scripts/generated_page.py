@@ -1,4 +1,4 @@
-"""Pages of the docs that are written from tables in the code: what their scripts have in common."""
+"""Command line of the scripts that generate pages of the docs from tables in the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_or_check(path: Path, page: Callable[[], str], *, script: str, about: str | None) -> int:
-    """Write the page, or with `--check` on the command line only compare it. Returns the exit code: 1 where it is not current."""
+    """Write the page, or with `--check` on the command line only compare it. Returns the exit code: 1 if it is not current."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--check", action="store_true", help="compare only")
     if parser.parse_args().check:

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Run:
     log = SampleLog(recipe.run_path / "samples", session=1)
     log.write([sample(step, reward) for step, reward in ((1, 0.5), (2, None), (2, 0.25))])
     log.close()
-    assert not log.told
+    assert not log.warning
     return Run(recipe.run_path)
 
 

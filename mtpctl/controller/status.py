@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from mtpctl.cluster.process import newest_line
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.live import LiveStatus, ReplicaCounts, render
+from mtpctl.telemetry.live import LiveStatus, ReplicaCounts, render_status
 from mtpctl.telemetry.names import describe
 from mtpctl.web.guard import Guard, HttpBounds, error_body
 from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
@@ -42,7 +42,7 @@ def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
     """The ASGI application with the routes `/`, `/status.json` and `/metrics`."""
 
     async def shown(_: Request) -> Response:
-        return HTMLResponse(render(live, replicas()), headers={"refresh": str(REFRESH_S)})
+        return HTMLResponse(render_status(live, replicas()), headers={"refresh": str(REFRESH_S)})
 
     async def as_json(_: Request) -> Response:
         counts = replicas()

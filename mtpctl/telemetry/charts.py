@@ -1,7 +1,7 @@
-"""One chart as HTML. Lines are in an SVG that stretches with the page; all text is HTML, which does not stretch.
+"""Charts and pages as HTML with inline styles, without scripts.
 
-Each series has a label at its right end with its last value. A series of many points is drawn twice: faint as it is, and as a moving
-average. Pointing at a step shows its values, by CSS alone.
+The lines of a chart are an SVG that scales with the page; the text is HTML, which does not scale. Each series has a label with its last
+value at its right end. A long series is drawn twice: raw (faint) and as a moving average. Hovering over a step shows its values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from mtpctl.errors import UserError
 from mtpctl.telemetry.names import Unit, compact, format_value
 from mtpctl.telemetry.run_directory import write_whole
 
-# Axes of a chart, linear or logarithmic: ranges, ticks, and positions of values.
-
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -30,8 +28,8 @@ class Axis:
     ticks: list[float]
     log: bool = False
 
-    def place(self, value: float) -> float:
-        """Position of a value: 0 at the lower end, 1 at the upper end. Values beyond an end are put at it."""
+    def position(self, value: float) -> float:
+        """Position of a value: 0 at the lower end, 1 at the upper end. Values outside are clipped."""
         if self.log:
             low, high, value = math.log(self.low), math.log(self.high), math.log(max(value, self.low))
         else:
@@ -40,7 +38,7 @@ class Axis:
 
 
 def linear_axis(low: float, high: float, *, zero: bool = False, count: int = 4) -> Axis:
-    """About `count` round ticks that enclose the range; with `zero`, from or to zero."""
+    """An axis with about `count` round ticks that include the range; with `zero`, also zero."""
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)) or high - low < 1e-30:
@@ -53,7 +51,7 @@ def linear_axis(low: float, high: float, *, zero: bool = False, count: int = 4) 
 
 
 def log_axis(low: float, high: float) -> Axis:
-    """Whole decades as ticks, or 1-2-5 where the range holds fewer than two. Both ends must be above zero."""
+    """An axis with decades as ticks, or 1-2-5 for a range below two decades. Both ends must be positive."""
     decades = [10.0**e for e in range(math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9) + 1)]
     if len(decades) > 3:
         skip = math.ceil(len(decades) / 5)
@@ -71,40 +69,40 @@ def round_step(raw: float) -> float:
 
 
 def tick_label(value: float, unit: Unit) -> str:
-    """The label of a tick. Units other than per cent stand in the chart's title."""
+    """The label of a tick. Units other than percent are in the chart's title."""
     return f"{100 * value:g}%" if unit == "share" else compact(value)
 
 
-def space_apart(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions near the wanted ones, in the same order, at least `gap` apart, and between `low` and `high` where they all fit."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    places = [min(max(wanted[i], low), high) for i in order]
-    for k in range(1, len(places)):
-        places[k] = max(places[k], places[k - 1] + gap)
-    if places and places[-1] > high:
-        places[-1] = high
-        for k in range(len(places) - 2, -1, -1):
-            places[k] = min(places[k], places[k + 1] - gap)
-    result = [0.0] * len(wanted)
+def space_apart(targets: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions near the targets, in the same order, at least `gap` apart, and between `low` and `high` if they all fit."""
+    order = sorted(range(len(targets)), key=lambda i: targets[i])
+    positions = [min(max(targets[i], low), high) for i in order]
+    for k in range(1, len(positions)):
+        positions[k] = max(positions[k], positions[k - 1] + gap)
+    if positions and positions[-1] > high:
+        positions[-1] = high
+        for k in range(len(positions) - 2, -1, -1):
+            positions[k] = min(positions[k], positions[k + 1] - gap)
+    result = [0.0] * len(targets)
     for k, i in enumerate(order):
-        result[i] = places[k]
+        result[i] = positions[k]
     return result
 
 
 Points = list[tuple[float, float]]
 
 HEIGHT = 190
-"""Pixels of the drawing; its width is what the page gives."""
+"""Height of the drawing in pixels; its width follows the page."""
 _WIDTH = 1000
 _SMOOTH_FROM = 40
-_MOST_POINTS = 400
-_MOST_HITS = 100
+_MAX_POINTS = 400
+_MAX_HITS = 100
 COLOURS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for metrics with few points; `colour` is a number from 0, by default the curve's place.
+    """One curve. `dots` marks each point, for metrics with few points; `colour` is an index, by default that of the curve.
 
     A `guide` is a dashed reference line, which is not averaged.
     """
@@ -119,7 +117,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The part (begin, end] of the x axis that belongs to a phase; `offset` is added to the steps of the phase."""
+    """The part (begin, end] of the x axis of one phase; `offset` is added to its steps."""
 
     name: str
     begin: float
@@ -129,7 +127,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart. In a `stack` the series are parts of a whole and share their steps."""
+    """The content of a chart. In a `stack`, the series are parts of a whole with equal steps."""
 
     title: str
     note: str
@@ -141,7 +139,7 @@ class Chart:
 
 
 def render_chart(chart: Chart) -> str:
-    """The chart as a `<figure>`; empty where no series has a point that can be drawn."""
+    """The chart as a `<figure>`; empty if no series has a point that can be drawn."""
     drawn = [
         ((i if s.colour is None else s.colour) % COLOURS, s, pts)
         for i, s in enumerate(chart.series)
@@ -163,31 +161,31 @@ def render_chart(chart: Chart) -> str:
     phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]
     shapes = [_bands(phases, x_axis), *(f'<path class="grid" d="M0,{_y(t, y_axis):.1f}H{_WIDTH}"/>' for t in y_axis.ticks)]
     marks: list[str] = []
-    labelled: list[tuple[int, Series, float, float]] = []
+    labels_at: list[tuple[int, Series, float, float]] = []
     for k, (colour, series, pts) in enumerate(drawn):
         if chart.stack:
             below = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
             outline = _path(layers[k], x_axis, y_axis) + "L" + _path(below[::-1], x_axis, y_axis)[1:] + "Z"
             shapes.append(f'<path class="fill k{colour}" d="{outline}"/>')
             middle = (_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2
-            labelled.append((colour, series, middle, layers[k][-1][1] - below[-1][1]))
+            labels_at.append((colour, series, middle, layers[k][-1][1] - below[-1][1]))
             continue
         if series.style == "guide":
             shapes.append(f'<path class="guide k{colour}" d="{_path(pts, x_axis, y_axis)}"/>')
-            labelled.append((colour, series, _y(pts[-1][1], y_axis), pts[-1][1]))
+            labels_at.append((colour, series, _y(pts[-1][1], y_axis), pts[-1][1]))
             continue
         for piece in _by_phase(pts, phases):
             smooth = piece if series.dots else _smoothed(piece)
             if smooth is not piece:
-                shapes.append(f'<path class="raw k{colour}" d="{_path(thin(piece, _MOST_POINTS), x_axis, y_axis)}"/>')
-            shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MOST_POINTS), x_axis, y_axis)}"/>')
+                shapes.append(f'<path class="raw k{colour}" d="{_path(thin(piece, _MAX_POINTS), x_axis, y_axis)}"/>')
+            shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MAX_POINTS), x_axis, y_axis)}"/>')
         marks += [_dot(x, y, colour, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
-        labelled.append((colour, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
+        labels_at.append((colour, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
     gap = 17.0 if chart.stack else 33.0
-    places = space_apart([end for _, _, end, _ in labelled], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
+    positions = space_apart([end for _, _, end, _ in labels_at], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
     labels = [
-        f'<span class="label k{colour}" style="top:{place:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
-        for (colour, series, _, final), place in zip(labelled, places, strict=True)
+        f'<span class="label k{colour}" style="top:{position:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
+        for (colour, series, _, final), position in zip(labels_at, positions, strict=True)
     ]
     y_ticks = [f'<span class="y" style="top:{_y(t, y_axis):.1f}px">{tick_label(t, unit)}</span>' for t in y_axis.ticks]
     kind = "plot stack" if chart.stack else "plot"
@@ -215,22 +213,22 @@ def sparkline_svg(points: Points, colour: int) -> str:
 
 
 def _smoothed(points: Points) -> Points:
-    """The moving average of a series of many points; one of few points as it is."""
+    """The moving average of a long series; a short one unchanged."""
     return moving_average(points, max(1, len(points) // 25)) if len(points) >= _SMOOTH_FROM else points
 
 
 def moving_average(points: Points, half: int) -> Points:
-    """At each point the mean of it and of up to `half` points on either side."""
+    """The mean of each point and of up to `half` points on each side."""
     total = [0.0, *accumulate(y for _, y in points)]
     spans = ((max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points)))
     return [(x, (total[b] - total[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
 
 
-def thin(points: Points, most: int) -> Points:
-    """At most `most` points, each the mean of some neighbours, but the last one as it is."""
-    if len(points) <= most:
+def thin(points: Points, limit: int) -> Points:
+    """At most `limit` points, each the mean of some neighbors, except for the last one, which is unchanged."""
+    if len(points) <= limit:
         return points
-    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    edges = [round(i * len(points) / limit) for i in range(limit + 1)]
     bins = [points[a:b] for a, b in pairwise(edges)]
     return [*((sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins[:-1]), points[-1]]
 
@@ -240,7 +238,7 @@ def _drawable(points: Points, scale: str) -> Points:
 
 
 def _by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:
-    """The points of each phase: neither a line nor an average goes from one phase to the next."""
+    """The points of each phase, because neither a line nor an average crosses phases."""
     pieces = [[(x, y) for x, y in points if (x > phase.begin or i == 0) and x <= phase.end] for i, phase in enumerate(phases)]
     return [piece for piece in pieces if piece]
 
@@ -253,16 +251,16 @@ def _stacked(layers: list[Points]) -> list[Points]:
         own = dict(pts)
         for x in steps:
             height[x] += own.get(x, 0.0)
-        result.append(thin(_smoothed([(x, height[x]) for x in steps]), _MOST_POINTS))
+        result.append(thin(_smoothed([(x, height[x]) for x in steps]), _MAX_POINTS))
     return result
 
 
 def _x(value: float, axis: Axis) -> float:
-    return axis.place(value) * _WIDTH
+    return axis.position(value) * _WIDTH
 
 
 def _y(value: float, axis: Axis) -> float:
-    return (1 - axis.place(value)) * HEIGHT
+    return (1 - axis.position(value)) * HEIGHT
 
 
 def _path(points: Points, x_axis: Axis, y_axis: Axis) -> str:
@@ -270,7 +268,7 @@ def _path(points: Points, x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _dot(x: float, y: float, colour: int, x_axis: Axis, y_axis: Axis) -> str:
-    return f'<i class="dot k{colour}" style="left:{100 * x_axis.place(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
+    return f'<i class="dot k{colour}" style="left:{100 * x_axis.position(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
 
 
 def _bands(phases: Sequence[Phase], axis: Axis) -> str:
@@ -289,10 +287,10 @@ def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
         begin, end = max(phase.begin, axis.low), min(phase.end, axis.high)
         share = (end - begin) / span
         steps = linear_axis(begin - phase.offset, end - phase.offset, count=max(1, round(5 * share))).ticks
-        places = [(t, axis.place(t + phase.offset)) for t in steps if begin < t + phase.offset <= end and t == round(t)]
-        parts += [f'<span class="x" style="left:{100 * place:.2f}%">{tick_label(t, "number")}</span>' for t, place in places]
+        positions = [(t, axis.position(t + phase.offset)) for t in steps if begin < t + phase.offset <= end and t == round(t)]
+        parts += [f'<span class="x" style="left:{100 * position:.2f}%">{tick_label(t, "number")}</span>' for t, position in positions]
         if len(phases) > 1:
-            parts.append(f'<span class="phase" style="left:{100 * axis.place(begin):.2f}%">{escape(phase.name.upper())}</span>')
+            parts.append(f'<span class="phase" style="left:{100 * axis.position(begin):.2f}%">{escape(phase.name.upper())}</span>')
     name = phases[0].name.upper() if len(phases) == 1 else ""
     return "".join(parts) + f'<span class="xname">{escape(f"{name} step")}</span>'
 
@@ -300,22 +298,22 @@ def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
 def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
     """Strips over the drawing, one for each step or for some of them, that show the values of the step while pointed at."""
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
-    if len(steps) > _MOST_HITS:
-        steps = [steps[round(i * (len(steps) - 1) / (_MOST_HITS - 1))] for i in range(_MOST_HITS)]
+    if len(steps) > _MAX_HITS:
+        steps = [steps[round(i * (len(steps) - 1) / (_MAX_HITS - 1))] for i in range(_MAX_HITS)]
     lookup = [(colour, series, dict(pts)) for colour, series, pts in drawn]
     parts = []
     for i, x in enumerate(steps):
-        place = axis.place(x)
-        left = (axis.place(steps[i - 1]) + place) / 2 if i else max(0.0, place - 0.005)
-        right = (axis.place(steps[i + 1]) + place) / 2 if i + 1 < len(steps) else min(1.0, place + 0.005)
+        position = axis.position(x)
+        left = (axis.position(steps[i - 1]) + position) / 2 if i else max(0.0, position - 0.005)
+        right = (axis.position(steps[i + 1]) + position) / 2 if i + 1 < len(steps) else min(1.0, position + 0.005)
         phase = next((p for p in phases if x <= p.end), phases[-1])
         rows = "".join(
             f'<span class="k{colour}">{escape(series.label)}<b>{format_value(values[x], series.unit)}</b></span>'
             for colour, series, values in lookup
             if x in values
         )
-        side = " flip" if place > 0.5 else ""
-        inner = 100 * (place - left) / (right - left)
+        side = " flip" if position > 0.5 else ""
+        inner = 100 * (position - left) / (right - left)
         parts.append(
             f'<div class="hit" style="left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"><i style="left:{inner:.0f}%"></i>'
             f'<div class="tip{side}"><em>{escape(f"{phase.name.upper()} step")} {x - phase.offset:g}</em>{rows}</div></div>'
@@ -323,11 +321,8 @@ def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis
     return "".join(parts)
 
 
-# The frame of every HTML page, with its style inlined: no scripts, no further files.
-
-
 def page(title: str, subtitle: str, body: str, footer: str) -> str:
-    """A whole document. `body` is HTML, everything else is text."""
+    """A complete document. `body` is HTML, the other arguments are text."""
     style = Path(__file__).with_name("report.css").read_text()
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -338,10 +333,10 @@ def page(title: str, subtitle: str, body: str, footer: str) -> str:
 
 
 def write_page(target: Path, text: str) -> None:
-    """Write the page whole or not at all. Raises UserError where `target` cannot be written or is no file."""
+    """Write the page atomically. Raises UserError if `target` cannot be written or is not a file."""
     try:
         if not target.name or (target.exists() and not target.is_file()):
-            raise UserError(f"--out: cannot write {target} (no file); name another place")
+            raise UserError(f"--out: cannot write {target} (not a file); choose another path")
         write_whole(target, text)
     except OSError as error:
-        raise UserError(f"--out: cannot write {target} ({error.strerror}); name another place") from error
+        raise UserError(f"--out: cannot write {target} ({error.strerror}); choose another path") from error

@@ -1,4 +1,4 @@
-"""`compare.html`: several runs on one page, their curves over each other and the keys in which their recipes differ."""
+"""`compare.html`: several runs on one page, with overlaid curves and the differences of their recipes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ METRICS = {
     "sft/loss": "Supervised loss",
     "rollout_corr/abs_diff": "Mismatch",
     "async/staleness_mean": "Staleness",
-    "timing_s/step": "Seconds an update",
-    "rollout/tokens_per_s": "Rollout tokens a second",
-    "perf/tokens_per_s": "Trainer tokens a second",
+    "timing_s/step": "Seconds per update",
+    "rollout/tokens_per_s": "Rollout tokens per second",
+    "perf/tokens_per_s": "Trainer tokens per second",
 }
-"""The metrics that are compared, with the titles of their charts."""
+"""The compared metrics, with the titles of their charts."""
 _LOG = {"mtp/loss_1", "sft/loss", "rollout_corr/abs_diff"}
 DEFAULT_OUT = Path("compare.html")
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison: its name there, its history, and its recipe by dotted keys."""
+    """One run of a comparison: its name, its history, and its recipe by dotted keys."""
 
     name: str
     history: History
@@ -50,13 +50,12 @@ class ComparedRun:
 
 
 def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page, by default as `compare.html` here. Returns its path.
+    """Write the page, by default as `compare.html` in the working directory. Returns its path.
 
-    Raises UserError where a directory is no run or holds no metrics, for more runs than there are colours, and for a place that cannot
-    be written.
+    Raises UserError if a directory is not a run or has no metrics, if there are more runs than colors, or if the page cannot be written.
     """
     if len(run_dirs) > COLOURS:
-        raise UserError(f"RUN: {len(run_dirs)} runs are more than the {COLOURS} that a chart can tell apart; name fewer")
+        raise UserError(f"RUN: {len(run_dirs)} runs are more than the {COLOURS} colors of a chart; name fewer")
     names = _names(run_dirs)
     target = DEFAULT_OUT if out is None else out
     write_page(target, render_comparison([_read(path, name) for path, name in zip(run_dirs, names, strict=True)]))
@@ -72,7 +71,7 @@ def render_comparison(runs: Sequence[ComparedRun]) -> str:
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
-    """The keys in which the recipes differ, with the value of each run; without `name` and `run_dir`."""
+    """The keys with different values, except `name` and `run_dir`, with the value in each run."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     values = {key: [run.recipe.get(key, _ABSENT) for run in runs] for key in keys if key not in ("run_dir", "name")}
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
@@ -89,7 +88,7 @@ def _read(path: Path, name: str) -> ComparedRun:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The names of the folders, or with so many of those above that they differ."""
+    """The shortest unique names of the folders: each with as many parent folders as needed."""
     parts = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -99,7 +98,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
-    """The chart of one metric: its curves of RL, or of the supervised stage where no run logged it in RL."""
+    """The chart of one metric: its curves in RL, or in the supervised stage if no run logged it in RL."""
     if name == "reward/mean" and any(run.history.series("reward/unfiltered_mean") for run in runs):
         return None
     phase = next((phase for phase in ("rl", "sft") if any(run.history.series(name, phase) for run in runs)), None)
@@ -116,18 +115,18 @@ def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
 
 
 def _differences(runs: Sequence[ComparedRun]) -> str:
-    found = differing(runs)
-    if not found:
+    differences = differing(runs)
+    if not differences:
         return '<section class="card"><h2>Recipes</h2><p class="told">No key differs.</p></section>'
     rows = "".join(
         f'<tr><td><code class="name">{escape(key)}</code></td>{"".join(f"<td>{escape(_shown(value))}</td>" for value in values)}</tr>'
-        for key, values in found.items()
+        for key, values in differences.items()
     )
     return _table("Keys that differ", runs, rows)
 
 
 def _after(runs: Sequence[ComparedRun]) -> str:
-    """The headline metrics of each run after RL. Held-out accuracy has two rows, the last one and the mean of the late ones."""
+    """The headline metrics of each run after RL. Held-out accuracy has two rows: the last one and the mean of the late ones."""
     after = [{(row.metric.meaning, row.name): row for row in before_and_after(run.history)} for run in runs]
     keys = list(dict.fromkeys(key for rows in after for key in rows))
     rows = "".join(

@@ -1,4 +1,4 @@
-"""The metrics of a run over all its sessions: repeated steps once, and the rows of one step merged."""
+"""The metrics of a run over all sessions, without repeated steps, and with one row per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESERVED = {"session", "time", "phase", "step"}
 
 @dataclass(slots=True)
 class Row:
-    """All metrics of one step of one phase; `time` is when the last of them was logged, in seconds since 1970."""
+    """All metrics of one step of a phase; `time` is that of the last one, in seconds since 1970."""
 
     phase: str
     step: int
@@ -24,7 +24,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event beside the steps, such as a checkpoint or a restart: `kind` is one word, `message` one line."""
+    """An event such as a checkpoint or a restart: `kind` is one word, `message` one line."""
 
     time: float
     kind: str
@@ -33,7 +33,7 @@ class Event:
 
 @dataclass(slots=True)
 class History:
-    """Rows in the order of phases and steps, and events in the order of time. `active_s`: seconds that the sessions ran, in all."""
+    """Rows in order of phases and steps, and events in order of time. `active_s`: total duration of the sessions in seconds."""
 
     rows: list[Row]
     events: list[Event]
@@ -48,27 +48,27 @@ class History:
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
     def series(self, name: str, phase: str | None = None) -> list[tuple[int, float]]:
-        """(step, value) of one metric, in one phase or over all phases in their order."""
+        """(step, value) of one metric, in one phase or over all phases in order."""
         return [(row.step, row.metrics[name]) for row in self.rows if name in row.metrics and phase in (None, row.phase)]
 
     def last_step(self, phase: str) -> int:
-        """Largest step of a phase; 0 where it never ran."""
+        """Largest step of a phase; 0 if it never ran."""
         return max((row.step for row in self.rows if row.phase == phase), default=0)
 
     @property
     def lengths(self) -> list[str]:
-        """How long each phase went on, for a heading: `87 SFT steps`, `40 RL steps`."""
+        """The length of each phase, for a heading: `87 SFT steps`, `40 RL steps`."""
         return [f"{self.last_step(phase)} {phase.upper()} steps" for phase in self.phases]
 
 
 def load_history(run_dir: Path) -> History:
-    """The history of a run directory; empty where it has no metrics."""
+    """The history of a run directory; empty if it has no metrics."""
     path = run_dir / "metrics.jsonl"
     return build_history(read_rows(path)) if path.exists() else History([], [])
 
 
 def build_history(raw: Iterable[RawRow]) -> History:
-    """Merge the rows of each step. Steps that a later session repeated after a resume are dropped from the earlier one."""
+    """Merge the rows of each step. Steps that a later session repeated after a resume are dropped from the earlier session."""
     raw = list(raw)
     events = [Event(row["time"], row["event"], row["message"]) for row in raw if "event" in row]
     begins: dict[tuple[str, int], int] = {}
@@ -79,16 +79,16 @@ def build_history(raw: Iterable[RawRow]) -> History:
         if "event" not in row:
             key = (row["phase"], row["session"])
             begins[key] = min(begins.get(key, row["step"]), row["step"])
-    place = {phase: index for index, phase in enumerate(dict.fromkeys(row["phase"] for row in raw if "event" not in row))}
+    order = {phase: index for index, phase in enumerate(dict.fromkeys(row["phase"] for row in raw if "event" not in row))}
     merged: dict[tuple[str, int], Row] = {}
     for row in raw:
         if "event" in row:
             continue
         phase, step, session = row["phase"], row["step"], row["session"]
-        if any((place[phase], step) > (place[other], begin) for (other, later), begin in begins.items() if later > session):
+        if any((order[phase], step) > (order[other], begin) for (other, later), begin in begins.items() if later > session):
             continue
-        kept = merged.setdefault((phase, step), Row(phase, step, row["time"], session))
-        kept.time, kept.session = row["time"], session
-        kept.metrics.update({name: value for name, value in row.items() if name not in _RESERVED})
-    rows = sorted(merged.values(), key=lambda row: (place[row.phase], row.step))
+        current = merged.setdefault((phase, step), Row(phase, step, row["time"], session))
+        current.time, current.session = row["time"], session
+        current.metrics.update({name: value for name, value in row.items() if name not in _RESERVED})
+    rows = sorted(merged.values(), key=lambda row: (order[row.phase], row.step))
     return History(rows, events, sum(last - first for first, last in spans.values()))

@@ -1,4 +1,4 @@
-"""The state of a run that goes on, held in memory for its status page. `mtpctl status` reads the same from the run directory."""
+"""The live state of a run in memory, and its status page. `mtpctl status` reads the same state from the run directory."""
 
 from __future__ import annotations
 
@@ -17,100 +17,90 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import RunOverview
 from mtpctl.telemetry.scale_requests import remembered
 
-# Timestamps of a run, which are not affected if the clock of the machine is adjusted.
+EVENTS = 30
+"""Number of newest events to keep."""
+ERROR_KINDS = ("error", "alarm", "restart")
+"""Kinds of events that the page lists as errors."""
 
 
 def steady_clock() -> Callable[[], float]:
-    """A function that returns seconds since 1970: the time at creation plus the monotonic time elapsed since."""
+    """A function that returns seconds since 1970, unaffected by adjustments of the machine's clock."""
     began, mark = time.time(), time.monotonic()
     return lambda: began + (time.monotonic() - mark)
 
 
-EVENTS = 30
-"""The newest events, at most so many, are kept."""
-TROUBLE = ("error", "alarm", "restart")
-"""Kinds of events that the page lists as errors."""
-
-
 class LiveStatus:
-    """The newest of what telemetry was given.
+    """The newest state of a run.
 
-    metrics: the newest value of each metric of the stage under way. waiting: what the run waits for, a line each. events: the newest
-    events. restarts: a line for each restart of the trainer or of a replica.
+    metrics: the newest value of each metric of the current stage. waiting: what the run waits for, one line each. events: the newest
+    events. restarts: one line for each restart of the trainer or of a replica.
     """
 
     def __init__(self, path: Path, totals: Mapping[str, int], history: History) -> None:
-        """`path`: the run directory. `totals`: the number of steps of each stage. `history`: rows and events of earlier starts of the run,
-        without the steps that are done again."""
+        """`path`: the run directory. `totals`: the number of steps of each stage. `history`: earlier sessions, without repeated steps."""
         self.path, self.totals = path, totals
         self.stage, self.step, self.metrics = "", 0, dict[str, float]()
         self.waiting: Sequence[str] = ()
         self.events = deque(history.events, EVENTS)
         self.restarts = [event.message for event in history.events if event.kind == "restart"]
-        self._trouble = deque((event for event in history.events if event.kind in TROUBLE), EVENTS)
+        self._errors = deque((event for event in history.events if event.kind in ERROR_KINDS), EVENTS)
         self._accuracy: float | None = None
         self._now = steady_clock()
-        self._wrote = self._now()
+        self._newest_row = self._now()
         for row in history.rows:
             self.row(row.step, row.metrics, row.phase)
-            self._wrote = row.time
+            self._newest_row = row.time
 
     def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
-        """Take in the metrics of a step, or a part of them."""
+        """Record metrics for a step."""
         if stage != self.stage:
             self.stage, self.step, self.metrics = stage, step, {}
-        self.step, self._wrote = max(self.step, step), self._now()
+        self.step, self._newest_row = max(self.step, step), self._now()
         self.metrics.update(metrics)
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
 
     def event(self, kind: str, message: str) -> None:
-        """Take in an event."""
+        """Record an event."""
         event = Event(self._now(), kind, message)
         self.events.append(event)
         if kind == "restart":
             self.restarts.append(message)
-        if kind in TROUBLE:
-            self._trouble.append(event)
+        if kind in ERROR_KINDS:
+            self._errors.append(event)
 
-    def trouble(self) -> list[Event]:
-        """The newest events of the kinds `TROUBLE`."""
-        return list(self._trouble)
+    def errors(self) -> list[Event]:
+        """The newest events of `ERROR_KINDS`."""
+        return list(self._errors)
 
     def overview(self) -> RunOverview:
         """The run as `mtpctl runs` lists it."""
         reward, unfiltered = self.metrics.get("reward/mean"), self.metrics.get("reward/unfiltered_mean")
-        age, steps = max(0.0, self._now() - self._wrote), self.totals.get(self.stage)
+        age, steps = max(0.0, self._now() - self._newest_row), self.totals.get(self.stage)
         replicas = int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None
-        asked = remembered(RunDirectory(self.path))
+        requested = remembered(RunDirectory(self.path))
         restarts = list(self.restarts)
         return RunOverview(
-            self.path, "running", self.stage, self.step, steps, reward, unfiltered, self._accuracy, age, restarts, replicas, asked
+            self.path, "running", self.stage, self.step, steps, reward, unfiltered, self._accuracy, age, restarts, replicas, requested
         )
 
     def as_json(self) -> dict[str, object]:
-        """All of it as values that JSON can hold."""
-        found = self.overview()
-        return asdict(found) | {
+        """The whole state, JSON-serializable."""
+        overview = self.overview()
+        return asdict(overview) | {
             "path": str(self.path),
-            "reward": None if found.reward is None else plain(found.reward),
-            "unfiltered_reward": None if found.unfiltered_reward is None else plain(found.unfiltered_reward),
-            "accuracy": None if found.accuracy is None else plain(found.accuracy),
+            "reward": None if overview.reward is None else plain(overview.reward),
+            "unfiltered_reward": None if overview.unfiltered_reward is None else plain(overview.unfiltered_reward),
+            "accuracy": None if overview.accuracy is None else plain(overview.accuracy),
             "waiting": list(self.waiting),
-            "errors": [asdict(event) for event in self.trouble()],
+            "errors": [asdict(event) for event in self.errors()],
             "events": [asdict(event) for event in list(self.events)],
             "metrics": {name: plain(value) for name, value in list(self.metrics.items())},
         }
 
 
-# The status page of a run that goes on, as HTML without scripts.
-
-
 @dataclass(frozen=True)
 class ReplicaCounts:
-    """How many rollout replicas serve, how many are asked for, and how many were restarted after a failure.
-
-    least and most: the bounds on the number (`rollout.replicas`), which are equal where the recipe has a plain number.
-    """
+    """Rollout replicas: in service, requested, the bounds of `rollout.replicas` (equal for a number), and restarts after failures."""
 
     serving: int
     asked: int
@@ -118,33 +108,33 @@ class ReplicaCounts:
     most: int
     restarts: int
 
-    def told(self) -> str:
-        """In words: `2 of 3 (1 to 4) serve, 0 started anew`."""
+    def __str__(self) -> str:
+        """`2 of 3 (1 to 4) serve, 0 restarted`."""
         bounds = "" if self.least == self.most else f" ({self.least} to {self.most})"
-        return f"{self.serving} of {self.asked}{bounds} serve, {self.restarts} started anew"
+        return f"{self.serving} of {self.asked}{bounds} serve, {self.restarts} restarted"
 
 
-def render(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
-    """The page as HTML. `replicas`: None before the engines are started."""
-    found = live.overview()
-    of = "" if found.steps is None else f" of {found.steps}"
+def render_status(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
+    """The status page as HTML without scripts. `replicas` is None before the engines start."""
+    overview = live.overview()
+    total = "" if overview.steps is None else f" of {overview.steps}"
     facts = [
-        ("state", "; ".join(live.waiting) or found.state),
-        ("stage", found.stage or "–"),
-        ("step", f"{found.step}{of}" if found.stage else "–"),
-        ("reward", "–" if found.reward is None else format_value(found.reward, "number")),
-        ("reward, unfiltered", "–" if found.unfiltered_reward is None else format_value(found.unfiltered_reward, "number")),
-        ("held-out accuracy", "–" if found.accuracy is None else format_value(found.accuracy, "share")),
-        ("newest row", f"{format_duration(found.age_s)} ago"),
-        ("rollout replicas", "–" if replicas is None else replicas.told()),
-        ("last restart", found.restarts[-1] if found.restarts else "none"),
+        ("state", "; ".join(live.waiting) or overview.state),
+        ("stage", overview.stage or "–"),
+        ("step", f"{overview.step}{total}" if overview.stage else "–"),
+        ("reward", "–" if overview.reward is None else format_value(overview.reward, "number")),
+        ("reward, unfiltered", "–" if overview.unfiltered_reward is None else format_value(overview.unfiltered_reward, "number")),
+        ("held-out accuracy", "–" if overview.accuracy is None else format_value(overview.accuracy, "share")),
+        ("newest row", f"{format_duration(overview.age_s)} ago"),
+        ("rollout replicas", "–" if replicas is None else str(replicas)),
+        ("last restart", overview.restarts[-1] if overview.restarts else "none"),
     ]
     metrics = ((name, format_value(value, describe(name).unit), describe(name).meaning) for name, value in sorted(live.metrics.items()))
-    trouble, events = live.trouble(), list(live.events)
+    errors = live.errors()
     parts = [
         _table((), facts),
-        _events("Newest errors", trouble) if trouble else "",
-        _events("Newest events", events),
+        _events("Newest errors", errors) if errors else "",
+        _events("Newest events", list(live.events)),
         f"<h2>Metrics</h2>{_table(('metric', 'newest', ''), metrics)}" if live.metrics else "",
     ]
     return page(live.path.name, str(live.path), "".join(parts), "/status.json · /metrics for Prometheus")
@@ -156,7 +146,7 @@ def _events(title: str, events: Sequence[Event]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    above = f"<thead><tr>{top}</tr></thead>" if head else ""
-    return f'<table class="left">{above}<tbody>{body}</tbody></table>'
+    header = f"<thead><tr>{cells}</tr></thead>" if head else ""
+    return f'<table class="left">{header}<tbody>{body}</tbody></table>'

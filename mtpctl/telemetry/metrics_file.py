@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one JSON object a line, appended and flushed, so that it can be read while the run goes on and after a crash.
+"""`metrics.jsonl`: one JSON object per line, flushed, so it can be read during the run and after a crash.
 
 A row is {"session", "time", "phase", "step", metrics…} or {"session", "time", "event", "message"}. `session` counts the starts of the
-run. A resumed run appends to the file, and repeats the steps that an earlier session did after the checkpoint.
+run. A resumed run appends to the file, and repeats the steps of the earlier session after the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,37 +17,35 @@ from typing import Any, TextIO
 
 from mtpctl.errors import RuntimeFailure, UserError
 
-# A file to append to on a disk that may be full for a while.
-
 PATIENCE_S = 300.0
-"""Seconds for which a disk may be full before a run ends by it."""
+"""Seconds for which the disk may be full before the run fails."""
 
 
 class PatientFile(io.BufferedIOBase):
-    """Appends to a file. What the disk does not take waits in memory, and is written in order by the next call that finds room.
+    """Appends to a file. Data that does not fit on a full disk is buffered, and written in order by the next call that succeeds.
 
-    `write` raises OSError where the disk has taken nothing for `PATIENCE_S`.
+    `write` raises OSError if the disk has accepted nothing for `PATIENCE_S`.
     """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._file = path.open("ab", buffering=0)
-        self._waiting = bytearray()
+        self._buffer = bytearray()
         self._full_since: float | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Buffer) -> int:
-        taken = bytes(data)
-        self._waiting += taken
-        self._write_waiting()
-        return len(taken)
+        chunk = bytes(data)
+        self._buffer += chunk
+        self._flush_buffer()
+        return len(chunk)
 
-    def _write_waiting(self) -> None:
+    def _flush_buffer(self) -> None:
         try:
-            while self._waiting:
-                del self._waiting[: self._file.write(self._waiting)]
+            while self._buffer:
+                del self._buffer[: self._file.write(self._buffer)]
                 self._full_since = None
         except OSError:
             now = time.monotonic()
@@ -56,16 +54,16 @@ class PatientFile(io.BufferedIOBase):
                 raise
 
     def close(self) -> None:
-        """Try to write what still waits, and drop what the disk does not take."""
+        """Try to write the buffer, and drop what does not fit."""
         if not self.closed:
             with contextlib.suppress(OSError):
-                self._write_waiting()
+                self._flush_buffer()
             self._file.close()
         super().close()
 
 
 def open_patiently(path: Path) -> TextIO:
-    """Open a text file to append to, as `PatientFile` does it."""
+    """Open a text file for appending, as a `PatientFile`."""
     return io.TextIOWrapper(PatientFile(path), encoding="utf-8", write_through=True)
 
 
@@ -74,14 +72,13 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 RawRow = dict[str, Any]
-"""A row as JSON has it."""
+"""A row as parsed from JSON."""
 
 
 class MetricsFile:
     """Appends rows. First removes an incomplete last line, which a killed process may have left.
 
-    `damaged`: the numbers of complete lines that are not rows. They are moved to `metrics.jsonl.damaged`, so that a damaged line does not
-    prevent a run from resuming.
+    damaged: numbers of complete but invalid lines. They are moved to `metrics.jsonl.damaged`, so they do not prevent a resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,11 +91,10 @@ class MetricsFile:
         self._file = open_patiently(path)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line. Unless the disk is full, it is in the page cache when this returns, and survives this process, though not the
-        machine.
+        """Write one line to the page cache, where it survives the process, but not a crash of the machine.
 
-        On a disk that is full it waits for room, beside the run. Raises RuntimeFailure where the disk has been full for `PATIENCE_S`; the
-        file may end in an incomplete line then.
+        If the disk is full, the line is buffered. Raises RuntimeFailure if the disk has been full for `PATIENCE_S`; the file may then end
+        with an incomplete line.
         """
         safe = {key: plain(value) for key, value in {"session": self.session, **row}.items()}
         try:
@@ -107,12 +103,12 @@ class MetricsFile:
             raise RuntimeFailure(f"cannot write {self.path}: {error.strerror}; free space and start the same command again") from error
 
     def close(self) -> None:
-        """Close the file. A torn line that a full disk leaves is cut off by the next session."""
+        """Close the file. The next session removes an incomplete line, which a full disk may leave."""
         self._file.close()
 
 
 def plain(value: object) -> object:
-    """The value as JSON takes it: NaN and infinities, which JSON does not have, by name."""
+    """The value as JSON, with NaN and infinities, which JSON lacks, by name."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -139,9 +135,9 @@ def _set_damaged_lines_aside(path: Path) -> list[int]:
 
 
 def read_rows(path: Path) -> list[RawRow]:
-    """All rows. A last line without a newline was not written completely, and is left out.
+    """All rows, without an incomplete last line.
 
-    Raises UserError, with the line's number, for any other line that is no row, and for a file that cannot be read.
+    Raises UserError with the line number for any other invalid line, and for a file that cannot be read.
     """
     rows: list[RawRow] = []
     for number, line in enumerate(_lines(path)[:-1], start=1):
@@ -161,7 +157,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _row_of(line: bytes) -> RawRow | None:
-    """The row of a line; None if the line is not a row."""
+    """The row in a line; None if the line is invalid."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

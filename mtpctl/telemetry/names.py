@@ -1,7 +1,7 @@
-"""The catalogue of metrics: the label, unit and meaning of each name.
+"""The catalog of metrics: label, unit and meaning of each name.
 
-Names follow those of other frameworks, verl's above all, so that their dashboards and scripts work here. A metric that is not in the
-catalogue is logged and shown under its own name.
+Names follow other frameworks, mainly verl, so their dashboards and scripts can be reused. A metric that is not in the catalog is logged and
+shown under its own name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "versio
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How one metric is shown. The unit `share` is a fraction of 1, shown as per cent."""
+    """How one metric is shown. The unit `share` is a fraction of 1, shown in percent."""
 
     label: str
     unit: Unit
@@ -24,43 +24,45 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("reward", "number", "Mean reward of the batch's responses; an agent's trajectory counts as one response."),
+    "reward/mean": Metric("reward", "number", "Mean reward of the batch; an agent's trajectory counts as one response."),
     "reward/unfiltered_mean": Metric(
-        "reward, unfiltered", "number", "The mean over all groups completed since the last update, including dropped ones."
+        "reward, unfiltered", "number", "Mean reward of all groups completed since the last update, including dropped ones."
     ),
     "reward/std": Metric("reward std", "number", "Standard deviation of the rewards in reward/mean."),
     "reward/errors": Metric(
         "rewards failed", "number", "Calls of the reward function that failed since the last update, late ones included."
     ),
-    "reward/timeouts": Metric("rewards too late", "number", "Of these, those that took longer than reward.timeout_s."),
-    "reward/dropped": Metric("left out", "number", "Groups left out for a reward that failed (reward.on_error: drop)."),
+    "reward/timeouts": Metric("reward timeouts", "number", "Failed calls that exceeded reward.timeout_s."),
+    "reward/dropped": Metric("dropped", "number", "Groups dropped because a reward failed (reward.on_error: drop)."),
     "checkpoint/copy_behind": Metric(
-        "not copied", "number", "Checkpoints written since the newest one that is in train.checkpoint_copy; 0: it has the newest."
+        "not copied", "number", "Checkpoints written since the newest one in train.checkpoint_copy; 0: the copy is current."
     ),
-    "checkpoint/copy_failures": Metric("failed", "number", "Tries to copy a checkpoint that failed since the last update."),
-    "timing_s/checkpoint_copy": Metric("copy", "seconds", "Copying a checkpoint to train.checkpoint_copy, beside training."),
-    "timing_s/reward": Metric("a reward", "seconds", "From a finished response to its reward, mean over responses."),
+    "checkpoint/copy_failures": Metric("failed", "number", "Failed attempts to copy a checkpoint since the last update."),
+    "timing_s/checkpoint_copy": Metric("copy", "seconds", "Copying a checkpoint to train.checkpoint_copy during training."),
+    "timing_s/reward": Metric("reward", "seconds", "From a finished response to its reward, mean over responses."),
     "timing_s/reward_wait": Metric(
-        "wait for rewards", "seconds", "Time of an update in which trainer and engines waited for rewards alone."
+        "wait for rewards", "seconds", "Time of an update in which trainer and engines waited only for rewards."
     ),
     "reward/signal_fraction": Metric("with signal", "share", "Groups whose rewards are not all equal."),
-    "rl/stability": Metric("stability", "share", "What sampling explains of the reward's scatter about its trend; low: it swings."),
+    "rl/stability": Metric(
+        "stability", "share", "Share of the reward's variation around its trend that sampling noise explains; low: it oscillates."
+    ),
     "response/length_mean": Metric("response length", "tokens", "Mean response length."),
     "response/length_max": Metric("longest response", "tokens", "Longest response of the batch."),
-    "response/truncated_fraction": Metric("cut off", "share", "Responses that reached the token limit."),
-    "response/deadline_fraction": Metric("cut by time", "share", "Responses that rollout.deadline_s cut."),
-    "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems whose final answer is right."),
-    "eval/reward_errors": Metric("held-out rewards failed", "number", "Held-out responses whose reward failed, and counts as 0."),
-    "eval/problems": Metric("held-out problems", "number", "Held-out problems that the accuracy is over."),
+    "response/truncated_fraction": Metric("truncated", "share", "Responses that reached the token limit."),
+    "response/deadline_fraction": Metric("timed out", "share", "Responses truncated by rollout.deadline_s."),
+    "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems with a correct final answer."),
+    "eval/reward_errors": Metric("held-out rewards failed", "number", "Held-out responses whose reward failed and counts as 0."),
+    "eval/problems": Metric("held-out problems", "number", "Number of held-out problems in the accuracy."),
     "eval/length_mean": Metric("held-out length", "tokens", "Mean response length on held-out problems."),
-    "eval/truncated_fraction": Metric("held-out cut off", "share", "Responses on held-out problems that reached the token limit."),
-    "eval/deadline_fraction": Metric("held-out cut by time", "share", "Responses on held-out problems that rollout.deadline_s cut."),
-    "eval/version": Metric("held-out version", "versions", "Weight version that the engines had when the evaluation began."),
-    "eval/mixed_fraction": Metric("held-out mixed", "share", "Held-out responses with a token of another version than the first."),
-    "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Draft tokens accepted on held-out problems."),
+    "eval/truncated_fraction": Metric("held-out truncated", "share", "Responses on held-out problems that reached the token limit."),
+    "eval/deadline_fraction": Metric("held-out timed out", "share", "Responses on held-out problems truncated by rollout.deadline_s."),
+    "eval/version": Metric("held-out version", "versions", "Weight version of the engines at the start of the evaluation."),
+    "eval/mixed_fraction": Metric("held-out mixed", "share", "Held-out responses with tokens of several weight versions."),
+    "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Accepted draft tokens on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
-    "actor/pg_loss": Metric("policy loss", "number", "Surrogate loss, mean over tokens, or over trajectories with aggregate: sequence."),
-    "actor/entropy": Metric("entropy", "nats", "Mean entropy of the policy that is updated, at the response's tokens."),
+    "actor/pg_loss": Metric("policy loss", "number", "Surrogate loss: mean over tokens, or over trajectories with aggregate: sequence."),
+    "actor/entropy": Metric("entropy", "nats", "Mean entropy of the updated policy over response tokens."),
     "actor/grad_norm": Metric("trunk", "number", "Gradient norm of the trunk, before clipping."),
     "actor/ratio_mean": Metric("ratio", "number", "Mean of new over old probability."),
     "actor/ppo_kl": Metric("KL to old", "nats", "Estimate of KL(old ‖ new) within an update."),
@@ -68,97 +70,113 @@ METRICS: dict[str, Metric] = {
     "actor/clip_fraction_low": Metric("clipped low", "share", "Tokens whose ratio was clipped below."),
     "actor/clip_fraction_high": Metric("clipped high", "share", "Tokens whose ratio was clipped above."),
     "actor/clip_fraction_dual": Metric("dual-clipped", "share", "Tokens under the dual clip."),
-    "actor/gate": Metric("soft gate", "share", "Mean gradient that SAPO's gate lets through; 1 on policy."),
+    "actor/gate": Metric("soft gate", "share", "Mean value of SAPO's gate; 1 on policy."),
     "actor/lr": Metric("learning rate", "number", "Learning rate of the trunk."),
     "mtp/grad_norm": Metric("MTP layers", "number", "Gradient norm of the MTP layers, before clipping."),
-    "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens that the target accepted while generating."),
-    "rollout/spec_accept_length": Metric("tokens a step", "tokens", "Tokens that one decoding step yields, the sampled one included."),
-    "rollout/spec_drafts": Metric("drafts a step", "tokens", "Draft tokens a step that the engines chose (rollout.speculation.auto)."),
+    "rollout/spec_accept_rate": Metric("drafts accepted", "share", "Draft tokens accepted by the target during generation."),
+    "rollout/spec_accept_length": Metric("tokens per step", "tokens", "Tokens per decoding step, including the sampled one."),
+    "rollout/spec_drafts": Metric("drafts per step", "tokens", "Draft tokens per step selected by rollout.speculation.auto."),
     "rollout/spec_drafted": Metric("drafted", "tokens", "Draft tokens proposed for the batch's responses."),
-    "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens of those that the target accepted."),
-    "rollout/prefix_cache_hit_rate": Metric("prompts cached", "share", "Prompt tokens that were in vLLM's prefix cache."),
-    "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens a second of all engines together, held-out ones included."),
-    "rollout/replicas": Metric("replicas", "number", "Rollout engines that served at the sync."),
-    "teacher/kl": Metric("KL to the teacher", "nats", "Log-prob of the policy less the teacher's, mean over the tokens that it sampled."),
-    "actor/teacher_kl": Metric("KL to the teacher", "nats", "KL over the teacher's candidates and all else as one, mean over tokens."),
-    "environment/turns": Metric("environment replies", "number", "Replies of the environment in a response, mean over responses."),
-    "environment/seconds": Metric("environment", "seconds", "Time that the environment took in a response, mean over responses."),
-    "environment/errors": Metric("environment errors", "number", "Calls of the environment that failed, a response."),
-    "environment/timeouts": Metric("environment too late", "number", "Calls of it that outlasted rollout.deadline_s, a response."),
-    "environment/samples": Metric("samples a trajectory", "number", "Samples that an agent's trajectory became, mean over trajectories."),
-    "environment/rewritten": Metric("rewritten", "share", "Share of the samples that began because the agent had changed what was said."),
-    "environment/reward": Metric("environment reward", "number", "What the environment's own reward() gave, mean over responses."),
-    "rollout_corr/kl": Metric("KL", "nats", "Estimate of KL(rollout ‖ trainer) at equal weights or nearly so."),
-    "rollout_corr/k3": Metric("KL (k3)", "nats", "The same, by the estimator that is never negative."),
-    "rollout_corr/abs_diff": Metric("|Δ log-prob|", "nats", "Mean absolute difference of trainer and rollout log-probs."),
-    "rollout_corr/abs_diff_same_version": Metric("same weights", "nats", "The same, where both had the very same weights."),
+    "rollout/spec_accepted": Metric("accepted", "tokens", "Draft tokens accepted by the target for the batch's responses."),
+    "rollout/prefix_cache_hit_rate": Metric("prompts cached", "share", "Prompt tokens found in vLLM's prefix cache."),
+    "rollout/tokens_per_s": Metric("rollout", "tokens/s", "Response tokens per second of all engines, including held-out problems."),
+    "rollout/replicas": Metric("replicas", "number", "Rollout engines in service at the sync."),
+    "teacher/kl": Metric("KL to the teacher", "nats", "Log-prob of the policy minus the teacher's, mean over sampled tokens."),
+    "actor/teacher_kl": Metric(
+        "KL to the teacher", "nats", "KL over the teacher's candidates, with all other tokens as one; mean over tokens."
+    ),
+    "environment/turns": Metric("environment replies", "number", "Replies of the environment per response, mean."),
+    "environment/seconds": Metric("environment", "seconds", "Time of the environment per response, mean."),
+    "environment/errors": Metric("environment errors", "number", "Failed calls of the environment per response."),
+    "environment/timeouts": Metric("environment timeouts", "number", "Calls of the environment beyond rollout.deadline_s per response."),
+    "environment/samples": Metric("samples per trajectory", "number", "Samples per agent trajectory, mean."),
+    "environment/rewritten": Metric("rewritten", "share", "Samples that started because the agent changed earlier messages."),
+    "environment/reward": Metric("environment reward", "number", "Result of the environment's own reward(), mean over responses."),
+    "rollout_corr/kl": Metric("KL", "nats", "Estimate of KL(rollout ‖ trainer) at equal or nearly equal weights."),
+    "rollout_corr/k3": Metric("KL (k3)", "nats", "The same with the non-negative estimator k3."),
+    "rollout_corr/abs_diff": Metric("|Δ log-prob|", "nats", "Mean absolute difference between trainer and rollout log-probs."),
+    "rollout_corr/abs_diff_same_version": Metric("same weights", "nats", "The same for tokens with identical weights on both sides."),
     "rollout_corr/ppl_ratio": Metric("perplexity ratio", "number", "Perplexity under the trainer over that under the rollout engine."),
     "rollout_corr/chi2": Metric("chi²", "number", "Estimate of χ²(trainer ‖ rollout)."),
-    "rollout_corr/ess": Metric("effective samples", "share", "Effective share of the tokens under importance weights."),
+    "rollout_corr/ess": Metric("effective samples", "share", "Effective sample size under importance weights, as a share of the tokens."),
     "rollout_corr/is_mean": Metric("importance weight", "number", "Mean weight of the off-policy correction."),
-    "rollout_corr/masked_fraction": Metric("masked", "share", "Tokens that the off-policy correction dropped."),
+    "rollout_corr/masked_fraction": Metric("masked", "share", "Tokens dropped by the off-policy correction."),
     "async/staleness_mean": Metric("mean", "versions", "Weight versions between a sample's oldest token and training, mean over samples."),
-    "async/staleness_max": Metric("max", "versions", "The same, of the stalest sample."),
+    "async/staleness_max": Metric("max", "versions", "The same for the stalest sample."),
     "async/staleness_tokens_mean": Metric("by token", "versions", "Weight versions between sampling and training, mean over tokens."),
     "async/staleness_updates_mean": Metric("in updates", "updates", "Updates between sampling and training, mean over tokens."),
-    "async/staleness_updates_max": Metric("in updates, max", "updates", "The same, of the stalest token."),
-    "async/asked_again": Metric("asked again", "number", "Groups given up as older than async.max_staleness, and asked for again."),
-    "async/trainer_idle": Metric("trainer idle", "share", "Time that the trainer waited for samples."),
-    "async/rollout_idle": Metric("rollout idle", "share", "Time that the rollout engines had nothing to do."),
-    "async/overlap": Metric("both busy", "share", "Time in which trainer and rollout engines worked at once."),
+    "async/staleness_updates_max": Metric("in updates, max", "updates", "The same for the stalest token."),
+    "async/asked_again": Metric("regenerated", "number", "Groups older than async.max_staleness, which are generated again."),
+    "async/trainer_idle": Metric("trainer idle", "share", "Time in which the trainer waits for samples."),
+    "async/rollout_idle": Metric("rollout idle", "share", "Time in which the rollout engines are idle."),
+    "async/overlap": Metric("both busy", "share", "Time in which trainer and rollout engines both work."),
     "async/partial_ratio": Metric("partial rollouts", "share", "Responses that span more than one weight version."),
-    "async/buffer_groups": Metric("groups waiting", "number", "Complete groups that wait in the sample buffer."),
-    "async/version": Metric("weight version", "number", "Weight version that rollout was last given."),
+    "async/buffer_groups": Metric("groups waiting", "number", "Complete groups in the sample buffer."),
+    "async/version": Metric("weight version", "number", "Newest weight version of the rollout engines."),
     "sync/publish_seconds": Metric("export", "seconds", "Writing the weights into the version store, before the transfer."),
-    "sync/seconds": Metric("weight sync", "seconds", "From the begin of a weight update to its end."),
-    "sync/stall_seconds": Metric("stalled", "seconds", "Time that generation stood still for a weight update."),
-    "sync/verified": Metric("tensors verified", "number", "Tensors whose checksums agreed on both ends, where they are compared."),
-    "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes over the time of the transfer."),
+    "sync/seconds": Metric("weight sync", "seconds", "Duration of a weight update."),
+    "sync/stall_seconds": Metric("stalled", "seconds", "Time in which a weight update stalls generation."),
+    "sync/verified": Metric("tensors verified", "number", "Tensors with equal checksums on both ends, if verified."),
+    "sync/gb_per_s": Metric("sync rate", "GB/s", "Weight bytes divided by the transfer time."),
     "logprob/wait_seconds": Metric("scored after", "seconds", "From a finished response to its old log-probs, mean over responses."),
-    "logprob/tokens_per_s": Metric("log-prob server", "tokens/s", "Tokens over the time that log-prob replicas worked, prompts included."),
-    "logprob/stall_seconds": Metric("scoring stalled", "seconds", "Time that the log-prob server stood still for weight updates."),
-    "logprob/late": Metric("late scores", "number", "Answers of the log-prob server that were late, and asked for again."),
-    "logprob/left_to_trainer": Metric("not scored", "number", "Responses that were late again: the trainer computes their old log-probs."),
-    "moe/load_max": Metric("fullest expert", "number", "Rows of the fullest expert over the mean expert's, mean over layers; 1: even."),
-    "moe/load_cv": Metric("spread of loads", "number", "Standard deviation of experts' rows over their mean, mean over layers; 0: even."),
-    "moe/dropped": Metric("dropped", "share", "Rows that no expert computed; 0, since none has a limit."),
-    "moe/replay_agreement": Metric(
-        "own choice",
-        "share",
-        "Replayed experts that the trainer's routers would have chosen too (train.moe.replay).",
+    "logprob/tokens_per_s": Metric("log-prob server", "tokens/s", "Tokens per second of busy log-prob replicas, prompts included."),
+    "logprob/stall_seconds": Metric("scoring stalled", "seconds", "Time in which weight updates stall the log-prob server."),
+    "logprob/late": Metric("late scores", "number", "Requests to the log-prob server that timed out and were retried."),
+    "logprob/left_to_trainer": Metric("not scored", "number", "Responses that timed out twice: the trainer computes their old log-probs."),
+    "moe/load_max": Metric(
+        "fullest expert", "number", "Tokens of the fullest expert divided by the mean, averaged over layers; 1: balanced."
     ),
-    "skipped": Metric("skipped", "share", "Optimizer steps of the update left out, for a loss or gradient that was not finite."),
-    "perf/tokens_per_s": Metric("trainer", "tokens/s", "Tokens trained a second, prompts included."),
-    "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer over the cards' bf16 peak."),
+    "moe/load_cv": Metric(
+        "spread of loads", "number", "Standard deviation of tokens per expert divided by the mean, averaged over layers; 0: balanced."
+    ),
+    "moe/dropped": Metric("dropped", "share", "Tokens that no expert computed; always 0, because experts have no capacity limit."),
+    "moe/replay_agreement": Metric(
+        "replay agreement",
+        "share",
+        "Replayed experts that the trainer's routers select too (train.moe.replay).",
+    ),
+    "skipped": Metric("skipped", "share", "Optimizer steps skipped because the loss or gradient was not finite."),
+    "perf/tokens_per_s": Metric("trainer", "tokens/s", "Trained tokens per second, prompts included."),
+    "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer divided by the GPUs' bf16 peak."),
 }
 
 PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
-    (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Loss of MTP depth {} (mtp.loss), per supervised token; 1 at most with tv."),
-    (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions where MTP depth {} names the target's own first choice."),
+    (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Loss of MTP depth {} (mtp.loss) per supervised token; at most 1 with tv."),
+    (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions at which MTP depth {} predicts the target's most likely token."),
     (
         re.compile(r"mtp/expected_accept_(\d+)"),
         "depth {}, sampled",
         "share",
-        "Chance that a draft of MTP depth {} is accepted, sampled from the head, where the tokens before it are the response's own.",
+        "Probability that a draft sampled from MTP depth {} is accepted, given the response's preceding tokens.",
     ),
-    (re.compile(r"mtp/expected_accept_greedy_(\d+)"), "depth {}, greedy", "share", "The same where the head's first choice is drafted."),
+    (
+        re.compile(r"mtp/expected_accept_greedy_(\d+)"),
+        "depth {}, greedy",
+        "share",
+        "The same for the head's most likely token as the draft.",
+    ),
     (
         re.compile(r"mtp/expected_rate_(\d+)"),
         "position {}, sampled",
         "share",
-        "`rollout/spec_accept_rate_{}` to expect with draft_method: probabilistic, from the trainer's own distributions.",
+        "Expected `rollout/spec_accept_rate_{}` with draft_method: probabilistic, from the trainer's distributions.",
     ),
     (re.compile(r"mtp/expected_rate_greedy_(\d+)"), "position {}, greedy", "share", "The same with draft_method: greedy."),
-    (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps whose draft token {} was accepted."),
+    (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps in which draft token {} is accepted."),
     (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
-    (re.compile(r"eval/(.+/pass@\d+)"), "{}", "share", "Problems of a held-out set with a right one among k responses, estimated: {}."),
-    (re.compile(r"reward/(.+)"), "{}", "number", "Mean of the part that the reward function calls {}."),
-    (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Seconds of an update spent in {}."),
+    (
+        re.compile(r"eval/(.+/pass@\d+)"),
+        "{}",
+        "share",
+        "Estimated share of problems with a correct response among k, on a held-out set: {}.",
+    ),
+    (re.compile(r"reward/(.+)"), "{}", "number", "Mean of the reward part {}."),
+    (re.compile(r"timing_s/(.+)"), "{}", "seconds", "Time of an update in {}."),
 ]
 
 
 def describe(name: str) -> Metric:
-    """The entry of the catalogue, or one made from the name itself."""
+    """The entry of the catalog, or one derived from the name."""
     if name in METRICS:
         return METRICS[name]
     for pattern, label, unit, meaning in PATTERNS:

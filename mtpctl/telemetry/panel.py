@@ -1,6 +1,6 @@
-"""What the command shows while a run goes on: a live panel on a terminal, else one line a step.
+"""The output of the command during a run: a live panel on a terminal, otherwise one line per step.
 
-Both get the same rows. The panel is redrawn four times a second; between rows only times change, and what the run waits for.
+Both receive the same rows. The panel is redrawn four times per second, to update times and the reasons for waiting.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HISTORY = 512
 _RATE_WINDOW = 20
 _REDRAW_S = 0.25
 _WAITING_S = 15.0
-"""Seconds between two lines that say what a run waits for, where there is no panel."""
-_FROM_THE_TOP = "\x1b[H\x1b[J"
-"""Moves to the top of the terminal and erases what is below. A cleared screen would be kept for scrolling back."""
+"""Seconds between lines about what the run waits for, without a panel."""
+_ERASE_SCREEN = "\x1b[H\x1b[J"
+"""Moves to the top of the terminal and erases everything below. Clearing the screen would add it to the scroll-back."""
 
 PLAIN_METRICS = {
     "sft/loss": "loss",
@@ -61,7 +61,7 @@ class Display(Protocol):
 
 
 class Pace:
-    """Estimates the time that is left in a phase from its latest steps. `early`: phases that may end before their last step."""
+    """Estimates the remaining time of a phase from its latest steps. `early`: phases that may end before their last step."""
 
     def __init__(self, totals: Mapping[str, int], clock: Callable[[], float], early: Collection[str] = ()) -> None:
         self._totals, self._clock, self._early = totals, clock, early
@@ -74,7 +74,7 @@ class Pace:
             del marks[:-_RATE_WINDOW]
 
     def left(self, phase: str) -> float | None:
-        """Seconds that are left, or None before the second step and where the number of steps is not known."""
+        """Remaining seconds; None before the second step, and if the number of steps is unknown."""
         marks = self._marks[phase]
         if len(marks) < 2 or phase not in self._totals:
             return None
@@ -82,14 +82,14 @@ class Pace:
         per_step = (ended - begun) / (last - first)
         return max(0.0, (self._totals[phase] - last) * per_step - (self._clock() - ended))
 
-    def told(self, phase: str, about: str = "") -> str:
-        """`about` and the time left, such as `4 min 00 s`; `at most …` for a phase that may end early; empty where it is not known."""
+    def text(self, phase: str, prefix: str = "") -> str:
+        """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a phase that may end early; empty if unknown."""
         left = self.left(phase)
-        return "" if left is None else f"{'at most ' if phase in self._early else about}{format_duration(left)}"
+        return "" if left is None else f"{'at most ' if phase in self._early else prefix}{format_duration(left)}"
 
 
 class PlainLines:
-    """One line a row: `rl 12/100  reward 0.531  accept 78.2%  …  left 1 min 10 s`."""
+    """One line per row: `rl 12/100  reward 0.531  accept 78.2%  …  left 1 min 10 s`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class PlainLines:
         early: Collection[str] = (),
         dated: bool = False,
     ) -> None:
-        """`early`: phases that may end before their last step. `dated`: each line begins with the time."""
+        """`early`: phases that may end before their last step. `dated`: lines begin with the time."""
         self._console, self._totals, self._dated = console, totals, dated
         self._pace, self._clock = Pace(totals, clock, early), clock
         self._waited = clock()
@@ -110,7 +110,7 @@ class PlainLines:
         total = f"/{self._totals[phase]}" if phase in self._totals else ""
         parts = [f"{phase} {step}{total}"]
         parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in PLAIN_METRICS.items() if name in metrics]
-        if left := self._pace.told(phase):
+        if left := self._pace.text(phase):
             parts.append(f"left {left}")
         self._print("  ".join(parts))
 
@@ -118,7 +118,7 @@ class PlainLines:
         self._print(f"{kind}: {message}")
 
     def waiting(self, what: Sequence[str]) -> None:
-        """Say what the run waits for, every so often."""
+        """Print what the run waits for, at intervals."""
         if not what:
             self._waited = self._clock()
         elif self._clock() - self._waited >= _WAITING_S:
@@ -134,9 +134,9 @@ class PlainLines:
 
 
 class LivePanel:
-    """The live panel. Rows come from the thread that logs; a thread of its own draws.
+    """The live panel. Rows come from the logging thread; a separate thread draws.
 
-    A terminal that changes its size wraps its lines anew, into an unknown number. So the panel is then drawn again from the top.
+    When the terminal is resized, its lines are rewrapped to an unknown number of lines, so the panel is redrawn from the top.
     """
 
     def __init__(
@@ -177,22 +177,22 @@ class LivePanel:
             if self._console.size != self._size:
                 self._size = self._console.size
                 self._live.stop()
-                self._console.file.write(_FROM_THE_TOP)
+                self._console.file.write(_ERASE_SCREEN)
                 self._live = self._begin()
             self._live.refresh()
 
     def resume(self, rows: Iterable[Row], phase: str) -> None:
-        """Begin with the rows of the run's earlier sessions, in the phase that it resumes."""
+        """Start with the rows of earlier sessions, in the resumed phase."""
         for row in rows:
-            self._take(row.step, row.metrics, row.phase)
+            self._record(row.step, row.metrics, row.phase)
         self._phase = phase
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._pace.mark(step, phase)
         self._phase = phase
-        self._take(step, metrics, phase)
+        self._record(step, metrics, phase)
 
-    def _take(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
+    def _record(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._steps[phase] = max(step, self._steps.get(phase, 0))
         for name, value in metrics.items():
             self._values[name].append(value)
@@ -202,7 +202,7 @@ class LivePanel:
         self._event = (kind, message)
 
     def waiting(self, what: Sequence[str]) -> None:
-        """Show what the run waits for; nothing for an empty list."""
+        """Show what the run waits for."""
         self._waiting = tuple(what)
 
     def close(self) -> None:
@@ -216,14 +216,14 @@ class LivePanel:
         parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
         if self._waiting or self._event:
             parts.append(Text(""))
-        for waited in self._waiting:
-            parts += [Text.assemble(("waiting  ", "yellow"), (waited, "dim"), no_wrap=True, overflow="ellipsis")]
+        for reason in self._waiting:
+            parts += [Text.assemble(("waiting  ", "yellow"), (reason, "dim"), no_wrap=True, overflow="ellipsis")]
         if self._event is not None:
             kind, message = self._event
-            # Folded, not cut: the message often ends with a path.
+            # Folded instead of truncated, because the message often ends with a path.
             parts += [Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), overflow="fold")]
         elapsed = format_duration(self._clock() - self._begun)
-        left = self._pace.told(self._phase, "about ")
+        left = self._pace.text(self._phase, "about ")
         subtitle = elapsed + (f" · {left} left of {self._phase.upper()}" if left else "")
         return Panel(
             Group(*parts),
@@ -238,10 +238,10 @@ class LivePanel:
         grid = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio, no_wrap=True)
-        before = list(self._steps)[: list(self._steps).index(self._phase)] if self._phase in self._steps else []
+        earlier = list(self._steps)[: list(self._steps).index(self._phase)] if self._phase in self._steps else []
         for phase, done in list(self._steps.items()):
-            # A stage may end before its last step: what came before this phase is done.
-            total = done if phase in before and done else self._totals.get(phase, 0)
+            # A stage may end before its last step, so earlier phases are complete.
+            total = done if phase in earlier and done else self._totals.get(phase, 0)
             style = "bold" if phase == self._phase else "dim"
             bar = ProgressBar(total=max(total, 1), completed=min(done, total), complete_style="blue", finished_style="green")
             grid.add_row(Text(phase.upper(), style), bar, Text(f"{done}/{total}" if total else str(done), style))
@@ -266,7 +266,7 @@ class LivePanel:
         return grid
 
     def _reward(self) -> str:
-        """The reward to show: the unfiltered one where it is logged, since dynamic sampling keeps that of the batch near one half."""
+        """The reward to show: the unfiltered one if it is logged, because dynamic sampling keeps the batch's reward near one half."""
         return "reward/unfiltered_mean" if "reward/unfiltered_mean" in self._values else "reward/mean"
 
     def _facts(self) -> RenderableType:
@@ -286,7 +286,7 @@ class LivePanel:
 
 
 def without_echo() -> Callable[[], None]:
-    """Switch the terminal's echo off, since the `^C` of Ctrl-C would shift the panel. Returns a function that switches it on again."""
+    """Disable the terminal's echo, because the `^C` of Ctrl-C would shift the panel. Returns a function that restores it."""
     try:
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
@@ -299,7 +299,7 @@ def without_echo() -> Callable[[], None]:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as at most `width` block characters, flat where all are equal. Where there are more values, each is a mean of some."""
+    """The values as at most `width` block characters, flat if all are equal. More values are averaged."""
     if not values:
         return ""
     if len(values) > width:

@@ -1,4 +1,4 @@
-"""`report.html`: the curves, tables and recipe of a run as one HTML page, without scripts or further files."""
+"""`report.html`: the curves, tables and recipe of a run as one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mtpctl.telemetry.summary import before_and_after, best_so_far, evaluations,
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """Which metrics a chart of the page shows, and how. A name that ends in `*` stands for all metrics with this prefix."""
+    """The metrics of a chart, and their presentation. A name that ends with `*` matches all metrics with this prefix."""
 
     title: str
     note: str
@@ -44,20 +44,20 @@ Document = Mapping[str, Any]
 CHARTS = (
     ChartSpec(
         "Reward",
-        "mean over the batch, and with the groups that dynamic sampling dropped",
+        "mean over the batch, and over all groups including those dropped by dynamic sampling",
         ("reward/mean", "reward/unfiltered_mean"),
         phases=("rl",),
         labels={"reward/mean": "batch", "reward/unfiltered_mean": "unfiltered"},
     ),
     ChartSpec(
         "Draft acceptance",
-        "MTP drafts kept while generating, and greedy agreement in training",
+        "accepted MTP drafts in generation, and greedy agreement in training",
         ("rollout/spec_accept_rate", "mtp/accept_*"),
         labels={"rollout/spec_accept_rate": "generating", "mtp/accept_1": "training"},
     ),
     ChartSpec("Supervised loss", "nats per token, logarithmic", ("sft/loss",), scale="log"),
     ChartSpec("MTP loss", "nats per token, by depth, logarithmic", ("mtp/loss_*",), scale="log"),
-    ChartSpec("Entropy", "of the policy at the response's tokens, nats", ("actor/entropy",), zero=True),
+    ChartSpec("Entropy", "of the policy at response tokens, nats", ("actor/entropy",), zero=True),
     ChartSpec(
         "Mismatch",
         "trainer against rollout on the same tokens, nats, logarithmic",
@@ -65,31 +65,31 @@ CHARTS = (
         scale="log",
     ),
     ChartSpec("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),
-    ChartSpec("Throughput", "tokens a second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), zero=True, phases=("rl",)),
-    ChartSpec("Where an update's time goes", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
+    ChartSpec("Throughput", "tokens per second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), zero=True, phases=("rl",)),
+    ChartSpec("Time of an update", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
     ChartSpec(
         "Busy and idle",
-        "share of the time; both at once is what asynchrony buys",
+        "share of the time; higher overlap is the benefit of asynchrony",
         ("async/overlap", "async/trainer_idle", "async/rollout_idle"),
         zero=True,
     ),
     ChartSpec("Response length", "tokens, mean over the batch", ("response/length_mean",), labels={"response/length_mean": "length"}),
     ChartSpec("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), zero=True),
-    ChartSpec("Weight sync", "seconds in all, and seconds that generation stood still", ("sync/seconds", "sync/stall_seconds"), zero=True),
+    ChartSpec("Weight sync", "total seconds, and seconds in which generation stalls", ("sync/seconds", "sync/stall_seconds"), zero=True),
     ChartSpec("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
 )
 
 _NO_LAYERS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
-"""Timings that are no part of an update: its sum, the evaluation between updates, and work that goes on beside it."""
+"""Timings that are not part of an update: its total, the evaluation between updates, and concurrent work."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
-"""Shares and rates of a step's time; their means are weighted by that time."""
-_MOST_LAYERS = 6
+"""Shares and rates of a step's time, whose means are weighted by that time."""
+_MAX_LAYERS = 6
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the page of a run, by default as `report.html` in its directory. Returns its path.
 
-    Raises UserError where there is no such directory, it holds no metrics yet or broken files, or the page cannot be written.
+    Raises UserError if there is no such directory, it has no metrics yet or damaged files, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
     history = history_of(run, "start the run first")
@@ -98,13 +98,13 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     return target
 
 
-def history_of(run: RunDirectory, mend: str) -> History:
-    """The metrics of a run. Raises UserError where there is no such directory, or, with `mend`, where it holds no metrics yet."""
+def history_of(run: RunDirectory, fix: str) -> History:
+    """The metrics of a run. Raises UserError if there is no such directory, or, with `fix`, if it has no metrics yet."""
     if not run.path.is_dir():
-        raise UserError(f"RUN: no directory {run.path}; give a run directory")
+        raise UserError(f"RUN: no directory {run.path}; name a run directory")
     history = load_history(run.path)
     if not history.rows:
-        raise UserError(f"RUN: {run.path} holds no metrics yet; {mend}")
+        raise UserError(f"RUN: {run.path} has no metrics yet; {fix}")
     return history
 
 
@@ -113,17 +113,25 @@ def render_report(run: RunDirectory, history: History) -> str:
     recipe_text, recipe = read_document(run.recipe, yaml.safe_load)
     _, versions = read_document(run.versions, json.loads)
     name = str(recipe.get("name", run.path.name))
-    found = [_held_out(history), *(_chart(spec, history) for spec in CHARTS)]
-    charts = "".join(render_chart(chart) for chart in found if chart)
-    body = (
-        f'<section class="tiles">{_tiles(history)}</section><section class="charts">{charts}</section>'
-        f"{_before_after(history)}{_resumes(history)}{samples_section(read_samples(run.path))}{_all_metrics(history)}{_events(history)}{_recipe(recipe_text)}{_versions(versions)}"
+    charts = [_held_out(history), *(_chart(spec, history) for spec in CHARTS)]
+    body = "".join(
+        (
+            f'<section class="tiles">{_tiles(history)}</section>',
+            f'<section class="charts">{"".join(render_chart(chart) for chart in charts if chart)}</section>',
+            _before_after(history),
+            _resumes(history),
+            samples_section(read_samples(run.path)),
+            _all_metrics(history),
+            _events(history),
+            _recipe(recipe_text),
+            _versions(versions),
+        )
     )
     return page(name, " · ".join(_subtitle(recipe, history)), body, run.path.name)
 
 
 def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
-    """Text and content of a file of the run; both empty without the file. Raises UserError where the content is no mapping."""
+    """Text and content of a file of the run; both empty if there is no file. Raises UserError if the content is not a mapping."""
     if not path.exists():
         return "", {}
     try:
@@ -150,7 +158,7 @@ def _subtitle(recipe: Document, history: History) -> list[str]:
 
 
 def _held_out(history: History) -> Chart | None:
-    """The chart of all evaluations, with the best so far and the late mean as guides; None for fewer than two evaluations."""
+    """The chart of all evaluations, with the best so far and the late mean as reference lines; None for fewer than two."""
     points = evaluations(history)
     if len(points) < 2:
         return None
@@ -164,13 +172,13 @@ def _held_out(history: History) -> Chart | None:
         Series(f"last {len(late)}, mean", mean, "share", colour=1, style="guide"),
         Series("evaluations", points, "share", dots=True, colour=0),
     ]
-    note = "share of held-out problems solved, at the updates after which it was measured"
+    note = "share of held-out problems solved, by update"
     return Chart("Held-out accuracy", note, series, [Phase("rl", 0, points[-1][0], 0)])
 
 
 def _tiles(history: History) -> str:
     tiles = []
-    # Of the two rows of held-out accuracy the later one stays: the mean of the late evaluations.
+    # The later of the two rows of held-out accuracy is used: the mean of the late evaluations.
     changes = {row.name: row for row in before_and_after(history)}
     reward = ("reward/unfiltered_mean", "Reward, unfiltered")
     if reward[0] not in changes:
@@ -204,7 +212,7 @@ def _tiles(history: History) -> str:
 
 
 def _mean(history: History, name: str) -> float | None:
-    """Mean of a metric over the updates of RL, weighted by their time for those in `_OVER_STEPS`."""
+    """Mean of a metric over the updates of RL, weighted by their time for metrics in `_OVER_STEPS`."""
     rows = [row.metrics for row in history.rows if row.phase == "rl" and name in row.metrics]
     weights = [row.get("timing_s/step", 0.0) if name in _OVER_STEPS else 1.0 for row in rows]
     if not all(weight > 0 for weight in weights):
@@ -243,16 +251,16 @@ def _chart(spec: ChartSpec, history: History) -> Chart | None:
 
 
 def _largest(series: list[Series]) -> list[Series]:
-    """The series by size, the largest first; those after the first few are added up as `other`."""
+    """The series by size, largest first; the smaller ones are summed as `other`."""
     ordered = sorted(series, key=lambda s: -sum(y for _, y in s.points))
-    rest = ordered[_MOST_LAYERS - 1 :]
+    rest = ordered[_MAX_LAYERS - 1 :]
     if len(rest) < 2:
         return ordered
     total: dict[float, float] = {}
     for one in rest:
         for x, y in one.points:
             total[x] = total.get(x, 0.0) + y
-    return [*ordered[: _MOST_LAYERS - 1], Series("other", sorted(total.items()), "seconds")]
+    return [*ordered[: _MAX_LAYERS - 1], Series("other", sorted(total.items()), "seconds")]
 
 
 def _before_after(history: History) -> str:
@@ -263,10 +271,10 @@ def _before_after(history: History) -> str:
     )
     if not rows:
         return ""
-    told = f'<p class="told">{escape(told)}</p>' if (told := in_between(history)) else ""
+    note = f'<p class="told">{escape(sentence)}</p>' if (sentence := in_between(history)) else ""
     return (
         '<section class="card"><h2>Before and after RL</h2><div class="scroll"><table><thead><tr><th></th><th>before</th><th>after</th>'
-        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div>{told}</section>"
+        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
     )
 
 
@@ -281,13 +289,13 @@ def _all_metrics(history: History) -> str:
                 cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(finite), max(finite)))
                 title = f'<code class="name">{escape(name)}</code>{escape(describe(name).meaning)}'
                 rows.append(f"<tr><td>{title}</td><td>{phase.upper()}</td>{cells}</tr>")
-    head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "least", "most"))
+    head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "min", "max"))
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     return f'<details class="card"><summary>Every metric</summary>{table}</details>'
 
 
 def _resumes(history: History) -> str:
-    """When the run was resumed, and which keys of the recipe changed; empty for a run of one session."""
+    """The times of resumes, and the changed keys of the recipe; empty for a run with one session."""
     if not any(event.kind == "resume" for event in history.events):
         return ""
     rows = "".join(

@@ -1,4 +1,4 @@
-"""The run directory, which holds everything of a run: its recipe, the versions that it ran on, metrics, checkpoints and logs."""
+"""The run directory: recipe, software versions, metrics, checkpoints and logs of a run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from mtpctl.recipe.loading import flatten, read_text
 from mtpctl.telemetry.versions import collect_versions
 
 RECIPE = "recipe.resolved.yaml"
-"""The recipe of the run's latest start, with every default written out."""
+"""The recipe of the latest session, with all defaults."""
 LOCK = ".lock"
 PRIVATE = 0o600
-"""File mode of recipes, which may name data, hosts and people."""
+"""File mode of recipes, which may contain names of data, hosts and people."""
 BEGUN = ".begun"
-"""File of a run that was started over: the name to which the earlier run directory was renamed."""
+"""File of a run that was started over, with the new name of the earlier run directory."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
-_ROOM = 64 << 20
-"""Bytes that must be free to begin: less than the smallest checkpoint, more than every text file together."""
+_MIN_FREE = 64 << 20
+"""Minimum free space to start, in bytes: less than the smallest checkpoint, more than all text files together."""
 
 
 class RunDirectory:
-    """Paths within a run directory, and the lock that keeps a second run out of it.
+    """Paths in a run directory, and the lock against a second run in it.
 
-    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` makes the directory, or resumes one, and locks it until
-    `close`; `record` then writes recipe and versions of this start.
+    `RunDirectory(path)` is for reading. `RunDirectory.create(path, recipe_text)` creates or resumes the directory and locks it until
+    `close`; `record` then writes the recipe and versions of this session.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -59,31 +59,31 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, recipe_text: str) -> RunDirectory:
-        """Make the directory with its recipe, or lock one that is there and leave its files as they are.
+        """Create the directory with its recipe, or lock an existing one without changing its files.
 
-        A new directory is made under another name and renamed. Raises UserError, with nothing half written, where the
-        place is read-only, full, no directory, or held by another run.
+        A new directory is created under another name and renamed. Raises UserError, without partial files, if the path is read-only, full,
+        not a directory, or locked by another run.
         """
         path = Path(path)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(path.parent).free < _ROOM:
+            if shutil.disk_usage(path.parent).free < _MIN_FREE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not path.exists():
                 _make(path, recipe_text)
             run = cls(path)
-            run._take()
+            run._acquire()
         return run
 
     @staticmethod
     def check_writable(path: str | Path) -> None:
-        """Raise UserError as `create` would, but leave nothing behind: the file that is tried has no name."""
+        """Raise UserError as `create` would, without leaving files: the test file has no name."""
         path = Path(path)
         with _writing(path):
-            place = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
-            with tempfile.TemporaryFile(dir=place):
+            folder = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
+            with tempfile.TemporaryFile(dir=folder):
                 pass
-            if shutil.disk_usage(place).free < _ROOM:
+            if shutil.disk_usage(folder).free < _MIN_FREE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if (path / LOCK).exists():
                 with (path / LOCK).open("r+") as lock:
@@ -91,7 +91,7 @@ class RunDirectory:
 
     @property
     def held(self) -> bool:
-        """Whether a run is writing the directory now, on this host or on one that shares the file system's locks."""
+        """Whether a run has the directory locked, on this host or on one that shares the file system's locks."""
         try:
             with (self.path / LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,7 +101,7 @@ class RunDirectory:
             return False
         return False
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
         lock = (self.path / LOCK).open("w")
@@ -109,24 +109,22 @@ class RunDirectory:
         self._lock = lock
 
     def read_recipe(self) -> dict[str, Any] | None:
-        """The recipe of the latest start, as a tree. None if the run has none. Raises UserError if the file is damaged."""
+        """The recipe of the latest session as a tree; None if there is none. Raises UserError if the file is damaged."""
         if not self.recipe.exists():
             return None
-        way = "restore the file, or remove it and start the run with its recipe"
+        fix = "restore the file, or remove it and start the run with its recipe"
         try:
             tree = yaml12.parse(read_text(self.recipe), str(self.recipe)).value
         except UserError as error:
-            raise UserError(f"{error}; {way}") from error
+            raise UserError(f"{error}; {fix}") from error
         if not isinstance(tree, dict):
-            raise UserError(f"{self.recipe}: is empty or not a recipe; {way}")
+            raise UserError(f"{self.recipe}: is empty or not a recipe; {fix}")
         return tree
 
     def record(self, recipe_text: str) -> list[str]:
-        """Write the recipe and the installed versions of this start. An earlier recipe that differs is moved to `logs/`.
+        """Write the recipe and the installed versions of this session. An earlier recipe that differs is moved to `logs/`.
 
-        Returns the keys whose values differ from the earlier recipe, as `key: before → after`.
-
-        Raises UserError if they cannot be written; the earlier ones are left then.
+        Returns the changed keys as `key: before → after`. Raises UserError if the files cannot be written; the earlier ones are then kept.
         """
         changes: list[str] = []
         with _writing(self.path):
@@ -150,7 +148,7 @@ class RunDirectory:
 
 
 def _changes(earlier: str, later: str) -> list[str]:
-    """The keys whose values differ between two resolved recipes. None if the earlier one is not valid YAML."""
+    """The keys whose values differ between two resolved recipes; empty if one is not valid YAML."""
     try:
         before, after = (flatten(yaml.safe_load(text)) for text in (earlier, later))
     except (yaml.YAMLError, AttributeError):
@@ -160,28 +158,28 @@ def _changes(earlier: str, later: str) -> list[str]:
 
 
 def _lock(file: IO[str], path: Path) -> None:
-    """Lock the directory by its lock file. Raises UserError, and closes the file, where another run has locked it."""
+    """Lock the directory with its lock file. Raises UserError and closes the file if another run has locked it."""
     for attempt in range(_ATTEMPTS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # `held` of another process has the lock for a moment.
+            # `held` of another process may have the lock briefly.
             time.sleep(_ATTEMPT_S)
             if attempt == _ATTEMPTS - 1:
                 file.close()
-                raise UserError(f"run_dir: another run is writing {path}; wait for it, or name another place") from None
+                raise UserError(f"run_dir: another run is writing {path}; wait for it, or choose another directory") from None
         else:
             return
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a UserError that says how to fix it."""
+    """Convert an OSError of the block to a UserError with a fix."""
     try:
         yield
     except OSError as error:
-        mend = "free space or name another place" if error.errno == errno.ENOSPC else "name a place that can be written"
-        raise UserError(f"run_dir: cannot write {path} ({error.strerror}); {mend}") from error
+        fix = "free space or choose another directory" if error.errno == errno.ENOSPC else "choose a writable directory"
+        raise UserError(f"run_dir: cannot write {path} ({error.strerror}); {fix}") from error
 
 
 def _make(path: Path, recipe_text: str) -> None:
@@ -197,7 +195,7 @@ def _make(path: Path, recipe_text: str) -> None:
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write a file atomically by renaming: a reader sees the new file or the old one. `mode` is reduced by the umask."""
+    """Write a file atomically, by renaming. `mode` is reduced by the umask."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.unlink(missing_ok=True)

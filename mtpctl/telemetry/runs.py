@@ -17,19 +17,17 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import remembered
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty", "unreadable"]
-"""`broken off`: it ended without logging an end, as a killed run does. `empty`: it has logged nothing. `unreadable`: what it logged is
-broken."""
+"""`broken off`: it ended without logging an end, such as a killed run. `empty`: it has no log. `unreadable`: its log is damaged."""
 DEPTH = 4
-"""Levels of folders in which runs are searched."""
+"""Depth of folders that are searched for runs."""
 
 
 @dataclass(frozen=True)
 class RunOverview:
     """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
 
-    `restarts`: what became of trainers and replicas that were lost, the newest line last. `replicas`: rollout replicas that served at the
-    newest weight sync; None before the first. `asked_replicas`: how many `mtpctl scale` asked for last; None where it never did.
-    `fault`: why the run is unreadable.
+    restarts: one line for each restart of a trainer or replica, newest last. replicas: rollout replicas at the newest weight sync; None
+    before the first. asked_replicas: the last request of `mtpctl scale`; None if there was none. fault: why the run is unreadable.
     """
 
     path: Path
@@ -48,7 +46,7 @@ class RunOverview:
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
-    """All runs below the folder, or the folder itself where it is one; the newest first. One that is unreadable hides no other."""
+    """All runs below the folder, or the folder itself if it is a run; newest first. Includes unreadable runs."""
     return sorted((_readable_or_not(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
 
 
@@ -69,7 +67,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def describe_run(path: Path) -> RunOverview:
-    """The overview of one run. Raises UserError where its metrics, or what `mtpctl scale` left, are broken."""
+    """The overview of one run. Raises UserError if its metrics or the files of `mtpctl scale` are damaged."""
     run = RunDirectory(path)
     history = load_history(path)
     stage = history.rows[-1].phase if history.rows else ""
@@ -92,7 +90,7 @@ def describe_run(path: Path) -> RunOverview:
 
 
 def _age(run: RunDirectory) -> float:
-    """Seconds since the run wrote its newest metric, or its recipe where it has none."""
+    """Seconds since the newest metric, or since the recipe if there are no metrics."""
     newest = run.metrics if run.metrics.exists() else run.recipe
     return max(0.0, time.time() - newest.stat().st_mtime)
 
@@ -102,7 +100,7 @@ def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
         return "running"
     if not history.rows and not history.events:
         return "empty"
-    # An SFT stage may end before its last step; the name of its last checkpoint says so.
+    # An SFT stage may end before its last step; then its last checkpoint is named `-end`.
     last = list(plan)[-1] if plan else ""
     if last and ((run.checkpoints / f"{last}-{history.last_step(last):06d}-end").is_dir() or _ended(history, last, plan)):
         return "done"
@@ -115,7 +113,7 @@ def _ended(history: History, stage: str, plan: dict[str, int]) -> bool:
 
 
 def _stages(run: RunDirectory) -> dict[str, int]:
-    """The updates of each stage, in order; empty where the recipe cannot be read."""
+    """The updates of each stage, in order; empty if the recipe cannot be read."""
     try:
         train = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["train"]
         return {stage: int(train[stage]["steps"]) for stage in train["stages"]}

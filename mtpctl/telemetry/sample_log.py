@@ -1,8 +1,8 @@
-"""Samples of a run to read: what the model wrote, in `samples/*.jsonl` of the run directory.
+"""Samples of a run as text, in `samples/*.jsonl` of the run directory.
 
-A row is one response: its prompt, its parts (the model's turns and the environment's answers), reward, weight versions and drafts. A
-thread writes the rows, so that the run never waits for the disk; rows that come faster than the disk takes them are left out. Of the files
-the first and the newest ones are kept.
+A row is one response: its prompt, its parts (turns of the model and of the environment), reward, weight versions and drafts. A thread
+writes the rows, so the run never waits for the disk; rows that arrive faster than the disk accepts them are dropped. The first and the
+newest files are kept.
 """
 
 from __future__ import annotations
@@ -16,73 +16,85 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, TypeGuard, get_args
+from typing import Annotated, Literal, NotRequired, TypedDict, TypeGuard
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from mtpctl.errors import UserError
 from mtpctl.samples import Sample
 from mtpctl.telemetry.metrics_file import PATIENCE_S
 
 Kind = Literal["update", "eval", "dropped"]
-"""`update`: trained on; `eval`: of a held-out problem; `dropped`: of a group that is not trained on, for the reason in `note`."""
+"""`update`: trained; `eval`: of a held-out problem; `dropped`: of a group that is not trained, for the reason in `note`."""
+
+
+def _check_writable(text: str) -> str:
+    text.encode()  # raises ValueError for a lone surrogate, which cannot be written to a file
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_writable)]
+Count = Annotated[int, Field(ge=0, le=sys.maxsize)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 FILE_BYTES = 4 << 20
-MOST_FILES = 8
-MOST_CHARACTERS = 16_000
-"""Characters of one text; the middle of a longer one is left out."""
-_WAITING = 64
-"""Calls that may wait for the disk."""
-_AGAIN_S = 1.0
-"""Seconds after which rows that the disk did not take are tried again."""
+MAX_FILES = 8
+MAX_CHARACTERS = 16_000
+"""Maximum characters of a text; the middle of a longer one is removed."""
+_MAX_QUEUED = 64
+"""Maximum number of calls of `write` that wait for the disk."""
+_RETRY_S = 1.0
+"""Seconds between attempts to write rows to a full disk."""
 
 
 class Part(TypedDict):
     """Consecutive tokens of a response by the model or by the environment: their text and count."""
 
     by: Literal["model", "environment"]
-    text: str
-    tokens: int
+    text: Text
+    tokens: Count
 
 
 class Drafts(TypedDict):
-    """Draft tokens of a response: counts, since no engine says which of its tokens were drafted. `steps`: verification steps."""
+    """Counts of a response's draft tokens; engines do not report which tokens were drafted. `steps`: verification steps."""
 
-    drafted: int
-    accepted: int
-    accepted_by_position: list[int]
-    steps: int
+    drafted: Count
+    accepted: Count
+    accepted_by_position: list[Count]
+    steps: Count
 
 
 class SampleRow(TypedDict):
-    """One response to read. `set` is the held-out set of an evaluation; `versions` are [begin, end, version] over the response's tokens.
+    """One response. `set`: the held-out set of an evaluation. `versions`: [begin, end, version] over the response's tokens.
 
-    `session` counts the starts of the run, and `batch` what was written together in one: the rows of an update are of one batch.
+    `session` counts the starts of the run, and `batch` the calls of `write` in one session; the rows of an update are one batch.
     """
 
-    step: int
+    step: Count
     kind: Kind
-    set: str
-    prompt_id: str
-    group: str
+    set: Text
+    prompt_id: Text
+    group: Text
     index: int
-    prompt: str
-    answer: str
+    prompt: Text
+    answer: Text
     parts: list[Part]
-    tokens: int
-    reward: float | None
-    reward_parts: dict[str, float]
-    environment_reward: float | None
-    finish_reason: str | None
-    versions: list[list[int]]
+    tokens: Count
+    reward: Finite | None
+    reward_parts: dict[Text, Finite]
+    environment_reward: Finite | None
+    finish_reason: Text | None
+    versions: list[Annotated[list[int], Field(min_length=3, max_length=3)]]
     drafts: Drafts
-    note: str
-    session: NotRequired[int]
-    batch: NotRequired[int]
-    time: NotRequired[float]
+    note: Text
+    session: NotRequired[Count]
+    batch: NotRequired[Count]
+    time: NotRequired[Finite]
 
 
 def sample_row(
     sample: Sample, decode: Callable[[Sequence[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
 ) -> SampleRow:
-    """The row of one sample. answer: the problem's; held_out: the name of its set."""
+    """The row of one sample. answer: that of its problem. held_out: the name of its held-out set."""
     spec = sample.speculation
     return {
         "step": step,
@@ -111,66 +123,66 @@ def sample_row(
 
 
 def parts_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Part]:
-    """The response cut where the loss mask changes: 1 is the model's, 0 the environment's."""
+    """The response split by its loss mask: 1 for the model, 0 for the environment."""
     parts: list[Part] = []
     begin, ids, mask = 0, sample.response_ids, sample.loss_mask
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or mask[place] != mask[begin]:
-            text = shortened(decode(ids[begin:place]))
-            parts.append({"by": "model" if mask[begin] else "environment", "text": text, "tokens": place - begin})
-            begin = place
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[begin]:
+            text = shortened(decode(ids[begin:end]))
+            parts.append({"by": "model" if mask[begin] else "environment", "text": text, "tokens": end - begin})
+            begin = end
     return parts
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` of the samples, evenly spread over their rewards, the lowest and the highest among them."""
+    """`count` of the samples, evenly spaced by reward rank, including the lowest and the highest."""
     ordered = sorted(samples, key=lambda sample: sample.reward or 0.0)
     if count <= 1 or len(ordered) <= count:
         return ordered[:count]
     return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text, or where it is longer than `most` characters its two ends."""
-    if len(text) <= most:
+def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """The text, or its two ends if it is longer than `limit` characters."""
+    if len(text) <= limit:
         return text
-    half = most // 2
+    half = limit // 2
     return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 
 
 def response_text(row: SampleRow) -> str:
-    """The response as one text, with the environment's parts between ⟦ and ⟧."""
+    """The response as one text, with parts of the environment in ⟦ ⟧."""
     return "".join(part["text"] if part["by"] == "model" else f"⟦{part['text']}⟧" for part in row["parts"])
 
 
 Tables = Callable[[list[SampleRow]], None]
-"""Shows rows of one step elsewhere, as a table."""
+"""Logs rows of one step to a tracker, as a table."""
 
 
 class SampleLog:
-    """Appends rows to the newest file of a folder and hands them to `tables`, from a thread of its own.
+    """Appends rows to the newest file of a folder and passes them to `tables`, in its own thread.
 
-    `left_out` counts rows that came too fast, or that the disk or a table did not take; `told` says so in one line.
+    `dropped` counts rows that arrived too fast or could not be written; `warning` reports them in one line.
     """
 
     def __init__(self, folder: Path, session: int, tables: Sequence[Tables] = ()) -> None:
-        self.folder, self.session, self.left_out, self.told = folder, session, 0, ""
+        self.folder, self.session, self.dropped, self.warning = folder, session, 0, ""
         self._tables = tables
         self._batches = 0
-        self._queue: queue.Queue[list[SampleRow] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[list[SampleRow] | None] = queue.Queue(_MAX_QUEUED)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
         self._thread.start()
 
     def write(self, rows: list[SampleRow]) -> None:
-        """Have the rows written. Returns at once."""
+        """Write the rows asynchronously."""
         try:
             self._queue.put_nowait(rows)
         except queue.Full:
-            self._leave_out(rows, "they came faster than they could be written")
+            self._drop(rows, "they arrived faster than they could be written")
 
     def close(self) -> None:
-        """Wait until everything is written that the disk takes. A second call does nothing."""
+        """Wait until all rows are written, as far as the disk accepts them. A second call does nothing."""
         if self._thread.is_alive():
             self._closing.set()
             self._queue.put(None)
@@ -185,21 +197,21 @@ class SampleLog:
                 for table in self._tables:
                     table(rows)
             except Exception as error:
-                # Samples are no reason to end a run. A disk that stays full ends it by its metrics; the rest is told at the end.
-                self._leave_out(rows, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                # A failure to write samples does not abort the run; it is reported at the end.
+                self._drop(rows, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
-    def _leave_out(self, rows: list[SampleRow], why: str) -> None:
-        self.left_out += len(rows)
-        self.told = f"{self.left_out} samples were left out of samples/ or a table; the last, {why}"
+    def _drop(self, rows: list[SampleRow], reason: str) -> None:
+        self.dropped += len(rows)
+        self.warning = f"{self.dropped} samples are missing in samples/ or a table; the last, because {reason}"
 
     def _append_patiently(self, lines: str) -> None:
-        """Append the lines, once a disk that is full has room for them. Raises OSError after `PATIENCE_S`, or where it is closed before."""
+        """Append the lines, waiting for space on a full disk. Raises OSError after `PATIENCE_S`, or if the log is closed before."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return self._append(lines)
             except OSError:
-                if self._closing.wait(_AGAIN_S) or time.monotonic() >= end:
+                if self._closing.wait(_RETRY_S) or time.monotonic() >= end:
                     raise
 
     def _append(self, lines: str) -> None:
@@ -215,9 +227,9 @@ class SampleLog:
                 file.write(lines)
         except OSError:
             with contextlib.suppress(FileNotFoundError):
-                os.truncate(path, size)  # of these lines, which will be written again, none are left
+                os.truncate(path, size)  # the lines will be written again
             raise
-        for old in _files(self.folder)[1 : 1 - MOST_FILES]:
+        for old in _files(self.folder)[1 : 1 - MAX_FILES]:
             old.unlink()
 
 
@@ -226,7 +238,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _whole(path: Path) -> bool:
-    """Whether the last line is complete; a killed process may leave one that is not."""
+    """Whether the last line is complete; a killed process may leave an incomplete one."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -235,9 +247,9 @@ def _whole(path: Path) -> bool:
 
 
 def read_samples(run_dir: Path) -> list[SampleRow]:
-    """The samples of a run in the order of their steps; of a step that was done again, by a resume or not, those of the last time.
+    """The samples of a run in order of their steps; for a repeated step, those of the last repetition.
 
-    A line that was not written completely is left out. Raises UserError for any other line that is no row.
+    An incomplete last line is skipped. Raises UserError for any other invalid line.
     """
     rows: list[SampleRow] = []
     for path in _files(run_dir / "samples"):
@@ -258,77 +270,48 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
 
 
 def is_row(row: object) -> TypeGuard[SampleRow]:
-    """Whether a value read from a file has the keys and types of a sample, with finite numbers and writable text."""
-    if not isinstance(row, dict) or not SampleRow.__required_keys__ <= row.keys() or row["kind"] not in get_args(Kind):
+    """Whether a value read from a file is a sample, with finite numbers and without lone surrogates, which cannot be written."""
+    try:
+        TypeAdapter(SampleRow).validate_python(row, strict=True)
+    except ValidationError:
         return False
-    drafts, versions, parts = row["drafts"], row["versions"], row["parts"]
-    return (
-        all(map(_is_count, [row["step"], row["tokens"], row.get("session", 0), row.get("batch", 0)]))
-        and isinstance(row["index"], int)
-        and all(map(_is_text, [row["set"], row["prompt_id"], row["group"], row["prompt"], row["answer"], row["note"]]))
-        and (row["finish_reason"] is None or _is_text(row["finish_reason"]))
-        and all(value is None or _is_number(value) for value in (row["reward"], row["environment_reward"], row.get("time")))
-        and isinstance(row["reward_parts"], dict)
-        and all(_is_text(name) and _is_number(value) for name, value in row["reward_parts"].items())
-        and isinstance(parts, list)
-        and all(isinstance(part, dict) and Part.__required_keys__ <= part.keys() for part in parts)
-        and all(part["by"] in ("model", "environment") and _is_text(part["text"]) and _is_count(part["tokens"]) for part in parts)
-        and isinstance(versions, list)
-        and all(isinstance(span, list) and len(span) == 3 and all(map(_is_number, span)) for span in versions)
-        and isinstance(drafts, dict)
-        and all(_is_count(drafts.get(name)) for name in ("drafted", "accepted", "steps"))
-        and isinstance(accepted := drafts.get("accepted_by_position"), list)
-        and all(map(_is_count, accepted))
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= sys.maxsize
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is text without lone surrogates, which cannot be written to a file."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    return True
 
 
 def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
-    """Without what a later session did again, and without updates and evaluations that were lost with a trainer and made again.
+    """The rows without steps that a later session repeated, and without updates and evaluations that a trainer restart repeated.
 
-    A group that was dropped before the update at which a later session began may have been dropped before the checkpoint: it stays.
+    A group that was dropped before the first update of a later session may have been dropped before the checkpoint, so it is kept.
     """
     begins: dict[int, int] = {}
-    done: dict[tuple[int, str, str], int] = {}
-    again = _made_again(rows)
+    last_session: dict[tuple[int, str, str], int] = {}
+    repeated_from = _repeated_from(rows)
     for row in rows:
         session = row.get("session", 0)
         begins[session] = min(begins.get(session, row["step"]), row["step"])
         key = (row["step"], row["kind"], row["set"])
-        done[key] = max(done.get(key, 0), session)
+        last_session[key] = max(last_session.get(key, 0), session)
 
-    def stands(row: SampleRow) -> bool:
+    def is_current(row: SampleRow) -> bool:
         session, step = row.get("session", 0), row["step"]
-        made_again = done[step, row["kind"], row["set"]] > session or again[_place(row)] <= step
-        if made_again and row["kind"] != "dropped":
+        repeated = last_session[step, row["kind"], row["set"]] > session or repeated_from[_batch_of(row)] <= step
+        if repeated and row["kind"] != "dropped":
             return False
         return not any(later > session and begin < step for later, begin in begins.items())
 
-    return [row for row in rows if stands(row)]
+    return [row for row in rows if is_current(row)]
 
 
-def _made_again(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
-    """For each session and batch the least step that a later batch of the session trained: what was trained from there on was lost."""
-    trained = {_place(row): row["step"] for row in rows if row["kind"] == "update"}
-    least: dict[tuple[int, int], int] = {}
-    later: dict[int, int] = {}  # of each session, from its last batch back
-    for session, batch in sorted(set(map(_place, rows)), reverse=True):
-        least[session, batch] = later.setdefault(session, sys.maxsize)
+def _repeated_from(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
+    """For each session and batch, the smallest step that a later batch of the session trained: later steps of the batch were lost."""
+    trained = {_batch_of(row): row["step"] for row in rows if row["kind"] == "update"}
+    smallest: dict[tuple[int, int], int] = {}
+    later: dict[int, int] = {}  # by session, from its last batch backwards
+    for session, batch in sorted(set(map(_batch_of, rows)), reverse=True):
+        smallest[session, batch] = later.setdefault(session, sys.maxsize)
         later[session] = min(later[session], trained.get((session, batch), sys.maxsize))
-    return least
+    return smallest
 
 
-def _place(row: SampleRow) -> tuple[int, int]:
+def _batch_of(row: SampleRow) -> tuple[int, int]:
     return row.get("session", 0), row.get("batch", 0)

@@ -1,4 +1,4 @@
-"""Logging of one start of a run: steps, events, and a summary at the end."""
+"""Logging of one session of a run: steps, events, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_BYTES = 16 << 20
 
 
 def open_log(path: Path) -> TextIO:
-    """Open a log to append to. One that has grown over `LOG_BYTES` is renamed to `NAME.1.log` first."""
+    """Open a log for appending. A log larger than `LOG_BYTES` is first renamed to `NAME.1.log`."""
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.replace(path.with_suffix(".1.log"))
     return open_patiently(path)
@@ -36,41 +36,41 @@ def open_log(path: Path) -> TextIO:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes: after `step` of `stage`, with the stages that have ended. A new run has an empty stage."""
+    """The point of a resume: after `step` of `stage`, with the stages that have ended. A new run has an empty stage."""
 
     stage: str = ""
     step: int = 0
     ended: Sequence[str] = ()
 
     def kept(self, history: History) -> list[Row]:
-        """The rows up to the checkpoint. Later steps will be done again."""
+        """The rows up to the checkpoint. Later steps will be repeated."""
         phases = {*self.ended, self.stage}
         return [row for row in history.rows if row.phase in phases and (row.phase != self.stage or row.step <= self.step)]
 
 
 def print_summary(console: Console, history: History) -> None:
     """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps."""
-    rows, told = before_and_after(history), in_between(history)
+    rows, sentence = before_and_after(history), in_between(history)
     if rows:
         console.print()
         console.print(summary_table(rows))
-    if told:
+    if sentence:
         console.print()
-        console.print(told, highlight=False)
+        console.print(sentence, highlight=False)
 
 
-def show_ended(run_dir: RunDirectory, told: str) -> None:
-    """Print the line and the summary of a run that has ended already."""
+def show_ended(run_dir: RunDirectory, line: str) -> None:
+    """Print `line` and the summary of a run that has already ended."""
     console = Console()
-    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
     print_summary(console, load_history(run_dir.path))
 
 
 class Telemetry:
-    """Writes metrics and events to `metrics.jsonl`, `logs/run.log`, the other sinks and the screen. Safe to call from several threads.
+    """Writes metrics and events to `metrics.jsonl`, `logs/run.log`, the other sinks and the screen. Thread-safe.
 
     Steps are counted within their phase. A step may be logged in parts, such as an evaluation after the update: `load_history` merges
-    them. `live`: how the run is doing, for a status page.
+    them. `live` is the state for the status page.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Telemetry:
     ) -> None:
         """`totals`: the number of steps of each phase, in order. `early`: phases that may end before their last step.
 
-        `plain`: lines instead of the panel, also on a terminal.
+        `plain`: print lines instead of the panel, even on a terminal.
         """
         self._console = Console() if console is None else console
         self._run_dir = run_dir
@@ -124,34 +124,34 @@ class Telemetry:
         self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, early=early, dated=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
-        """Log metrics of a step, whose values `float` converts. Raises RuntimeFailure where the disk has been full for `PATIENCE_S`."""
+        """Log metrics of a step. Raises RuntimeFailure if the disk has been full for `PATIENCE_S`."""
         values = {name: float(value) for name, value in metrics.items()}
         with self._lock:
             self._file.append({"time": self._now(), "phase": phase, "step": step, **values})
             for sink in self._sinks:
                 sink.write(step, values, phase)
-            with self._room():
+            with self._log_errors():
                 self._log.row(step, values, phase)
             self._display.row(step, values, phase)
             self.live.row(step, values, phase)
 
     def event(self, kind: str, message: str) -> None:
-        """Log an event beside the steps, of a kind such as `resume` or `alarm`."""
+        """Log an event, of a kind such as `resume` or `alarm`."""
         with self._lock:
             self._file.append({"time": self._now(), "event": kind, "message": message})
-            with self._room():
+            with self._log_errors():
                 self._log.event(kind, message)
             self._display.event(kind, message)
             self.live.event(kind, message)
 
     def waiting(self, what: Sequence[str]) -> None:
-        """Show what the run waits for, a line each; an empty list for nothing. It is not recorded."""
+        """Show what the run waits for, one line each. It is not recorded."""
         with self._lock:
             self._display.waiting(what)
             self.live.waiting = list(what)
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[None]:
+    def _log_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -161,32 +161,34 @@ class Telemetry:
 
     def failed(self, error: Exception) -> None:
         """Record the error that ends the run as an event, with its traceback in `logs/run.log`. The command prints it."""
-        told = str(error) if isinstance(error, MtpctlError) else f"{type(error).__name__}: {error}"
-        # Where the disk is full, that is the error to report, and not that of writing about it.
+        message = str(error) if isinstance(error, MtpctlError) else f"{type(error).__name__}: {error}"
+        # If the disk is full, report that error rather than the failure to log it.
         with self._lock, contextlib.suppress(OSError, RuntimeFailure):
-            self._log.event("error", told)
+            self._log.event("error", message)
             self._log_file.write("".join(traceback.format_exception(error)))
             self._log_file.flush()
-            self._file.append({"time": self._now(), "event": "error", "message": told})
+            self._file.append({"time": self._now(), "event": "error", "message": message})
 
     def samples(self, rows: list[SampleRow]) -> None:
-        """Log samples of one step, in `samples/` and in W&B as a table. Returns before they are written."""
+        """Log samples of one step asynchronously, in `samples/` and as a table in W&B."""
         if rows:
             self._samples.write(rows)
 
     def print_summary(self) -> None:
-        """End the panel, and print the summary (`print_summary`)."""
+        """Close the panel, and print the summary."""
         with self._lock:
             self._display.close()
             print_summary(self._console, load_history(self._run_dir.path))
 
     def close(self, *, failed: bool = False) -> None:
-        """End the panel and close all sinks, which are told where the run `failed`. A second call does nothing."""
+        """Close the panel and all sinks. `failed`: the run ends with an error. A second call does nothing."""
+        # After a failure, a full disk must not replace the run's own error.
+        suppressed = contextlib.suppress(RuntimeFailure) if failed else contextlib.nullcontext()
         if not self._closed:
             self._samples.close()
-            if self._samples.left_out:
-                with self._unless(failed):
-                    self.event("samples", self._samples.told)
+            if self._samples.dropped:
+                with suppressed:
+                    self.event("samples", self._samples.warning)
         with self._lock:
             if self._closed:
                 return
@@ -195,24 +197,19 @@ class Telemetry:
             for sink in self._sinks:
                 sink.close(failed=failed)
                 if sink.failure:
-                    with self._unless(failed):
+                    with suppressed:
                         self._file.append({"time": self._now(), "event": "tracker", "message": sink.failure})
                     self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
             self._log_file.close()
 
-    @staticmethod
-    def _unless(failed: bool) -> contextlib.AbstractContextManager[None]:
-        """Let a run that has `failed` end by its own error, should the disk be too full to tell of anything else."""
-        return contextlib.suppress(RuntimeFailure) if failed else contextlib.nullcontext()
-
     @property
     def damage(self) -> str:
-        """A line about the damaged lines of `metrics.jsonl` at this start; empty if there were none."""
+        """A warning about damaged lines in `metrics.jsonl` at the start of this session; empty if there were none."""
         if not (numbers := self._file.damaged):
             return ""
         which = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
-        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({which}); they are kept in {self._file.path.name}{DAMAGED}"
+        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({which}); they were moved to {self._file.path.name}{DAMAGED}"
 
     def __enter__(self) -> Telemetry:
         return self

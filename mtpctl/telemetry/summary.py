@@ -1,4 +1,8 @@
-"""The summary of a run: its headline metrics before and after RL, and held-out accuracy in between."""
+"""Measures of learning curves, and the summary of a run: its headline metrics before and after RL.
+
+A curve is a sequence of (x, y) with increasing x: updates or seconds, and held-out accuracy, or another metric that rises as a run learns.
+Its first point is from before training. Results have the units of the curve.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,11 @@ from rich.table import Table
 from mtpctl.telemetry.history import History
 from mtpctl.telemetry.names import Metric, describe, format_value
 
-# Measures of a learning curve: late mean, worst fall, area, and when it holds a level.
-#
-# A curve is a sequence of (x, y) with increasing x: updates or seconds, and held-out accuracy, or another metric that rises when a run
-# learns. Its first point is from before training. Results have the units of the curve.
-
 Point = tuple[float, float]
 Curve = Sequence[Point]
 
 LATE = 4
-"""Evaluations at the end of a curve that count as late; their mean depends less on chance than the last one."""
+"""Number of last evaluations whose mean is the late mean, which is less noisy than the last evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Fall:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The measures of one curve. `late_mean` is over `late` points; `worst_fall` is None for a curve that never falls."""
+    """Measures of one curve. `late_mean` is the mean of `late` points; `worst_fall` is None for a curve that never falls."""
 
     start: float
     late_mean: float
@@ -50,7 +49,7 @@ class Measures:
 
 
 def measure(curve: Curve) -> Measures | None:
-    """The measures of a curve; None for one without a point after its start."""
+    """The measures of a curve; None if it has no point after its start."""
     if len(curve) < 2:
         return None
     late = late_points(curve)
@@ -63,15 +62,15 @@ def late_points(curve: Curve, last: int = LATE) -> Curve:
 
 
 def late_mean(curve: Curve, last: int = LATE) -> float:
-    """Mean height of the late points. Raises ValueError for a curve without a point."""
+    """Mean of the late points. Raises ValueError for an empty curve."""
     late = late_points(curve, last)
     if not late:
-        raise ValueError("a curve without a point has no late mean")
+        raise ValueError("an empty curve has no late mean")
     return sum(y for _, y in late) / len(late)
 
 
 def worst_fall(curve: Curve) -> Fall | None:
-    """The largest drop of a point under the best one before it, however long before; None where the curve never falls."""
+    """The largest drop of a point below the best earlier one; None if the curve never falls."""
     worst: Fall | None = None
     for (_, y0), (x, y) in zip(best_so_far(curve), curve[1:], strict=False):
         if y < y0 and (worst is None or y0 - y > worst.size):
@@ -89,12 +88,9 @@ def best_so_far(curve: Curve) -> list[Point]:
 
 
 def height(curve: Curve, x: float) -> float:
-    """The y of the curve at `x`, interpolated linearly; beyond its ends, that of the end.
-
-    Raises ValueError for a curve without a point.
-    """
+    """The y of the curve at `x`, interpolated linearly and constant beyond its ends. Raises ValueError for an empty curve."""
     if not curve:
-        raise ValueError("a curve without a point has no height")
+        raise ValueError("an empty curve has no height")
     after = bisect_right(curve, x, key=lambda point: point[0])
     if after in (0, len(curve)):
         return curve[0][1] if after == 0 else curve[-1][1]
@@ -103,14 +99,13 @@ def height(curve: Curve, x: float) -> float:
 
 
 def area(curve: Curve, end: float | None = None) -> float:
-    """Area under the lines between the points, from the first to `end` (default: the last), over that width: a mean height.
+    """Mean height: the area under the curve from its first point to `end` (default: the last point), divided by the width.
 
-    Points need not be evenly spaced. Curves of unlike length compare over the `end` that all of them reach. Raises ValueError for a
-    curve without a point.
+    To compare curves of different lengths, use an `end` that all of them reach. Raises ValueError for an empty curve.
     """
     stop = curve[-1][0] if end is None and curve else end
     if stop is None:
-        raise ValueError("a curve without a point has no area")
+        raise ValueError("an empty curve has no area")
     inside = [point for point in curve if point[0] < stop]
     if not inside:
         return height(curve, stop)
@@ -119,15 +114,15 @@ def area(curve: Curve, end: float | None = None) -> float:
 
 
 def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
-    """The x at which the curve reaches `level` to hold it: no later point is below `level - tolerance`, and there is a later point.
+    """The x at which the curve reaches `level` and holds it: there are later points, and none is below `level - tolerance`.
 
-    It is interpolated linearly between the points around it. None where the curve never reaches the level, or falls again each time.
+    Interpolated linearly. None if the curve never reaches the level, or always falls again.
     """
     for i, (x, y) in enumerate(curve[:-1]):
         if y >= level and all(later >= level - tolerance for _, later in curve[i + 1 :]):
             if i == 0:
                 return x
-            # Below the level, or it would hold already from the point before.
+            # The previous point is below the level, or the curve would hold from there.
             x0, y0 = curve[i - 1]
             return x0 + (x - x0) * (level - y0) / (y - y0)
     return None
@@ -146,7 +141,7 @@ HEADLINES = (
 )
 
 _SINGLE = {"eval/accuracy"}
-"""Measured on a whole held-out set, so first and last value are compared. Of the others, means over a tenth of the values are."""
+"""Metrics of a whole held-out set: first and last values are compared. For others, means of the first and last tenth are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +155,7 @@ class SummaryRow:
 
     @property
     def change(self) -> str:
-        """The difference: in points for shares, else relative; a dash where one side is no number."""
+        """The difference: in points for shares, else relative; a dash if one side is not finite."""
         if not (math.isfinite(self.before) and math.isfinite(self.after)):
             return "–"
         if self.metric.unit == "share":
@@ -172,10 +167,10 @@ class SummaryRow:
 
 
 def before_and_after(history: History) -> list[SummaryRow]:
-    """The headline metrics before and after RL. Those that were logged fewer than two times are left out.
+    """The headline metrics before and after RL, without those that were logged less than twice.
 
-    Held-out accuracy has a second row where it was measured in between: from the first evaluation to the mean of the late ones, which
-    depends less on chance than the last one.
+    If held-out accuracy was measured in between, it has a second row: from the first evaluation to the mean of the late ones, which is less
+    noisy than the last one.
     """
     rows = []
     for name in HEADLINES:
@@ -191,21 +186,21 @@ def before_and_after(history: History) -> list[SummaryRow]:
 
 
 def evaluations(history: History) -> list[tuple[float, float]]:
-    """(update, held-out accuracy) of every evaluation of RL whose accuracy is finite."""
+    """(update, held-out accuracy) of every evaluation of RL with a finite accuracy."""
     return [(float(step), value) for step, value in history.series("eval/accuracy", "rl") if math.isfinite(value)]
 
 
 def in_between(history: History) -> str:
-    """A sentence on the best evaluation and the worst fall, or that there was no evaluation in between; empty for fewer than two."""
+    """A sentence about the best evaluation and the worst fall, or about missing evaluations in between; empty for fewer than two."""
     measures = measure(evaluations(history))
     if measures is None:
         return ""
     if measures.late == 1:
-        return "Held-out accuracy was measured before and after alone; train.eval_every shows how it went in between."
+        return "Held-out accuracy was measured only before and after; set train.eval_every for evaluations in between."
     (step, best), fall = measures.best, measures.worst_fall
     start = f"Held-out accuracy: best {_accuracy(best)} at update {step:g}"
     if fall is None:
-        return f"{start}; no evaluation fell under one before it."
+        return f"{start}; no evaluation fell below an earlier one."
     (x0, y0), (x, y) = fall.top, fall.bottom
     return f"{start}; worst fall {100 * fall.size:.1f} points, from {_accuracy(y0)} at update {x0:g} to {_accuracy(y)} at update {x:g}."
 

@@ -1,7 +1,7 @@
-"""Trackers that are packages and services of others: Weights & Biases and MLflow.
+"""Destinations of metrics in addition to `metrics.jsonl`: TensorBoard, Weights & Biases and MLflow.
 
-Both want one step that only grows, while each phase of a run counts its own. So they get updates counted over all phases: those of RL
-follow those of the supervised phase, as in the report.
+W&B and MLflow need one increasing step, but each phase of a run counts its own steps. They receive updates counted over all phases: those
+of RL follow those of the supervised stage, as in the report.
 """
 
 from __future__ import annotations
@@ -23,34 +23,32 @@ from mtpctl.telemetry.history import History
 from mtpctl.telemetry.run_directory import BEGUN
 from mtpctl.telemetry.sample_log import SampleRow, response_text
 
-# Destinations of metrics besides `metrics.jsonl`: what they have in common, and TensorBoard.
-
 PACKAGES = ("wandb", "mlflow")
-"""Keys of the section `telemetry` that need a package of their own, which has the key's name."""
+"""Keys of the section `telemetry` that need a package of the same name."""
 
 
 def check_packages(telemetry: TelemetryConfig) -> None:
-    """Raise EnvironmentMissing where the section names a destination whose package is not installed."""
+    """Raise EnvironmentMissing if the package of a destination is not installed."""
     for key in PACKAGES:
         if getattr(telemetry, key) and find_spec(key) is None:
             raise EnvironmentMissing(f"telemetry.{key}: the package {key} is not installed; install it, or remove the key")
 
 
 class Sink(Protocol):
-    """A destination of metrics. `failure`: why it takes no more, empty while it does."""
+    """A destination of metrics. `failure`: the reason why it stopped; empty while it works."""
 
     failure: str
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Write what is left. `failed`: the run ends by an error."""
+        """Write the remaining rows. `failed`: the run ends with an error."""
 
 
 class TensorBoardSink:
-    """Event files under `tensorboard/<phase>`: each phase counts its own steps. The resolved recipe is beside them, as hyperparameters.
+    """Event files in `tensorboard/<phase>`, since each phase counts its own steps, and the resolved recipe as hyperparameters.
 
-    Rows that the disk does not take are missing there, and `failure` says so; the rows after them go to another file.
+    Rows that cannot be written to the disk are lost and reported in `failure`; later rows go to another file.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, object]) -> None:
@@ -68,7 +66,7 @@ class TensorBoardSink:
 
         values = {".".join(key): value for key, value in flatten(recipe).items() if value is not None}
         plain = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
-        # A resumed run shows those of its latest start.
+        # A resumed run shows those of its latest session.
         for earlier in self._folder.glob("events.*"):
             earlier.unlink()
         writer = self._open(str(self._folder))
@@ -81,8 +79,8 @@ class TensorBoardSink:
             if phase not in self._writers:
                 self._writers[phase] = self._open(str(self._folder / phase))
             self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        except OSError as error:  # also of rows before, which a thread of the writer writes, and which has ended by it
-            self._lacks_rows(error)
+        except OSError as error:  # also for earlier rows: the writer's thread stops at an error
+            self._lost_rows(error)
             self._writers.pop(phase, None)
 
     def close(self, *, failed: bool = False) -> None:
@@ -90,33 +88,33 @@ class TensorBoardSink:
             try:
                 writer.close()
             except OSError as error:
-                self._lacks_rows(error)
+                self._lost_rows(error)
 
-    def _lacks_rows(self, error: OSError) -> None:
-        self.failure = f"tensorboard/ lacks rows that metrics.jsonl has: {error.strerror}"
+    def _lost_rows(self, error: OSError) -> None:
+        self.failure = f"tensorboard/ lacks rows of metrics.jsonl: {error.strerror}"
 
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
 _PARAMS, _VALUE = 100, 500
-"""Parameters that MLflow takes at once, and characters of a value: the least over its releases."""
+"""MLflow's maximum parameters per call and characters per value: the minimum over its releases."""
 
 
 def identity(folder: Path) -> str:
-    """The tracker's id of the run in a directory. It is the same at every resume, and changes if the run was started over."""
+    """The tracker's id of the run in a directory. It is stable over resumes, and changes if the run is started over."""
     begun = folder / BEGUN
     name = str(folder.resolve()) + (begun.read_text() if begun.is_file() else "")
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 class Updates:
-    """Counts updates over the phases of a run, in their order, from what its earlier sessions did."""
+    """Counts updates over the phases of a run, in order, starting from its earlier sessions."""
 
     def __init__(self, phases: Sequence[str], history: History) -> None:
         self._phases = list(phases)
         self._last = {phase: history.last_step(phase) for phase in history.phases}
 
     def of(self, step: int, phase: str) -> int:
-        """How many updates the run has done at a step of a phase."""
+        """The total number of updates at a step of a phase."""
         if phase not in self._phases:
             self._phases.append(phase)
         self._last[phase] = max(step, self._last.get(phase, 0))
@@ -148,7 +146,7 @@ class WandbSink:
     failure = ""
 
     def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
-        """Raises EnvironmentMissing where W&B does not take the run: without a login, or a network."""
+        """Raises EnvironmentMissing if W&B rejects the run, for example without a login or a network."""
         import wandb
 
         self._updates = updates
@@ -165,8 +163,8 @@ class WandbSink:
             )
         except wandb.Error as error:
             reason = str(error).partition("\n")[0]
-            mend = "log in (wandb login), set WANDB_MODE=offline, or remove the key"
-            raise EnvironmentMissing(f"telemetry.wandb: W&B does not take the run ({reason}); {mend}") from error
+            fix = "log in (wandb login), set WANDB_MODE=offline, or remove the key"
+            raise EnvironmentMissing(f"telemetry.wandb: W&B rejects the run ({reason}); {fix}") from error
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         self._run.define_metric("eval/*", step_metric="update", summary="max,last")
@@ -175,7 +173,7 @@ class WandbSink:
         self._run.log({**metrics, f"{phase}/step": step, "update": self._updates.of(step, phase)})
 
     def samples(self, rows: list[SampleRow]) -> None:
-        """A table for each kind of samples, all of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
+        """One table per kind of samples of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
         from wandb import Table
 
         columns = [*SAMPLE_COLUMNS, *dict.fromkeys(f"reward/{name}" for row in rows for name in row["reward_parts"])]
@@ -192,11 +190,11 @@ class WandbSink:
 class MlflowSink:
     """MLflow: metrics over updates, every key of the resolved recipe as a parameter.
 
-    A thread sends the rows, since a tracking server may be slow. Once it has failed nothing more is sent, and `failure` says why.
+    A thread sends the rows, because a tracking server may be slow. After an error nothing more is sent, and `failure` is the reason.
     """
 
     def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
-        """Raises EnvironmentMissing where the tracking server does not answer."""
+        """Raises EnvironmentMissing if the tracking server does not respond."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -209,36 +207,36 @@ class MlflowSink:
         }
         try:
             self._client = MlflowClient()
-            found = self._client.get_experiment_by_name(config.mlflow)
-            experiment = self._client.create_experiment(config.mlflow) if found is None else found.experiment_id
-            same = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{identity(folder)}'", max_results=1)
-            run = same[0] if same else self._client.create_run(experiment, run_name=name, tags=tags)
+            existing = self._client.get_experiment_by_name(config.mlflow)
+            experiment = self._client.create_experiment(config.mlflow) if existing is None else existing.experiment_id
+            resumed = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{identity(folder)}'", max_results=1)
+            run = resumed[0] if resumed else self._client.create_run(experiment, run_name=name, tags=tags)
             self._id = run.info.run_id
             self._client.update_run(self._id, status="RUNNING")
             self._put_params(recipe, run.data.params)
         except MlflowException as error:
             reason = str(error).partition("\n")[0]
             raise EnvironmentMissing(
-                f"telemetry.mlflow: MLflow does not take the run ({reason}); set MLFLOW_TRACKING_URI to where it does, or remove the key"
+                f"telemetry.mlflow: MLflow rejects the run ({reason}); set MLFLOW_TRACKING_URI to a working server, or remove the key"
             ) from error
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         self._thread.start()
 
-    def _put_params(self, recipe: Mapping[str, object], there: Mapping[str, str]) -> None:
-        """Log the recipe's values. MLflow changes no parameter: one that a resumed run changes becomes a tag, `changed.KEY`."""
+    def _put_params(self, recipe: Mapping[str, object], logged: Mapping[str, str]) -> None:
+        """Log the recipe's values. MLflow parameters cannot change: one that a resumed run changes becomes a tag, `changed.KEY`."""
         from mlflow.entities import Param
 
         values = {".".join(key): json.dumps(value, ensure_ascii=False)[:_VALUE] for key, value in flatten(recipe).items()}
-        new = [Param(key, value) for key, value in values.items() if key not in there]
+        new = [Param(key, value) for key, value in values.items() if key not in logged]
         for begin in range(0, len(new), _PARAMS):
             self._client.log_batch(self._id, params=new[begin : begin + _PARAMS])
         for key, value in values.items():
-            if there.get(key, value) != value:
+            if logged.get(key, value) != value:
                 self._client.set_tag(self._id, f"changed.{key}", value)
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
-        # Names may not hold an @.
+        # MLflow names must not contain @.
         values = {name.replace("@", "_at_"): value for name, value in {**metrics, f"{phase}/step": float(step)}.items()}
         self._queue.put((self._updates.of(step, phase), values))
 
@@ -253,8 +251,10 @@ class MlflowSink:
             try:
                 self._client.log_batch(self._id, metrics=[Metric(name, value, now, update) for name, value in values.items()])
             except Exception as error:
-                # A tracker is no reason to end a run; metrics.jsonl has everything.
-                self.failure = f"MLflow takes no rows from update {update} on: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                # Tracker errors do not abort the run; `metrics.jsonl` is the complete record.
+                self.failure = (
+                    f"MLflow receives no rows from update {update} on: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                )
 
     def close(self, *, failed: bool = False) -> None:
         self._queue.put(None)

@@ -1,4 +1,4 @@
-"""Which software and machine made a run: `versions.json`. Reads package metadata, imports none of the packages."""
+"""The software and machine of a run, for `versions.json`. Reads package metadata without importing the packages."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PACKAGES = (
 NVIDIA_SMI_S = 10.0
 _END_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
-"""This file exists where the driver, and so a card, is."""
+"""This file exists if the driver is installed, and so a GPU is present."""
 
 
 class Machine(TypedDict):
-    """The machine of a run. `cards`: a name for each card that the process may use; earlier releases did not record them."""
+    """The machine of a run. `cards`: the name of each visible GPU; earlier releases did not record them."""
 
     system: str
     arch: str
@@ -47,7 +47,7 @@ class Machine(TypedDict):
 
 
 class Versions(TypedDict):
-    """What `versions.json` holds: Python, the installed packages by name, and the machine."""
+    """The content of `versions.json`: Python, the installed packages by name, and the machine."""
 
     python: str
     packages: dict[str, str]
@@ -73,49 +73,48 @@ def collect_versions() -> Versions:
 
 
 def visible_cards() -> list[str]:
-    """Names of the cards that this process may use, from nvidia-smi; empty where there is no driver.
+    """Names of the GPUs visible to this process, from nvidia-smi; empty without a driver.
 
-    Where nvidia-smi fails or hangs, the reason takes the place of the names: a run does not fail or wait for this record.
+    If nvidia-smi fails or hangs, the list contains the reason instead: a run neither fails nor waits for this record.
     """
-    return _of_cards("name")
+    return _query_gpus("name")
 
 
 def card_gib() -> float | None:
-    """Memory in GiB of the smallest card that this process may use; None where there is none, or nvidia-smi does not tell."""
-    sizes = [int(size) for told in _of_cards("memory.total") if (size := told.removesuffix(" MiB")).isdecimal()]
+    """Memory of the smallest visible GPU in GiB; None if there is none, or nvidia-smi fails."""
+    sizes = [int(size) for field in _query_gpus("memory.total") if (size := field.removesuffix(" MiB")).isdecimal()]
     return min(sizes) / 1024 if sizes else None
 
 
-def _of_cards(what: str) -> list[str]:
-    """nvidia-smi's field `what` of each card that this process may use, or a reason in words where it does not answer."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+def _query_gpus(field: str) -> list[str]:
+    """nvidia-smi's `field` of each visible GPU, or the reason if nvidia-smi fails."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
-    if allowed == "":
+    if visible == "":
         return []
     if tool is None:
         return _unknown("there is no nvidia-smi")
+    command = [tool, f"--query-gpu=index,uuid,{field}", "--format=csv,noheader"]
     try:
-        asked = subprocess.Popen(
-            [tool, f"--query-gpu=index,uuid,{what}", "--format=csv,noheader"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError as error:
         return _unknown(f"nvidia-smi does not run: {error.strerror}")
     try:
-        told, _ = asked.communicate(timeout=NVIDIA_SMI_S)
+        output, _ = process.communicate(timeout=NVIDIA_SMI_S)
     except subprocess.TimeoutExpired:
-        # A process that hangs in a call of the driver cannot be killed, and is not waited for.
-        asked.kill()
+        # A process that hangs in a driver call cannot be killed, so do not wait for it.
+        process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            asked.wait(_END_S)
+            process.wait(_END_S)
         return [f"unknown card (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
-    rows = [[part.strip() for part in line.split(",", 2)] for line in told.splitlines() if line.count(",") >= 2]
+    rows = [[part.strip() for part in line.split(",", 2)] for line in output.splitlines() if line.count(",") >= 2]
     if not rows:
-        return _unknown(f"nvidia-smi told none, exit code {asked.returncode}")
-    if allowed is None:
-        return [told for _, _, told in rows]
-    wanted = [want.strip() for want in allowed.split(",")]
-    return [told for want in wanted for index, uuid, told in rows if want and (want == index or uuid.startswith(want))]
+        return _unknown(f"nvidia-smi listed none, exit code {process.returncode}")
+    if visible is None:
+        return [value for _, _, value in rows]
+    ids = [each.strip() for each in visible.split(",")]
+    return [value for each in ids for index, uuid, value in rows if each and (each == index or uuid.startswith(each))]
 
 
-def _unknown(why: str) -> list[str]:
-    return [f"unknown card ({why})"] if DRIVER.exists() else []
+def _unknown(reason: str) -> list[str]:
+    return [f"unknown card ({reason})"] if DRIVER.exists() else []

@@ -1,7 +1,12 @@
-"""ASGI middleware that checks the origin of requests, the API key and bounds on bodies, and handles clients that disconnect.
+"""ASGI middleware that checks the origin of requests, the API key and the size of bodies, and handles clients that disconnect.
 
-A body is read here, whole and within its bounds, before any route sees it; all bodies together are bounded as well, so that
-memory stays flat whatever clients do. A request whose client disconnects is cancelled, and its place in the queue is freed.
+A body is read completely, within its limits, before any route sees it. The total size of all bodies is limited too, so memory is bounded
+for any clients. A request whose client disconnects is cancelled, and its slot in the queue is freed.
+
+A browser runs pages of other sites on the same machine and network as these servers. A page can post to `http://127.0.0.1:PORT` (the
+browser adds the page's `Origin`), and a page whose domain resolves to a local address (DNS rebinding) can also read the responses (the
+browser sends that domain as `Host`). So `Host` must be a name that such a page cannot have, and `Origin`, if present, must be this server
+itself. Programs other than browsers send no `Origin`.
 """
 
 from __future__ import annotations
@@ -28,23 +33,15 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-# Rejects requests from web pages of other sites, by their `Host` and `Origin`.
-#
-# A browser runs pages of other sites on the same machine and network as the servers of this package. A page can post to
-# `http://127.0.0.1:PORT` (the browser adds the page's `Origin`), and a page whose domain resolves to a local address (DNS
-# rebinding) can also read the answers (the browser sends that domain as `Host`). So `Host` must be a name that such a page cannot have, and
-# `Origin`, if present, must be this server itself. Programs other than browsers send no `Origin`.
-
 HOSTS = "MTPCTL_ALLOWED_HOSTS"
-"""Environment variable: further host names of the servers, separated by commas, such as that of a proxy."""
+"""Environment variable with further host names of the servers, separated by commas, such as that of a proxy."""
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII)
 
 
 def is_allowed_host(authority: str) -> bool:
-    """Whether a request with this `Host` may be answered.
+    """Whether a request with this `Host` is allowed: DNS rebinding needs a domain of the attacker.
 
-    True for an IP address, `localhost`, a name without a dot (no public domain has one), the name of this machine, and names in
-    `MTPCTL_ALLOWED_HOSTS`: DNS rebinding needs a domain of the attacker.
+    True for IP addresses, `localhost`, names without a dot (no public domain is one), this machine's name, and `MTPCTL_ALLOWED_HOSTS`.
     """
     match = _AUTHORITY.fullmatch(authority.strip().lower())
     if match is None:
@@ -68,24 +65,27 @@ def _is_address(name: str) -> bool:
 
 
 def _own_names() -> set[str]:
-    named = os.environ.get(HOSTS, "").split(",")
-    return {each.strip().lower().removesuffix(".") for each in (*named, socket.gethostname())} - {""}
+    allowed = os.environ.get(HOSTS, "").split(",")
+    return {each.strip().lower().removesuffix(".") for each in (*allowed, socket.gethostname())} - {""}
 
 
 DRAINED = 256 << 20
-"""Bytes of a refused body that are read and dropped, so that the client reads the reason."""
+"""Maximum bytes of a rejected body that are read and dropped, so that the client reads the reason."""
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """Paths that need no key: health and documentation."""
-SLOWEST = 1024
-"""Bytes a second below which a client counts as not reading its answer."""
+MIN_RATE = 1024
+"""Minimum rate in bytes per second of a client that reads its response."""
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HttpBounds:
-    """body_bytes: of one request; held_bytes: of all bodies being read or answered; body_s: seconds to send a body; header_s: seconds
-    to send the request head; drain_s: seconds for which a client may go on sending a refused body; stalled_s: seconds for which a client
-    may leave an answer unread."""
+    """Limits of a server.
+
+    body_bytes: size of one request body. held_bytes: total size of bodies in progress. body_s: seconds to send a body. header_s: seconds to
+    send the request head. drain_s: seconds for which a client may continue to send a rejected body. stalled_s: seconds for which a client
+    may leave a response unread.
+    """
 
     body_bytes: int = 8 << 20
     held_bytes: int = 128 << 20
@@ -102,12 +102,12 @@ class _Rejected(Exception):
 
 
 def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
-    """An error as OpenAI's clients read it."""
+    """An error in the format of OpenAI's clients."""
     return {"error": {"message": message, "type": kind}}
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """ASGI middleware."""
 
     def __init__(
         self,
@@ -178,10 +178,10 @@ class Guard:
         return path in OPEN_PATHS or (self.open_under is not None and path.startswith(self.open_under))
 
     def _too_large(self) -> _Rejected:
-        return _Rejected(413, f"a body may have {self.bounds.body_bytes} bytes; send less in one request")
+        return _Rejected(413, f"a body may have at most {self.bounds.body_bytes} bytes; send less in one request")
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
-        """Read the whole body into `body`; every byte of it is counted in `held`."""
+        """Read the whole body into `body`, and count its bytes in `held`."""
         try:
             async with asyncio.timeout(self.bounds.body_s):
                 while True:
@@ -192,16 +192,16 @@ class Guard:
                     if len(body) + len(chunk) > self.bounds.body_bytes:
                         raise self._too_large()
                     if self.held + len(chunk) > self.bounds.held_bytes:
-                        raise _Rejected(429, "too many bytes are being worked on; try again", **{"retry-after": "1"})
+                        raise _Rejected(429, "too many bytes are in progress; try again", **{"retry-after": "1"})
                     body += chunk
                     self.held += len(chunk)
                     if not message.get("more_body"):
                         return
         except TimeoutError:
-            raise _Rejected(408, f"the body did not come within {self.bounds.body_s:g} s") from None
+            raise _Rejected(408, f"the body did not arrive within {self.bounds.body_s:g} s") from None
 
     async def _drain(self, receive: Receive) -> None:
-        """Read the rest of a refused body and drop it: a client that is still sending when the connection closes never reads the reason."""
+        """Read and drop the rest of a rejected body: a client that is still sending when the connection closes never reads the reason."""
         left = DRAINED
         with suppress(TimeoutError):
             async with asyncio.timeout(self.bounds.drain_s):
@@ -212,21 +212,21 @@ class Guard:
                         return
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
-        left = asyncio.Event()
-        given = False
+        disconnected = asyncio.Event()
+        sent = False
 
         async def replay() -> Message:
-            nonlocal given
-            if not given:
-                given = True
+            nonlocal sent
+            if not sent:
+                sent = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await left.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            left.set()
+            disconnected.set()
 
         answering = asyncio.ensure_future(self.app(scope, replay, send))
         watching = asyncio.create_task(watch())
@@ -234,14 +234,14 @@ class Guard:
             await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 answering.cancel()
-            await asyncio.gather(answering, return_exceptions=left.is_set())
+            await asyncio.gather(answering, return_exceptions=disconnected.is_set())
         finally:
             watching.cancel()
             answering.cancel()
 
 
 class _Gone(Exception):
-    """The client went away before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 async def _reply(send: Send, rejected: _Rejected) -> None:
@@ -252,13 +252,14 @@ async def _reply(send: Send, rejected: _Rejected) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def impatient(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol, which closes a connection that has not sent a request head after `header_s` seconds.
+def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol with timeouts.
 
-    It also closes one whose client reads almost nothing of an answer for `stalled_s` seconds.
+    It closes a connection without a request head after `header_s` seconds, and one whose client reads almost nothing of a response for
+    `stalled_s` seconds.
     """
 
-    class Impatient(H11Protocol):
+    class TimeoutProtocol(H11Protocol):
         _late: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
 
@@ -289,7 +290,7 @@ def impatient(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[
 
         def _check_client(self, before: int) -> None:
             unread = self.transport.get_write_buffer_size()
-            if before - unread < stalled_s * SLOWEST:
+            if before - unread < stalled_s * MIN_RATE:
                 self.transport.abort()
             else:
                 self._schedule_check(unread)
@@ -311,4 +312,4 @@ def impatient(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[
                 self._late.cancel()
                 self._late = None
 
-    return Impatient
+    return TimeoutProtocol

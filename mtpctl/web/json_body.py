@@ -38,8 +38,8 @@ def parse(body: bytes) -> object:
     # A value cannot be deeper than its text has opening brackets.
     if body.count(b"[") + body.count(b"{") > DEPTH and _deeper_than(value, DEPTH):
         raise _too_deep()
-    if _NON_FINITE.search(body) and (place := _non_finite(value)) is not None:
-        raise BodyInvalid(f"{shown(place)[1:-1] or 'body'}: must be a finite number")
+    if _NON_FINITE.search(body) and (path := _non_finite(value)) is not None:
+        raise BodyInvalid(f"{shown(path)[1:-1] or 'body'}: must be a finite number")
     return value
 
 
@@ -91,13 +91,13 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def _non_finite(value: object, place: str = "") -> str | None:
-    """Where a number in the value is infinite or not a number; None if all are finite."""
+def _non_finite(value: object, path: str = "") -> str | None:
+    """The path of a number that is infinite or NaN; None if all are finite."""
     if isinstance(value, float):
-        return None if math.isfinite(value) else place
+        return None if math.isfinite(value) else path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    places = (_non_finite(each, f"{place}.{key}" if place else str(key)) for key, each in items)
-    return next((each for each in places if each is not None), None)
+    paths = (_non_finite(each, f"{path}.{key}" if path else str(key)) for key, each in items)
+    return next((each for each in paths if each is not None), None)
 
 
 def _integer(text: str) -> int:

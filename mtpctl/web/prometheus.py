@@ -12,7 +12,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One value of a metric: its name without prefix, its kind, a line of help, and labels that tell it from other values."""
+    """One value of a metric: its name without prefix, its kind, a help line, and its labels."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -22,7 +22,7 @@ class Series:
 
 
 def text_of(prefix: str, series: Iterable[Series]) -> str:
-    """The text that Prometheus reads. `prefix` is put before every name; each name may be there once."""
+    """The metrics as text. `prefix` is prepended to every name; names must be unique."""
     lines: list[str] = []
     for each in series:
         labels = ",".join(f'{label}="{_escaped(value, quotes=True)}"' for label, value in each.labels.items())

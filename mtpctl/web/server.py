@@ -1,4 +1,4 @@
-"""A web server of this package: it listens before anything slow is started, bounds its clients, and ends without ending the caller."""
+"""A web server that listens before anything slow starts, limits its clients, and stops without stopping the caller."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from types import FrameType
 import uvicorn
 
 from mtpctl.errors import UserError
-from mtpctl.web.guard import Guard, impatient
+from mtpctl.web.guard import Guard, with_timeouts
 
 END_S = 5
-"""Seconds that requests under way have to finish when a server ends."""
+"""Seconds for requests in flight to finish when a server stops."""
 
 
 def listen(host: str, port: int, *, fields: tuple[str, str] = ("--host", "--port")) -> socket.socket:
-    """A listening socket at this address; port 0 takes any that is free. `fields`: the options or recipe keys of host and port, for errors.
+    """A listening socket; port 0 is any free port. `fields`: the options or recipe keys of host and port, for errors.
 
-    Raises UserError where the address is taken, or none of this machine's.
+    Raises UserError if the address is in use, or not one of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio switches Nagle's algorithm off, which delays an answer by up to 40 ms, for sockets that name their protocol.
+        # asyncio disables Nagle's algorithm, which delays a response by up to 40 ms, only for sockets with a protocol.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         bound.listen(1024)
     except socket.gaierror as error:
-        raise UserError(f"{fields[0]}: {host} is no address of this machine ({error.strerror})") from error
+        raise UserError(f"{fields[0]}: {host} is not an address of this machine ({error.strerror})") from error
     except OSError as error:
-        raise UserError(f"{fields[1]}: cannot listen on {host}:{port} ({error.strerror}); name another") from error
+        raise UserError(f"{fields[1]}: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
     return bound
 
 
 def allow_connections() -> None:
-    """Raise this process's limit of open files, of which every connection is one, as far as it may."""
+    """Raise this process's limit of open files, and so of connections, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
 
 
 @contextlib.asynccontextmanager
 async def serving(app: Guard, bound: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` on `bound` in the caller's event loop while the block runs; then close the socket. Signals are left to the caller."""
+    """Serve `app` on `bound` in the caller's event loop during the block, then close the socket. The caller handles signals."""
     allow_connections()
     server = WebServer(app, signals=False)
     task = asyncio.create_task(server.serve(sockets=[bound]), name="web server")
@@ -66,9 +66,9 @@ def address_of(bound: socket.socket) -> str:
 
 
 class WebServer(uvicorn.Server):
-    """A server for `app`, to be run with `serve(sockets=[…])`. It ends on a signal, or once `should_exit` is set.
+    """A server for `app`, to be run with `serve(sockets=[…])`. It stops on a signal, or when `should_exit` is set.
 
-    It does not raise the signal again: the caller still has actors to end. `signals=False` leaves signals to the caller altogether.
+    It does not raise the signal again, because the caller still has actors to stop. `signals=False`: the caller handles signals.
     """
 
     def __init__(self, app: Guard, *, signals: bool = True) -> None:
@@ -76,7 +76,7 @@ class WebServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=impatient(header_s, stalled_s),
+                http=with_timeouts(header_s, stalled_s),
                 ws="none",
                 lifespan="off",
                 log_level=logging.ERROR,

@@ -27,7 +27,7 @@ def test_the_newest_come_first_and_the_environment_is_behind_a_bar(mtpctl: Any, 
     first, second = told.split("\n\n")
     assert first.startswith("── no reward · dropped before update 8 ·") and first.endswith("  no reward: boom")
     assert second.splitlines() == [
-        "── reward 0.7 · update 7 · format 1 · 9 tokens and 1 answer(s) of the environment · ended by stop · versions 3 to 4 · "
+        "── reward 0.7 · update 7 · format 1 · 9 tokens and 1 environment turn(s) · ended by stop · versions 3 to 4 · "
         "3 of 4 drafts accepted",
         "  ?",
         "  →",

@@ -205,7 +205,7 @@ async def test_a_number_that_cannot_be_remembered_is_not_taken(tmp_path: Path) -
         await it.settled(0, 1)
         it.run.scaled.mkdir()
         refused = await asyncio.to_thread(ask, it.run, 1)
-        assert (refused.told, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and ask again", True)
+        assert (refused.told, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and retry", True)
         await it.settled(0, 1)
         it.run.scaled.rmdir()
         await asyncio.to_thread(ask, it.run, 1)

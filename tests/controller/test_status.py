@@ -64,7 +64,7 @@ def test_what_was_logged_last_is_shown(tmp_path: Path) -> None:
 
         page = await client.get("/")
         assert page.headers["content-type"].startswith("text/html") and page.headers["refresh"] == "5"
-        for told in ("7 of 20", "waiting for room, 3 s", "2 of 3 (1 to 4) serve, 1 started anew", "the reward &lt;swings&gt;", "50.0%"):
+        for told in ("7 of 20", "waiting for room, 3 s", "2 of 3 (1 to 4) serve, 1 restarted", "the reward &lt;swings&gt;", "50.0%"):
             assert told in page.text
 
         metrics = await client.get("/metrics")
@@ -116,7 +116,7 @@ def test_a_run_that_was_resumed_shows_what_it_goes_on_from(tmp_path: Path) -> No
 
 
 def test_an_address_that_is_taken_or_elsewhere_is_told_with_its_key() -> None:
-    taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); name another$"
+    taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); choose another$"
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match=taken):
         status_socket(TelemetryConfig(http=f"127.0.0.1:{other.getsockname()[1]}"))
     with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 192\.0\.2\.77:80 "):

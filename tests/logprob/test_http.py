@@ -20,7 +20,7 @@ from mtpctl.data.tokenizers import load_tokenizer
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.web.guard import HttpBounds, impatient
+from mtpctl.web.guard import HttpBounds, with_timeouts
 from tests.fakes.logprob import Started
 from tests.logprob.conftest import serve
 
@@ -48,7 +48,7 @@ class Served:
         self.loop = asyncio.get_running_loop()
         self.server = await serve(start, **self._limits)
         app = make_app(self.server, load_tokenizer(self._folder), "tiny", key=KEY, bounds=BOUNDS)
-        config = uvicorn.Config(app, http=impatient(BOUNDS.header_s), ws="none", lifespan="off", log_level="error", access_log=False)
+        config = uvicorn.Config(app, http=with_timeouts(BOUNDS.header_s), ws="none", lifespan="off", log_level="error", access_log=False)
         self._web = uvicorn.Server(config)
         self._web.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         with socket.socket() as bound:

@@ -32,7 +32,7 @@ def test_linear_axes_enclose_their_data(a: float, b: float, zero: bool) -> None:
     slack = 1e-6 * (axis.high - axis.low)
     assert axis.low <= low + slack and axis.high >= high - slack
     assert 2 <= len(axis.ticks) <= 8
-    assert axis.place(axis.low) == 0 and axis.place(axis.high) == 1
+    assert axis.position(axis.low) == 0 and axis.position(axis.high) == 1
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_log_axes_enclose_their_data(exponent: float, decades: float) -> None:
     axis = log_axis(low, high)
     assert axis.low <= low * 1.001 and axis.high >= high * 0.999 and axis.low < axis.high
     assert len(axis.ticks) == len(set(axis.ticks)) <= 12
-    assert 0 <= axis.place(low) <= axis.place(high) <= 1
+    assert 0 <= axis.position(low) <= axis.position(high) <= 1
 
 
 @given(st.lists(st.floats(0, 190), min_size=1, max_size=6))

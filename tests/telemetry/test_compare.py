@@ -44,7 +44,7 @@ def test_the_last_evaluation_and_the_mean_of_the_late_ones_are_rows_of_their_own
         rows.insert(0, {"session": 1, "time": 1.6e9, "phase": "sft", "step": 30, "sft/loss": 1.0})
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)
-    assert "final answer is right. eval/accuracy 75.0% 50.0%" in text
+    assert "correct final answer. eval/accuracy 75.0% 50.0%" in text
     assert "mean of the last 4 evaluations. eval/accuracy 37.5% 31.2%" in text
     assert "a: 30 SFT steps, 10 RL steps · b: 30 SFT steps, 10 RL steps" in text
 
@@ -64,5 +64,5 @@ def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^RUN: 8 runs are more than the 7"):
         write_comparison([one] * 8)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"/empty holds no metrics yet; "):
+    with pytest.raises(UserError, match=r"/empty has no metrics yet; "):
         write_comparison([one, tmp_path / "empty"])

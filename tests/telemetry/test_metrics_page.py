@@ -1,4 +1,4 @@
-"""The page of metrics is the tables', and what it tells the reader to do exists."""
+"""docs/metrics.md matches its tables, and its advice names existing recipe keys."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from mtpctl.recipe.fields import dotted_keys
-from mtpctl.telemetry.advice import ADVICE, listed
 from mtpctl.telemetry.names import METRICS, describe
+from scripts.metrics_advice import ADVICE, listed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_is_current() -> None:
+def test_page_is_current() -> None:
     script = ROOT / "scripts" / "generate_metrics_page.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_metric_is_on_it_once_and_advice_is_for_metrics_that_exist() -> None:
+def test_every_metric_is_listed_once_and_advice_names_existing_metrics() -> None:
     names = [name for name, *_ in listed()]
     assert set(METRICS) <= set(names) and len(set(names)) == len(names)
     assert set(ADVICE) <= set(names)
@@ -31,13 +31,13 @@ def test_every_metric_is_on_it_once_and_advice_is_for_metrics_that_exist() -> No
 
 
 @pytest.mark.parametrize("name", ["mtp/loss_N", "mtp/accept_N", "rollout/spec_accept_rate_N"])
-def test_what_it_says_of_a_family_of_metrics_is_what_reports_say_of_one(name: str) -> None:
+def test_pattern_row_matches_description_of_single_metric(name: str) -> None:
     unit, meaning = next((unit, meaning) for other, unit, meaning, _ in listed() if other == name)
     one = describe(f"{name[:-1]}1")
     assert (one.unit, one.meaning) == (unit, meaning.replace("N", "1"))
 
 
-def test_the_keys_that_it_names_are_keys_of_the_recipe() -> None:
+def test_keys_in_advice_are_recipe_keys() -> None:
     known = {".".join(key.split(".")[start:]) for key in dotted_keys() for start in range(key.count(".") + 1)}
     for name, advice in ADVICE.items():
         for quoted in re.findall(r"`([^`]+)`", f"{advice.healthy} {advice.act}"):

@@ -95,7 +95,7 @@ def test_a_recipe_that_cannot_be_rewritten_stays_as_it_was(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    with RunDirectory.create(tmp_path / "run", "a: 2\n") as run, pytest.raises(UserError, match="free space or name another place"):
+    with RunDirectory.create(tmp_path / "run", "a: 2\n") as run, pytest.raises(UserError, match="free space or choose another directory"):
         run.record("a: 2\n")
     monkeypatch.undo()
     assert (tmp_path / "run" / "recipe.resolved.yaml").read_text() == "a: 1\n"
@@ -116,7 +116,7 @@ def test_a_place_is_tried_without_making_anything(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     for place in ("/proc/no/place", str(tmp_path / "file" / "run")):
         (tmp_path / "file").touch()
-        with pytest.raises(UserError, match=r"^run_dir: cannot write .*; name a place that can be written$"):
+        with pytest.raises(UserError, match=r"^run_dir: cannot write .*; choose a writable directory$"):
             RunDirectory.check_writable(place)
 
 

@@ -92,7 +92,7 @@ def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Pa
     RunDirectory(broken).scaled.write_text("{")
     told = mtpctl("runs", str(tmp_path)).out.splitlines()
     assert {line.split()[1] for line in told[1:3]} == {"stopped", "unreadable"}
-    assert told[3] == f"unreadable: {broken}/replicas.json: is not what mtpctl scale left; remove it, and ask again"
+    assert told[3] == f"unreadable: {broken}/replicas.json: is not a valid file of mtpctl scale; remove it, and repeat the command"
     faults = {row["path"]: row["fault"] for row in json.loads(mtpctl("runs", str(tmp_path), "--json").out)}
     assert faults[str(tmp_path / "a")] == "" and faults[str(broken)] == told[3].removeprefix("unreadable: ")
 

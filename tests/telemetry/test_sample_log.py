@@ -70,7 +70,7 @@ def test_what_is_written_is_read_in_the_order_of_steps(tmp_path: Path) -> None:
     log.write([row(1, kind="eval")])  # An evaluation beside training may end after the next update.
     log.close()
     assert [(each["step"], each["session"]) for each in read_samples(tmp_path)] == [(1, 1), (2, 1)]
-    assert log.left_out == 0
+    assert log.dropped == 0
 
 
 def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_of_updates_that_were_lost_with_a_trainer_and_made_again_the_later_sampl
 
 def test_files_are_small_and_few_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_log, "FILE_BYTES", 2000)
-    monkeypatch.setattr(sample_log, "MOST_FILES", 3)
+    monkeypatch.setattr(sample_log, "MAX_FILES", 3)
     log = SampleLog(tmp_path / "samples", 1)
     for step in range(60):
         while log._queue.full():
@@ -135,8 +135,9 @@ def test_a_disk_that_is_slow_holds_nobody_up_and_what_is_left_out_is_counted(tmp
     assert time.perf_counter() - began < 2.0
     free.set()
     log.close()
-    assert 0 < log.left_out < 200 and len(read_samples(tmp_path)) == 200 - log.left_out
-    assert log.told == f"{log.left_out} samples were left out of samples/ or a table; the last, they came faster than they could be written"
+    assert 0 < log.dropped < 200 and len(read_samples(tmp_path)) == 200 - log.dropped
+    reason = "they arrived faster than they could be written"
+    assert log.warning == f"{log.dropped} samples are missing in samples/ or a table; the last, because {reason}"
 
 
 def test_a_table_that_fails_is_told_and_the_file_goes_on(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_table_that_fails_is_told_and_the_file_goes_on(tmp_path: Path) -> None
     log.write([row(1)])
     log.write([row(2)])
     log.close()
-    assert len(read_samples(tmp_path)) == 2 and log.told.endswith("the last, ConnectionError: no network")
+    assert len(read_samples(tmp_path)) == 2 and log.warning.endswith("the last, because ConnectionError: no network")
 
 
 def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 
 from mtpctl.samples import Sample, Speculation
 from mtpctl.telemetry.sample_log import Kind, SampleRow, sample_row
-from mtpctl.telemetry.sample_page import ending, facts, of_spread_steps, reward_bands, samples_section
+from mtpctl.telemetry.sample_page import ending, facts, of_spaced_steps, reward_bands, samples_section
 
 
 def kept(step: int, reward: float | None, response: str = "a", *, kind: Kind = "update", note: str = "") -> SampleRow:
@@ -24,14 +24,14 @@ def test_a_run_without_samples_has_no_section() -> None:
 def test_texts_are_escaped_and_the_environments_are_marked() -> None:
     page = samples_section([kept(1, 0.5, "<script>")])
     assert '<span class="model">&lt;script&gt;</span><span class="environment" title="the environment, 1 tokens">&lt;</span>' in page
-    assert "wanted <b>&lt;b&gt;</b>" in page and "<script" not in page
+    assert "expected <b>&lt;b&gt;</b>" in page and "<script" not in page
 
 
 def test_facts_of_a_sample() -> None:
     assert facts(kept(5, 0.5)) == [
         "update 5",
         "format 1",
-        "2 tokens and 1 answer(s) of the environment",
+        "2 tokens and 1 environment turn(s)",
         "ended by stop",
         "versions 3 to 4",
         "3 of 4 drafts accepted",
@@ -61,7 +61,7 @@ def test_bands_are_the_values_where_they_are_few_and_else_of_equally_many() -> N
 
 def test_of_a_long_run_some_steps_are_shown_with_all_their_samples() -> None:
     rows = [kept(step, 0.5) for step in range(1000) for _ in range(4)]
-    shown = of_spread_steps(rows, 100)
+    shown = of_spaced_steps(rows, 100)
     steps = sorted({row["step"] for row in shown})
     assert len(shown) == 100 and steps[0] == 0 and steps[-1] == 999
     assert "100 of 4000 samples of the run" not in samples_section(rows[:8]) and "8 samples" in samples_section(rows[:8])

@@ -58,14 +58,14 @@ def test_a_run_that_does_not_go_on_is_not_asked(run: RunDirectory) -> None:
 
 def test_a_run_that_does_not_answer_is_told_and_does_not_get_the_request_later(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_requests, "ANSWER_S", 0.1)
-    with pytest.raises(RuntimeFailure, match=r"no answer within 0\.1 s; look into logs/run\.log"):
+    with pytest.raises(RuntimeFailure, match=r"no answer within 0\.1 s; check logs/run\.log"):
         ask(run, 2)
     assert not list(take_requests(run))
 
 
 def test_a_run_that_ends_meanwhile_is_told(run: RunDirectory) -> None:
     threading.Timer(0.3, run.close).start()
-    with pytest.raises(RuntimeFailure, match="the run has ended before it answered"):
+    with pytest.raises(RuntimeFailure, match="the run ended before it answered"):
         ask(run, 2)
 
 

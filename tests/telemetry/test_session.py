@@ -154,7 +154,7 @@ def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path: Path) -> None:
         while not sink.failure:
             assert time.monotonic() < end
             sink.write(2, {"reward/mean": 2.0}, "rl")
-    assert sink.failure == "tensorboard/ lacks rows that metrics.jsonl has: File too large"
+    assert sink.failure == "tensorboard/ lacks rows of metrics.jsonl: File too large"
     sink.write(3, {"reward/mean": 3.0}, "rl")
     sink.close()
     found = EventAccumulator(str(tmp_path / "rl")).Reload()

@@ -38,9 +38,9 @@ def test_held_out_accuracy_is_told_by_its_late_mean_too() -> None:
             [0.45, 0.72, 0.43, 0.31, 0.49, 0.77],
             "Held-out accuracy: best 77.0% at update 5; worst fall 41.0 points, from 72.0% at update 1 to 31.0% at update 3.",
         ),
-        ([0.45, 0.5, 0.6], "Held-out accuracy: best 60.0% at update 2; no evaluation fell under one before it."),
-        ([0.45, math.nan, 0.5, 0.6], "Held-out accuracy: best 60.0% at update 3; no evaluation fell under one before it."),
-        ([0.45, 0.6], "Held-out accuracy was measured before and after alone; train.eval_every shows how it went in between."),
+        ([0.45, 0.5, 0.6], "Held-out accuracy: best 60.0% at update 2; no evaluation fell below an earlier one."),
+        ([0.45, math.nan, 0.5, 0.6], "Held-out accuracy: best 60.0% at update 3; no evaluation fell below an earlier one."),
+        ([0.45, 0.6], "Held-out accuracy was measured only before and after; set train.eval_every for evaluations in between."),
         ([0.45], ""),
     ],
 )

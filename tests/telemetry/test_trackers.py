@@ -199,5 +199,5 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, mlflow: Mlflow) -> Non
 def test_a_tracking_server_that_fails_later_ends_no_run(tmp_path: Path, mlflow: Mlflow) -> None:
     mlflow.breaks = True
     shown = session(tmp_path / "run", TelemetryConfig(tensorboard=False, mlflow="arms"), [(1, {"sft/loss": 2.0}, "sft")], "name: t\n")
-    assert "tracker: MLflow takes no rows from update 1 on: MlflowException: 503\n" in shown
+    assert "tracker: MLflow receives no rows from update 1 on: MlflowException: 503\n" in shown
     assert load_history(tmp_path / "run").events[-1].kind == "tracker"

@@ -69,7 +69,7 @@ def test_a_tool_that_cannot_be_ended_is_not_waited_for(two_cards: Path, monkeypa
     [
         (None, "there is no nvidia-smi"),
         ("", "nvidia-smi does not run: Exec format error"),  # as a container keeps it that ran with cards once
-        ("#!/bin/sh\necho 'has failed: no driver'; exit 9\n", "nvidia-smi told none, exit code 9"),
+        ("#!/bin/sh\necho 'has failed: no driver'; exit 9\n", "nvidia-smi listed none, exit code 9"),
     ],
 )
 def test_a_card_that_the_tool_does_not_tell_of_is_no_processor(
