@@ -107,6 +107,12 @@ class Skeleton:
         assert tuple(value.shape) == parameter.shape, f"{name}: {tuple(value.shape)} converted, {parameter.shape} expected"
         return value
 
+    @torch.no_grad()
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Load all parameters except adapters from these tensors."""
+        for name, parameter in self.parameters.items():
+            parameter.task.param_weight.copy_(self.to_megatron(name, weights))
+
     def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """The model's tensors of a parameter, without rows that pad the vocabulary."""
         parameter = self.parameters[name]

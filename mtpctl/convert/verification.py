@@ -138,9 +138,7 @@ def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide:
     with Skeleton(written.folder, mtp=True, precision="fp32" if wide else "bf16") as skeleton:
         skeleton.bridge.fill([skeleton.model], written)
         here = prompt_logits(skeleton)
-        with torch.no_grad():
-            for parameter in skeleton.parameters.values():
-                parameter.task.param_weight.copy_(skeleton.to_megatron(parameter.name, merged))
+        skeleton.fill(merged)
         return compare_logits(here, prompt_logits(skeleton), BOUND)
 
 
@@ -159,22 +157,12 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
             raise ThresholdMissed(f"verify: only one side has {name}")
         for name, value in exported.items():
             compare(name, stored[name], value.to(stored[name].dtype))
-        _fill_base(skeleton, base)
+        skeleton.fill(base)  # Without adapters. MTP layers are not compared.
         there = prompt_logits(skeleton)[:1]
     with Skeleton(base.folder, mtp=False, precision="fp32") as skeleton:
-        merged = _Merged(base, stored, lora.alpha / lora.rank)
-        with torch.no_grad():
-            for parameter in skeleton.parameters.values():
-                parameter.task.param_weight.copy_(skeleton.to_megatron(parameter.name, merged))
+        skeleton.fill(_Merged(base, stored, lora.alpha / lora.rank))
         logits, _ = compare_logits(prompt_logits(skeleton), there, APPLIED_BOUND)
     return Verified(len(stored), logits, None)
-
-
-def _fill_base(skeleton: Skeleton, base: ModelWeights) -> None:
-    """Load all weights except the adapters. MTP layers keep arbitrary values, because they are not compared."""
-    with torch.no_grad():
-        for parameter in skeleton.parameters.values():
-            parameter.task.param_weight.copy_(skeleton.to_megatron(parameter.name, base))
 
 
 class _Merged(Mapping[str, Tensor]):
