@@ -29,12 +29,12 @@ def plain_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule, replay: 
     routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     if rule.scores == "sigmoid":
         of_chosen = scores.masked_fill(~routes, 0.0)
-        shares = of_chosen / of_chosen.sum(1, keepdim=True) if rule.k > 1 else of_chosen
+        probs = of_chosen / of_chosen.sum(1, keepdim=True) if rule.k > 1 else of_chosen
     elif rule.scores == "softmax of all":
-        shares = logits.softmax(1).masked_fill(~routes, 0.0)
+        probs = logits.softmax(1).masked_fill(~routes, 0.0)
     else:
-        shares = logits.masked_fill(~routes, float("-inf")).softmax(1)
-    return shares * rule.scaling, routes
+        probs = logits.masked_fill(~routes, float("-inf")).softmax(1)
+    return probs * rule.scaling, routes
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RoutingCase:
         bias = torch.randn(self.experts, generator=generator) if self.biased else None
         return logits.to(device), None if bias is None else bias.to(device), grad.to(device)
 
-    def assert_right(self, shares: Tensor, routes: Tensor, gradient: Tensor) -> None:
+    def assert_right(self, probs: Tensor, routes: Tensor, gradient: Tensor) -> None:
         """Compare with autograd through plain PyTorch in float64."""
         logits, bias, grad = self.drawn()
         leaf = logits.double().requires_grad_()
@@ -68,7 +68,7 @@ class RoutingCase:
         expected, chosen = plain_route(leaf, biases, self.rule, replay)
         assert torch.equal(routes.cpu(), chosen)
         (of_logits,) = torch.autograd.grad(expected, leaf, grad.double())
-        for tensor, exact in ((shares, expected), (gradient, of_logits)):
+        for tensor, exact in ((probs, expected), (gradient, of_logits)):
             assert (tensor.cpu().double() - exact).norm() <= 1e-6 * exact.norm()
 
     def assert_counted(self, replay: ReplayedRoutes | None) -> None:

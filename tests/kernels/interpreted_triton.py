@@ -200,9 +200,9 @@ def test_routes_and_probs_match_the_reference(case: RoutingCase, monkeypatch: py
     logits, bias, grad = case.drawn()
     load = torch.ones(case.experts, dtype=torch.int64)
     replay = case.replay()
-    shares, routes = routing.route_triton(logits, bias, case.rule, load, replay)
+    probs, routes = routing.route_triton(logits, bias, case.rule, load, replay)
     gradient = routing.route_backward_triton(grad, logits, routes, case.rule)
-    case.assert_right(shares, routes, gradient)
+    case.assert_right(probs, routes, gradient)
     case.assert_counted(replay)
     assert torch.equal(load - 1, routes.sum(0))
 
@@ -213,7 +213,7 @@ def test_nonfinite_logits_still_select_distinct_experts() -> None:
 
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [0.0] * 5, [float("nan"), 1.0, float("inf"), 2.0, float("-inf")]])
     for scores in SCORES:
-        _shares, routes = routing.route_triton(logits, None, RoutingRule(3, scores), None, None)
+        _probs, routes = routing.route_triton(logits, None, RoutingRule(3, scores), None, None)
         assert routes.sum(1).tolist() == [3, 3, 3, 3]
 
 

@@ -94,8 +94,8 @@ def test_rows_report_acceptance_of_sampled_and_greedy_drafts(layout: str) -> Non
         for name in ("hidden", "teacher")
     )
     drawn = torch.multinomial(q, 4000, replacement=True, generator=torch.Generator().manual_seed(2))
-    kept_share = (target.gather(1, drawn) / q.gather(1, drawn)).clamp(max=1).mean()
-    assert abs(float(kept_share) - float(out.overlap[saved].mean())) < 0.005
+    accepted = (target.gather(1, drawn) / q.gather(1, drawn)).clamp(max=1).mean()
+    assert abs(float(accepted) - float(out.overlap[saved].mean())) < 0.005
     assert torch.allclose(out.greedy[saved], target.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
 
 

@@ -127,17 +127,17 @@ def test_sweeps_with_drafts_are_bit_identical_and_within_the_workspace() -> None
     case = DraftCase(4096, 1024, 100_000, torch.bfloat16, drafts=({"loss": "tv", "detach_weight": True},))
     trunk, weight, labels, drafts, options = case.tensors("cuda")
     states = (trunk, weight, drafts[0].hidden)
-    made = []
+    grads = []
     for _ in range(2):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out = linear_policy_loss(trunk, weight, labels, token_loss, drafts=drafts, workspace_bytes=256 << 20, **options)
-        made.append(torch.autograd.grad(out.loss_sum, states))
+        grads.append(torch.autograd.grad(out.loss_sum, states))
         # In addition to the workspace: the selected rows of both states, their gradients before scattering, and statistics.
-        used = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made[-1])
+        used = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in grads[-1])
         assert used <= (256 << 20) + 4 * trunk.nbytes + (8 << 20)
-    assert all(torch.equal(first, second) for first, second in zip(*made, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*grads, strict=True))
 
 
 def test_auto_selects_the_fastest_measured_backend(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from tests.fakes.kernel_routes import ROUTING_CASES, RoutingCase, plain_route
 def test_reference_matches_upstream_routing(case: RoutingCase) -> None:
     logits, bias, _grad = case.drawn()
     rule = case.rule
-    shares, routes = topk_routing_with_score_function(
+    probs, routes = topk_routing_with_score_function(
         logits,
         rule.k,
         use_pre_softmax=rule.scores == "softmax of all",
@@ -23,7 +23,7 @@ def test_reference_matches_upstream_routing(case: RoutingCase) -> None:
         expert_bias=bias,
     )
     actual = plain_route(logits, bias, rule)
-    assert torch.equal(actual[1], routes) and torch.allclose(actual[0], shares)
+    assert torch.equal(actual[1], routes) and torch.allclose(actual[0], probs)
 
 
 @pytest.mark.gpu
@@ -34,9 +34,9 @@ def test_cuda_routing_matches_the_reference(case: RoutingCase) -> None:
     logits, bias, grad = case.drawn("cuda")
     load = torch.ones(case.experts, dtype=torch.int64, device="cuda")
     replay = case.replay("cuda")
-    shares, routes = route(logits.requires_grad_(), bias, case.rule, load, replay)
-    (gradient,) = torch.autograd.grad(shares, logits, grad)
-    case.assert_right(shares, routes, gradient)
+    probs, routes = route(logits.requires_grad_(), bias, case.rule, load, replay)
+    (gradient,) = torch.autograd.grad(probs, logits, grad)
+    case.assert_right(probs, routes, gradient)
     case.assert_counted(replay)
     assert torch.equal(load - 1, routes.sum(0))
 

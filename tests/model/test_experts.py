@@ -71,16 +71,16 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
         trainer.model.train()
         experts = next(module for module in trainer.module.modules() if isinstance(module, MixtureOfExperts)).experts
         hidden, count = folder.shape.hidden, 64
-        rows, shares = torch.randn(count, hidden, requires_grad=not frozen_input), torch.rand(count, requires_grad=not frozen_input)
-        leaves = [] if frozen_input else [rows, shares]
+        rows, probs = torch.randn(count, hidden, requires_grad=not frozen_input), torch.rand(count, requires_grad=not frozen_input)
+        leaves = [] if frozen_input else [rows, probs]
         ends, upstream = torch.tensor([3, 3, 20, 21, 40, 55, 64, 64], dtype=torch.int32), torch.randn(count, hidden)
         actual: list[tuple[int, list[torch.Tensor]]] = []
         for run in (experts.run, partial(experts.run_in_parts, most=24)):
             trainer.gradients.clear()
             for leaf in leaves:
                 leaf.grad = None
-            with Kept(rows, shares, *trainer.module.parameters()) as memory:
-                out = run(rows, ends, shares)
+            with Kept(rows, probs, *trainer.module.parameters()) as memory:
+                out = run(rows, ends, probs)
             saved = memory.bytes
             out.backward(upstream)
             buffers = [weight.main_grad.clone() for name, weight in experts.named_parameters() if name.endswith("weight")]
@@ -90,4 +90,4 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
         for a, b in zip(tensor, expected, strict=True):
             torch.testing.assert_close(a, b)
         with torch.no_grad():
-            torch.testing.assert_close(experts.run_in_parts(rows, ends, shares, 24), tensor[0])
+            torch.testing.assert_close(experts.run_in_parts(rows, ends, probs, 24), tensor[0])
