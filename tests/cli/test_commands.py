@@ -11,32 +11,14 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cli.app import main
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.loading import load_recipe
+from tests.fakes.commands import mtpctl as mtpctl
+from tests.fakes.runs import sparse_folder
 from tests.fakes.toys import TOYS
-from tests.jobs.test_inputs import sparse_folder
 
 
-class Told:
-    """What a command printed, and its exit code."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def mtpctl(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str) -> Told:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        printed = capsys.readouterr()
-        return Told(int(ended.value.code or 0), printed.out, printed.err)
-
-    return call
-
-
-def test_recipes_and_overlays_are_listed_with_what_they_are(mtpctl: Any) -> None:
+def test_recipes_and_overlays_are_listed_with_their_descriptions(mtpctl: Any) -> None:
     rows = {row["name"]: row for row in json.loads(mtpctl("recipe", "ls", "--json").out)}
     assert rows["tiny_mtp"]["kind"] == "recipe" and rows["h200x2"]["kind"] == "overlay"
     told = mtpctl("recipe", "ls").out
@@ -44,7 +26,7 @@ def test_recipes_and_overlays_are_listed_with_what_they_are(mtpctl: Any) -> None
         assert row["about"] and row["about"] in told
 
 
-def test_show_prints_what_the_recipe_says_and_resolved_everything(mtpctl: Any) -> None:
+def test_show_prints_set_keys_and_resolved_prints_all(mtpctl: Any) -> None:
     from mtpctl.recipe import yaml12
 
     said = yaml12.parse(mtpctl("recipe", "show", "tiny_mtp", "--set", "seed=9").out, "shown").value
@@ -53,7 +35,7 @@ def test_show_prints_what_the_recipe_says_and_resolved_everything(mtpctl: Any) -
     assert resolved == load_recipe("tiny_mtp").recipe.model_dump(mode="json", by_alias=True)
 
 
-def test_origins(mtpctl: Any) -> None:
+def test_show_origin_prints_the_source_of_each_value(mtpctl: Any) -> None:
     told = json.loads(mtpctl("recipe", "show", "tiny_mtp", "--resolved", "--origin", "--json", "--set", "seed=9").out)
     assert told["seed"] == {"value": 9, "origin": "--set"}
     assert told["logprob.standalone"]["origin"] == "default"
@@ -71,7 +53,7 @@ def test_schema_is_json_schema_that_accepts_our_recipes(mtpctl: Any) -> None:
         jsonschema.validate({"sed": 1}, schema)
 
 
-def test_validate(mtpctl: Any) -> None:
+def test_validate_accepts_and_rejects_recipes(mtpctl: Any) -> None:
     assert mtpctl("recipe", "validate", "tiny_mtp").out.endswith("tiny_mtp.yaml: ok\n")
     told = json.loads(mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "h200x2", "--json").out)
     assert told["ok"] and len(told["sources"]) == 2
@@ -81,7 +63,7 @@ def test_validate(mtpctl: Any) -> None:
 
 
 @pytest.mark.parametrize("command", [("recipe", "check", "tiny_mtp"), ("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8")])
-def test_a_loss_of_ones_own_is_tried_and_its_mistake_told_with_file_and_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_user_defined_loss_is_tried_and_its_error_has_file_and_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from mtpctl.rl.losses import token_policy_loss\n\ndef right(*tokens):\n    return token_policy_loss(*tokens)\n\n"
         "def wrong(logprob, entropy, terms, config):\n    return logprob.sum() / len(terms)\n"
@@ -93,7 +75,7 @@ def test_a_loss_of_ones_own_is_tried_and_its_mistake_told_with_file_and_line(mtp
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong", "--set", "train.stages=[sft]").code == 0
 
 
-def test_diff(mtpctl: Any, tmp_path: Path) -> None:
+def test_diff_prints_differing_keys(mtpctl: Any, tmp_path: Path) -> None:
     changed = tmp_path / "b.yaml"
     changed.write_text(Path(load_recipe("tiny_mtp").sources[0]).read_text().replace("seed: 0", "seed: 5"))
     assert mtpctl("recipe", "diff", "tiny_mtp", str(changed)).out == "seed: 0 → 5\n"
@@ -102,7 +84,7 @@ def test_diff(mtpctl: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["tiny_mtp"], ["mimo7b_mtp"], ["mimo7b_mtp", "--overlay", "h200x2"]])
-def test_a_dry_run_tells_every_actor_and_starts_nothing(mtpctl: Any, arguments: list[str], tmp_path: Path) -> None:
+def test_dry_run_lists_every_actor_and_starts_nothing(mtpctl: Any, arguments: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["train", *arguments, "--dry-run", "--set", f"run_dir={run_dir}", "--set", "cluster.num_cpus=8"]
     plan = json.loads(mtpctl(*arguments, "--json").out)
@@ -128,7 +110,7 @@ def test_end_tokens_are_listed_with_their_sources(mtpctl: Any) -> None:
     ]
 
 
-def test_a_dry_run_tells_how_many_engines_may_join(mtpctl: Any) -> None:
+def test_dry_run_shows_the_number_of_engines_that_may_join(mtpctl: Any) -> None:
     command = ("train", "tiny_mtp", "--dry-run", "--set", "rollout.replicas={min: 1, max: 3}", "--set")
     assert "1 are planned, and up to 3 join; now there is room for 3" in mtpctl(*command, "cluster.num_cpus=4").out
     short = mtpctl(*command, "cluster.num_cpus=3", "--json")
@@ -136,7 +118,7 @@ def test_a_dry_run_tells_how_many_engines_may_join(mtpctl: Any) -> None:
     assert short.code == 4 and "lower rollout.replicas.max: 3" in short.err
 
 
-def test_a_dry_run_tells_the_bytes_of_routes(mtpctl: Any) -> None:
+def test_dry_run_shows_the_bytes_of_routes(mtpctl: Any) -> None:
     command = ("train", "qwen3_5_35b_a3b_mtp", "--dry-run", "--set", "cluster.num_cpus=8")
     plan = json.loads(mtpctl(*command, "--json").out)
     assert plan["routes"]["token"] == 320 and plan["routes"]["batch"] % plan["routes"]["sample"] == 0
@@ -152,7 +134,7 @@ def test_a_dry_run_of_a_deterministic_run_shows_no_staleness(mtpctl: Any) -> Non
 @pytest.mark.parametrize(
     "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
 )
-def test_plans_of_an_adapters_sync_tell_what_its_first_one_brings_beside(mtpctl: Any, command: tuple[str, ...]) -> None:
+def test_plan_of_an_adapter_sync_shows_the_base_weights_of_the_first(mtpctl: Any, command: tuple[str, ...]) -> None:
     told = mtpctl(*command, "--set", "train.lora={rank: 4}", "--set", "sync.sections=[adapter, draft]").out
     assert "at the first sync also" in told and " target" not in told
     assert "at the first sync" not in mtpctl(*command).out
@@ -170,7 +152,7 @@ def test_plans_of_an_adapters_sync_tell_what_its_first_one_brings_beside(mtpctl:
         (["run_dir=/proc/no/place"], 2, True),
     ],
 )
-def test_what_cannot_run_is_refused_by_a_dry_run_below_its_table(
+def test_dry_run_reports_errors_below_its_table(
     mtpctl: Any, sets: list[str], code: int, table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
@@ -181,7 +163,7 @@ def test_what_cannot_run_is_refused_by_a_dry_run_below_its_table(
     assert told.err.startswith("error: ") and told.err.count("\n") == 1
 
 
-def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_reports_every_error_on_a_line(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     wrong = ["rollout.engine_args={max_num_seq: 1}", "telemetry.wandb=project", "cluster.num_cpus=8"]
     arguments = ["train", "tiny_mtp", "--dry-run", *(part for text in wrong for part in ("--set", text))]
@@ -193,7 +175,7 @@ def test_a_dry_run_tells_everything_that_is_wrong_a_line_each(mtpctl: Any, monke
     assert [line.split(": ", 1)[1] for line in told.err.splitlines()] == json.loads(mtpctl(*arguments, "--json").out)["errors"]
 
 
-def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: Any) -> None:
+def test_misfit_is_reported_with_remedies(mtpctl: Any) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
     told = mtpctl(*arguments)
     assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 225 GiB, but has 139 GiB of a card;")
@@ -202,7 +184,7 @@ def test_a_rank_that_does_not_fit_is_told_with_what_would_make_it_fit(mtpctl: An
     assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
 
 
-def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_taken(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_gpu_size_is_reported_and_the_local_one_is_used(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
     monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: None)
     told = mtpctl(*arguments)
@@ -212,7 +194,7 @@ def test_a_card_of_unknown_size_is_not_passed_in_silence_and_this_machines_is_ta
     assert told.code == 4 and "card       80 GiB (this machine)" in told.out
 
 
-def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_exit_code_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(hub_id: str, field: str) -> dict[str, Any]:
         raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had")
 
@@ -221,7 +203,7 @@ def test_a_hub_that_does_not_answer_is_exit_3(mtpctl: Any, monkeypatch: pytest.M
     assert (told.code, told.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
 
 
-def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unservable_family_is_exit_code_3_with_a_fix(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mtpctl.families.reading.find_spec", lambda name: None)
     folder = sparse_folder(tmp_path / "hf", TOYS["qwen3.5"])
     model = "model={config: null, path: " + json.dumps(str(folder)) + ", tokenizer: bytes}"
@@ -231,13 +213,13 @@ def test_a_family_that_cannot_be_served_here_is_exit_3_with_the_mend(mtpctl: Any
     assert mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.stages=[sft]").code == 0
 
 
-def test_the_version_is_the_packages(mtpctl: Any) -> None:
+def test_version_is_that_of_the_package(mtpctl: Any) -> None:
     from importlib.metadata import version
 
     assert mtpctl("--version").out == f"mtpctl {version('mtpctl')}\n"
 
 
-def test_a_recipe_is_copied_with_its_comments_and_over_nothing(mtpctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_copy_keeps_comments_and_overwrites_nothing(mtpctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert mtpctl("recipe", "copy", "tiny_mtp").out == "tiny_mtp.yaml\n"
     assert (tmp_path / "tiny_mtp.yaml").read_text() == load_recipe("tiny_mtp", sets=[]).sources[0].read_text()
@@ -273,7 +255,7 @@ def test_a_shell_completes_commands_and_recipes(mtpctl: Any, shell: str, monkeyp
 
 
 @pytest.mark.parametrize("where", [0, 2, 4])
-def test_verbose_shows_what_libraries_log_wherever_it_stands(where: int) -> None:
+def test_verbose_shows_library_logs_anywhere_on_the_line(where: int) -> None:
     code = (
         "import logging, sys; from mtpctl.cli.app import main; import mtpctl.cli.recipe as recipe; loaded = recipe.load; "
         "recipe.load = lambda *given: (logging.getLogger('library').info('hello'), loaded(*given))[1]; main(sys.argv[1:])"
@@ -291,7 +273,7 @@ def test_json_without_a_dry_run_is_refused(mtpctl: Any) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 2, 4])
-def test_debug_shows_the_traceback_wherever_it_stands(mtpctl: Any, where: int) -> None:
+def test_debug_shows_the_traceback_anywhere_on_the_line(mtpctl: Any, where: int) -> None:
     arguments = ["recipe", "validate", "tiny_mtp", "--set", "seed=x"]
     assert "Traceback" not in mtpctl(*arguments).err
     told = mtpctl(*arguments[:where], "--debug", *arguments[where:])
@@ -304,7 +286,7 @@ def test_a_wrong_command_line_is_exit_2_without_a_traceback(mtpctl: Any, argumen
     assert told.code == 2 and "Traceback" not in told.err and told.err
 
 
-def test_a_run_is_handed_the_recipe_and_its_exit_code_is_ours(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_runs_the_recipe_and_returns_its_exit_code(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import ModuleType
 
     handed: list[Any] = []
@@ -366,7 +348,7 @@ def test_ignored_sighup_stays_ignored(mtpctl: Any, monkeypatch: pytest.MonkeyPat
         ("bench", "rollout", "--shape", "tiny", "--model"),
     ],
 )
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_a_one_line_error(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         told = mtpctl(*command, str(place))
@@ -374,14 +356,14 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(mtpctl: Any, command: 
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_users_model_is_not_overwritten_by_a_made_one(mtpctl: Any, tmp_path: Path) -> None:
+def test_user_model_is_not_overwritten_by_a_created_one(mtpctl: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     told = mtpctl("bench", "rollout", "--shape", "tiny", "--model", str(tmp_path))
     assert told.code == 2 and "not overwritten" in told.err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
 
 
-def test_a_plan_for_a_cluster_that_does_not_answer_says_so(mtpctl: Any, tmp_path: Path) -> None:
+def test_dry_run_reports_an_unreachable_cluster(mtpctl: Any, tmp_path: Path) -> None:
     told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "cluster.address=127.0.0.1:1", "--set", f"run_dir={tmp_path / 'run'}")
     assert told.code == 3 and "trainer-0  host 0" in told.out, "it is planned as if"
     assert told.err.startswith("error: cluster.address: no Ray cluster answers at 127.0.0.1:1: ")

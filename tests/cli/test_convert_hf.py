@@ -74,7 +74,7 @@ def index(folder: Path, files: dict[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------ what it prints
 
 
-def test_what_is_printed(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_output_has_size_and_verification(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     shards(folder)
     told = convert(folder, tmp_path / "checkpoint", "--to", "megatron", "--verify")
     assert told.code == 0
@@ -86,7 +86,7 @@ def test_what_is_printed(convert: Callable[..., Told], folder: Path, tmp_path: P
     assert_same_tensors(tmp_path / "back", folder)
 
 
-def test_inspect(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_inspect_prints_the_contents(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     found = json.loads(convert("--inspect", folder, "--json").out)
     assert found["family"] == "mimo (MiMoForCausalLM)" and found["MTP layers"].startswith("1, 9,952")
     assert found["dtype"] == ["float32"] and found["missing"] == "nothing"
@@ -174,7 +174,7 @@ def fewer_layers(folder: Path) -> str:
 
 def more_layers(folder: Path) -> str:
     change_config(folder, num_hidden_layers=3)
-    return "the config requires model.layers.2.input_layernorm.weight"
+    return "the config asks for model.layers.2.input_layernorm.weight"
 
 
 def unknown_architecture(folder: Path) -> str:
@@ -192,7 +192,7 @@ class Ran:
 def code_in_a_pickle(folder: Path) -> str:
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Ran()}, folder / "pytorch_model.bin")
-    return "pytorch_model.bin: not readable as a pickle of tensors only"
+    return "pytorch_model.bin: not readable as pickled tensors alone"
 
 
 def no_object(folder: Path) -> str:
@@ -230,14 +230,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("spoil", MISTAKES, ids=lambda spoil: spoil.__name__)
-def test_bad_folders(convert: Callable[..., Told], folder: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+def test_bad_folders_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
     expected = spoil(folder)
     told = convert(folder, tmp_path / "checkpoint")
     assert told.code == 2 and expected in told.error, told.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_bad_targets(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_bad_targets_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     (there / "mine").write_text("mine")
@@ -255,7 +255,7 @@ def test_bad_targets(convert: Callable[..., Told], folder: Path, tmp_path: Path)
     assert not (there / "mine").exists() and (there / "engine.json").exists()
 
 
-def test_bad_command_lines(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_bad_command_lines_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     for arguments, expected in (
         ((folder, tmp_path / "dst", "--to", "hf"), f"--to hf: {folder} is a Hugging Face folder already"),
         ((folder, tmp_path / "dst", "--to", "gguf"), "--to: 'gguf' is not one of megatron, hf"),
@@ -268,7 +268,7 @@ def test_bad_command_lines(convert: Callable[..., Told], folder: Path, tmp_path:
         assert told.code == 2 and expected in told.error, told.err
 
 
-def test_no_room_on_the_disk(convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_one_line_error(convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     told = convert(folder, tmp_path / "checkpoint")
     assert told.code == 2
@@ -277,14 +277,14 @@ def test_no_room_on_the_disk(convert: Callable[..., Told], folder: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_a_checkpoint_that_does_not_tell_its_model(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     assert convert(folder, tmp_path / "checkpoint").code == 0
     shutil.rmtree(tmp_path / "checkpoint" / "hf")
     told = convert(tmp_path / "checkpoint", tmp_path / "back")
     assert told.code == 2 and "/checkpoint/hf/config.json is missing; name another checkpoint" in told.error
     write_listing(tmp_path / "checkpoint", 1, {})
     told = convert(tmp_path / "checkpoint", tmp_path / "back")
-    assert told.code == 2 and "does not name its model; name the model's folder with --model" in told.error
+    assert told.code == 2 and "does not tell what model it is of; name the model's folder with --model" in told.error
     wider = mimo(tmp_path / "wider", **{**MIMO, "intermediate_size": 64}).path
     told = convert(tmp_path / "checkpoint", tmp_path / "back", "--model", wider)
     assert (
@@ -333,14 +333,14 @@ def test_leftovers_of_a_killed_conversion_are_deleted_and_other_folders_are_not(
     work = tmp_path / "checkpoint.partial"
     work.mkdir()
     told = convert(folder, tmp_path / "checkpoint")
-    assert told.code == 2 and "exists, and was not created by a conversion" in told.error
+    assert told.code == 2 and "is in the way, and no conversion of this command's" in told.error
     (work / "conversion.lock").touch()
     (work / "__0_0.distcp").write_bytes(b"half a shard")
     assert convert(folder, tmp_path / "checkpoint", "--verify").code == 0
     assert not work.exists() and not (tmp_path / "checkpoint" / "conversion.lock").exists()
 
 
-def test_a_target_that_exists_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+def test_existing_target_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "there").mkdir()
     code = (

@@ -39,7 +39,7 @@ def recipe_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_template_becomes_a_folder_with_the_tasks_name(init: Any, kind: str) -> None:
+def test_template_is_written_with_the_name_of_the_task(init: Any, kind: str) -> None:
     code, out, err = init("sums", "--template", kind)
     assert (code, err) == (0, "")
     written = {path.name for path in Path("sums").iterdir()}
@@ -54,7 +54,7 @@ def test_a_template_becomes_a_folder_with_the_tasks_name(init: Any, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_tests_pass(init: Any, kind: str) -> None:
+def test_tests_of_the_template_pass(init: Any, kind: str) -> None:
     init("sums", "--template", kind)
     environment = with_tree()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "sums"]
@@ -64,7 +64,7 @@ def test_its_own_tests_pass(init: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_file_and_name_that_the_recipe_asks_for_is_there(init: Any, kind: str) -> None:
+def test_recipe_of_the_template_has_all_files_and_names(init: Any, kind: str) -> None:
     init("sums", "--template", kind)
     recipe, folder = recipe_in(Path("sums")), Path("sums")
     for reference in (recipe["reward"]["function"], recipe["rollout"].get("environment"), recipe["rollout"].get("agent")):
@@ -86,7 +86,7 @@ def test_held_out_rows_are_not_trained_on(kind: str) -> None:
     assert trained and held and trained.isdisjoint(held)
 
 
-def test_a_name_with_a_dash_is_one_that_python_can_import(init: Any) -> None:
+def test_name_with_a_dash_is_importable(init: Any) -> None:
     assert init("work/my-sums")[0] == 0
     assert (Path("work/my-sums") / "test_my_sums.py").is_file()
     assert recipe_in(Path("work/my-sums"))["name"] == "my-sums"
@@ -108,13 +108,13 @@ def test_an_empty_folder_is_filled(init: Any) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("1sums",), ("my sums",), ("file/sums",), ("sums", "--template", "nothing")])
-def test_what_cannot_be_made_is_exit_2_in_one_line(init: Any, arguments: tuple[str, ...]) -> None:
+def test_unusable_folder_is_a_one_line_error(init: Any, arguments: tuple[str, ...]) -> None:
     Path("file").write_text("kept")
     code, out, err = init(*arguments)
     assert code == 2 and not out and err and "Traceback" not in err
     assert sorted(path.name for path in Path().iterdir()) == ["file"]
 
 
-def test_every_file_of_a_template_is_told_of() -> None:
+def test_every_file_of_a_template_is_described() -> None:
     for kind in KINDS:
         assert {path.name for path in (TEMPLATES / kind).iterdir() if path.is_file()} < ABOUT.keys()

@@ -53,7 +53,7 @@ def found(**changes: Any) -> dict[str, Any]:
     return summary(tally, made=1, tokens=3, seconds=1.5) | {"model": "m", "out": "o.jsonl"} | changes
 
 
-def test_arguments_are_handed_on_with_the_recipe_as_set(rollout: Any) -> None:
+def test_arguments_are_passed_with_the_recipe_as_set(rollout: Any) -> None:
     code, _, _, handed = rollout(
         found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o.jsonl", "--n", "4", "--set", "seed=5", "--from", "r"
     )
@@ -73,13 +73,13 @@ def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout
     ]
 
 
-def test_json(rollout: Any) -> None:
+def test_json_prints_the_summary(rollout: Any) -> None:
     _, out, _, _ = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o", "--json")
     assert json.loads(out) == found()
 
 
 @pytest.mark.parametrize("missing", ["--prompts", "--out"])
-def test_both_files_must_be_named(rollout: Any, missing: str) -> None:
+def test_prompts_and_out_are_required(rollout: Any, missing: str) -> None:
     arguments = [part for option in ("--prompts", "--out") if option != missing for part in (option, "x")]
     code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
     assert (code, handed) == (2, []) and missing in err
@@ -95,7 +95,7 @@ def test_both_files_must_be_named(rollout: Any, missing: str) -> None:
         (["--prompts", "p.jsonl", "--out", "no/where"], "error: --out: no/where lies in a folder that is not there; name a file to write"),
     ],
 )
-def test_files_that_cannot_serve_are_told_before_anything_is_imported(rollout: Any, arguments: list[str], told: str) -> None:
+def test_unusable_files_are_reported_before_heavy_imports(rollout: Any, arguments: list[str], told: str) -> None:
     code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
     assert (code, err.strip(), handed) == (2, told, [])
 

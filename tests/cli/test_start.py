@@ -52,7 +52,7 @@ def started(arguments: list[str]) -> tuple[set[str], set[str]]:
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )
-def test_only_what_is_needed_is_imported_and_it_is_quick(arguments: list[str], needed: set[str], limit: float) -> None:
+def test_light_commands_import_little_and_start_fast(arguments: list[str], needed: set[str], limit: float) -> None:
     # Processor seconds: start-up is one thread, so on an idle machine they are the wall time. Other work on its core changes them less.
     taken = []
     while min(taken, default=limit) >= limit and len(taken) < 6:
@@ -63,11 +63,11 @@ def test_only_what_is_needed_is_imported_and_it_is_quick(arguments: list[str], n
     assert min(taken) < limit
 
 
-def test_the_list_of_commands_imports_no_command() -> None:
+def test_help_imports_no_command() -> None:
     assert started(["--help"])[1] == {"mtpctl.cli", "mtpctl.cli.options", "mtpctl.cli.app", "mtpctl.errors", "mtpctl.signals"}
 
 
-def test_a_command_imports_no_other() -> None:
+def test_command_imports_no_other_command() -> None:
     _, modules = started(["recipe", "validate", "tiny_mtp"])
     commands = {f"mtpctl.cli.{place.partition(':')[0]}" for place, _ in COMMANDS.values()}
     assert modules & commands == {"mtpctl.cli.recipe"}
@@ -75,14 +75,14 @@ def test_a_command_imports_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_that_is_listed_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_listed_command_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert not ended.value.code
     assert f"Usage: mtpctl {name} " in capsys.readouterr().out
 
 
-def test_a_misspelt_command_is_told_what_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["trian"])
     assert ended.value.code == 2

@@ -16,7 +16,7 @@ from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.signals import exit_code
 from tests.environment import with_tree
 from tests.fakes.processes import runs
-from tests.jobs.test_rollout import SMALL, run, write_prompts
+from tests.fakes.runs import SMALL, run, write_prompts
 
 __all__ = ["run"]
 

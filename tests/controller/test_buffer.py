@@ -27,7 +27,7 @@ async def take(buffer: SampleBuffer, count: int, *, due: int = -1, later: int = 
     return buffer.take(count)
 
 
-def test_a_group_comes_out_when_its_last_sample_is_in_sorted_by_index() -> None:
+def test_last_sample_completes_a_group_in_index_order() -> None:
     buffer = SampleBuffer()
     buffer.begin(group(0))
     assert buffer.add(sample(0, 1)) is None
@@ -52,7 +52,7 @@ def test_pending_counts_groups_in_flight_and_groups_that_wait() -> None:
 
 
 @pytest.mark.parametrize(("ordered", "expected"), [(False, [2, 0, 1]), (True, [0, 1, 2])])
-def test_groups_leave_in_order_of_completion_or_of_drawing(ordered: bool, expected: list[int]) -> None:
+def test_groups_are_taken_in_order_of_completion_or_of_drawing(ordered: bool, expected: list[int]) -> None:
     async def scenario() -> list[int]:
         buffer = SampleBuffer(ordered=ordered)
         for number in (2, 0, 1):
@@ -62,7 +62,7 @@ def test_groups_leave_in_order_of_completion_or_of_drawing(ordered: bool, expect
     assert asyncio.run(scenario()) == expected
 
 
-def test_take_waits_until_there_are_enough() -> None:
+def test_wait_returns_once_enough_groups_are_ready() -> None:
     async def scenario() -> None:
         buffer = SampleBuffer()
         taking = asyncio.create_task(take(buffer, 2))
@@ -75,7 +75,7 @@ def test_take_waits_until_there_are_enough() -> None:
     asyncio.run(scenario())
 
 
-def test_a_saved_buffer_keeps_complete_groups_and_asks_again_for_those_in_flight(tmp_path: Path) -> None:
+def test_saved_buffer_restores_complete_groups_and_requeues_unfinished_ones(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = SampleBuffer()
         for number in (0, 1):
@@ -93,7 +93,7 @@ def test_a_saved_buffer_keeps_complete_groups_and_asks_again_for_those_in_flight
     asyncio.run(scenario())
 
 
-def test_a_saved_buffer_keeps_routes(tmp_path: Path) -> None:
+def test_saved_buffer_restores_routes(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer, made = SampleBuffer(), [sample(0, 0), sample(0, 1)]
         routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
@@ -107,7 +107,7 @@ def test_a_saved_buffer_keeps_routes(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_ordered_batch_waits_for_what_was_drawn_before_it() -> None:
+def test_ordered_batch_waits_for_earlier_groups() -> None:
     """Whatever is complete first: put or dropped, a group of a lower number is waited for, and one of a higher number is not."""
 
     async def scenario() -> None:
@@ -149,7 +149,7 @@ def test_the_oldest_weights_are_trained_on_first() -> None:
     assert asyncio.run(scenario()) == [1, 3, 0, 2]
 
 
-def test_groups_that_are_too_old_are_given_up_and_sent_out_again_under_another_name() -> None:
+def test_expired_groups_are_requeued_under_another_id() -> None:
     """In flight by the weights that they were sent out under, and complete by those of their oldest token."""
 
     async def scenario() -> None:
@@ -174,7 +174,7 @@ def test_groups_that_are_too_old_are_given_up_and_sent_out_again_under_another_n
     asyncio.run(scenario())
 
 
-def test_a_batch_waits_for_groups_that_were_sent_out_again_and_would_be_too_old_for_the_next() -> None:
+def test_batch_waits_for_retried_groups_that_would_be_too_old_for_the_next() -> None:
     async def scenario() -> None:
         buffer = SampleBuffer()
         groups = [sent(0, 3, retries=1), sent(1, 4, retries=1), sent(2, 3), sent(3, 4), sent(4, 4)]
@@ -193,7 +193,7 @@ def test_a_batch_waits_for_groups_that_were_sent_out_again_and_would_be_too_old_
     asyncio.run(scenario())
 
 
-def test_a_batch_leaves_to_the_next_ones_what_they_have_room_for() -> None:
+def test_batch_leaves_retried_groups_that_later_batches_can_take() -> None:
     async def scenario() -> list[int]:
         buffer = SampleBuffer()
         for group in [late := sent(0, 3, retries=1), other := sent(1, 3, retries=1), there := sent(2, 3)]:
@@ -207,7 +207,7 @@ def test_a_batch_leaves_to_the_next_ones_what_they_have_room_for() -> None:
     assert asyncio.run(scenario()) == [1, 2]
 
 
-def test_a_group_that_is_sent_out_again_is_so_after_a_restart_too(tmp_path: Path) -> None:
+def test_requeued_group_keeps_its_retries_after_a_resume(tmp_path: Path) -> None:
     buffer = SampleBuffer()
     buffer.begin(sent(0, 3, retries=1))
     buffer.save(tmp_path / "buffer.jsonl")

@@ -85,7 +85,7 @@ async def busy(folder: Path, *, reward_s: float, turn_s: float) -> float:
 
 
 @pytest.mark.parametrize("text", [PLAIN, pytest.param(COROUTINES, marks=pytest.mark.slow)], ids=["plain", "coroutines"])
-def test_a_reward_of_two_seconds_and_an_environment_of_one_a_turn_leave_engines_as_busy_as_none(tmp_path: Path, text: str) -> None:
+def test_slow_rewards_and_environments_do_not_make_engines_idle(tmp_path: Path, text: str) -> None:
     (tmp_path / "own.py").write_text(text)
 
     async def both() -> tuple[float, float]:
@@ -100,7 +100,7 @@ def test_a_reward_of_two_seconds_and_an_environment_of_one_a_turn_leave_engines_
 
 @pytest.mark.parametrize("text", [PLAIN, COROUTINES], ids=["plain", "coroutines"])
 @pytest.mark.parametrize(("reward_s", "turn_s"), [(1000.0, 0.0), (0.0, 1000.0)], ids=["reward", "environment"])
-def test_a_stop_waits_for_neither(tmp_path: Path, text: str, reward_s: float, turn_s: float) -> None:
+def test_stop_does_not_wait_for_slow_rewards_or_environments(tmp_path: Path, text: str, reward_s: float, turn_s: float) -> None:
     (tmp_path / "own.py").write_text(text)
     others = set(psutil.Process().children())
 

@@ -134,14 +134,14 @@ def shorter(less: Sequence[int], than: Sequence[int]) -> float:
     return math.exp(-2 * gap**2 * len(less) * len(than) / (len(less) + len(than)))
 
 
-def test_the_test_of_lengths_tells_cut_responses_from_whole_ones() -> None:
+def test_length_check_detects_cut_responses() -> None:
     draw = np.random.default_rng(0)
     whole, others, cut = draw.integers(3, 20, 800), draw.integers(3, 20, 800), np.minimum(draw.integers(3, 20, 800), 15)
     assert shorter(others.tolist(), whole.tolist()) > 0.01 > shorter(cut.tolist(), whole.tolist())
     assert shorter(whole.tolist(), cut.tolist()) > 0.01, "longer ones are none of its business"
 
 
-def test_damage_that_is_missing_from_the_log_is_unnoticed(tmp_path: Path) -> None:
+def test_damage_missing_from_the_log_is_reported_as_unnoticed(tmp_path: Path) -> None:
     root, draw = tmp_path / "run" / "checkpoints", random.Random(0)
     for name in ("rl-000002", "rl-000004"):
         write_checkpoint(tmp_path / "run", name)
@@ -155,7 +155,7 @@ def test_damage_that_is_missing_from_the_log_is_unnoticed(tmp_path: Path) -> Non
     assert unnoticed([damage], root, f"before\n{line}\n") == ["rl-000004 was damaged, and is not kept"]
 
 
-def test_random_events_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_random_events_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     events, seed = events_asked(), seed_asked()
     steps, sets = STEPS_AN_EVENT * events, (*SERVER, ELASTIC)
     disturbed, how = run(tmp_path / "disturbed", events, sets, seed=seed, steps=steps)
@@ -168,7 +168,7 @@ def test_random_events_lose_and_double_nothing(tmp_path: Path) -> None:
     assert shorter(*lengths) > 0.01
 
 
-def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed(tmp_path: Path) -> None:
+def test_deterministic_run_under_failures_ends_with_the_undisturbed_weights(tmp_path: Path) -> None:
     events, seed = events_asked(), seed_asked()
     steps, sets = STEPS_AN_EVENT * events, (*SERVER, "async.deterministic=true")
     weights = []
@@ -182,7 +182,7 @@ def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed
     assert weights[0] == weights[1]
 
 
-def test_hosts_that_go_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_lost_hosts_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     """Two data-parallel trainer ranks, a log-prob replica and engines over five hosts; the trainer goes on with one rank if need be."""
     events, seed = events_asked(), seed_asked()
     steps = STEPS_AN_EVENT * events

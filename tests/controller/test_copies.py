@@ -72,7 +72,7 @@ def copies_in(store: ObjectStore, run: Path) -> tuple[Copies, list[str]]:
     return Copies(store, run, 2, told.append), told
 
 
-def test_checkpoints_are_copied_beside_and_all_of_them_are_there_at_the_end(run: Path) -> None:
+def test_checkpoints_are_copied_in_the_background_and_complete_at_the_end(run: Path) -> None:
     store = Store()
     copies, told = copies_in(store, run)
     for step in (2, 4):
@@ -85,7 +85,7 @@ def test_checkpoints_are_copied_beside_and_all_of_them_are_there_at_the_end(run:
     assert "timing_s/checkpoint_copy" not in copies.metrics(), "each is told once"
 
 
-def test_a_store_that_is_gone_for_a_while_is_told_of_counted_and_caught_up_with(run: Path) -> None:
+def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Path) -> None:
     store = Store()
     copies, told = copies_in(store, run)
     copies.take(make_checkpoint(run, "rl-000002"))
@@ -111,7 +111,7 @@ def test_a_store_that_is_gone_for_a_while_is_told_of_counted_and_caught_up_with(
     assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" tries that failed")
 
 
-def test_a_run_that_ends_without_its_store_says_so_and_ends(run: Path) -> None:
+def test_run_without_its_store_reports_it_and_ends(run: Path) -> None:
     store = Store()
     store.down = True
     copies, told = copies_in(store, run)
@@ -120,7 +120,7 @@ def test_a_run_that_ends_without_its_store_says_so_and_ends(run: Path) -> None:
     assert told[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
 
 
-def test_a_bug_is_not_taken_for_a_store_that_fails(run: Path) -> None:
+def test_bug_is_raised_instead_of_retried(run: Path) -> None:
     class Wrong(Store):
         def put(self, file: Path, name: str) -> None:
             raise ZeroDivisionError
@@ -180,7 +180,7 @@ def copied(run: Path, *names: str) -> str:
     return store.url
 
 
-def test_a_machine_without_the_runs_directory_gets_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_missing_run_directory_gets_the_newest_copied_checkpoint(run: Path, tmp_path: Path) -> None:
     url, told = copied(run, "rl-000002", "rl-000004"), list[str]()
     recipe = recipe_in(tmp_path / "elsewhere", url)
     line = fetch_if_lost(recipe, told.append)
@@ -191,19 +191,19 @@ def test_a_machine_without_the_runs_directory_gets_its_newest_checkpoint(run: Pa
     assert fetch_if_lost(recipe, told.append) == "" and len(told) == 1, "once"
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_it_has_itself(run: Path) -> None:
+def test_local_checkpoint_takes_precedence_over_the_copy(run: Path) -> None:
     url = copied(run, "rl-000002", "rl-000004")
     shutil.rmtree(run / "checkpoints" / "rl-000004")
     assert fetch_if_lost(recipe_in(run, url), print) == ""
     assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
 
 
-def test_where_there_is_no_copy_the_run_begins(tmp_path: Path) -> None:
+def test_run_begins_if_there_is_no_copy(tmp_path: Path) -> None:
     assert fetch_if_lost(recipe_in(tmp_path / "run", f"memory://{uuid.uuid4()}/run"), print) == ""
     assert not (tmp_path / "run").exists()
 
 
-def test_the_copy_of_another_run_is_left_alone(run: Path, tmp_path: Path) -> None:
+def test_copy_of_another_run_is_rejected(run: Path, tmp_path: Path) -> None:
     url = copied(run, "rl-000002")
     check_copies(recipe_in(tmp_path / "elsewhere", url))
     other = recipe_in(tmp_path / "elsewhere", url).model_copy(update={"name": "other"})
@@ -212,7 +212,7 @@ def test_the_copy_of_another_run_is_left_alone(run: Path, tmp_path: Path) -> Non
         check_copies(other)
 
 
-def test_without_an_answer_a_run_begins_only_where_it_has_a_checkpoint_itself(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_is_an_error_without_a_local_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(self: ObjectStore, name: str, data: bytes) -> None:
         raise StoreFailed(f"cannot write {self.url}/{name}: nobody answers", "nobody answers")
 
@@ -249,7 +249,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_another_machine_goes_on_from_the_copy_as_this_one_would(server: S3Server, tmp_path: Path) -> None:
+def test_run_resumes_from_the_copy_on_another_machine(server: S3Server, tmp_path: Path) -> None:
     here, there, lone = tmp_path / "here", tmp_path / "there", tmp_path / "lone"
     first = trained(here, server, 4)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -274,7 +274,7 @@ def test_another_machine_goes_on_from_the_copy_as_this_one_would(server: S3Serve
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_server_that_goes_away_stops_no_training(server: S3Server, tmp_path: Path) -> None:
+def test_lost_server_does_not_stop_training(server: S3Server, tmp_path: Path) -> None:
     sets = ("--set", f"train.checkpoint_copy=s3://{BUCKET}/run", "--set", "train.sft.batch_size=16")
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-m", "mtpctl", "train", "tiny_mtp", "--plain"]

@@ -44,7 +44,7 @@ def weights(run: Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_run_goes_on_from_the_checkpoint_before_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_run_with_a_damaged_checkpoint_resumes_from_the_previous_one_with_equal_weights(tmp_path: Path) -> None:
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     train(undisturbed, 6)
     train(run, 4)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from mtpctl.telemetry.history import load_history
-from tests.controller.test_end_to_end import RECIPE, SETTINGS
-from tests.controller.test_families import command, recipe
+from tests.fakes.family_runs import command, recipe
+from tests.fakes.train_command import RECIPE, SETTINGS
 
 # An entropy bonus gives every update a gradient, although a model this raw is never rewarded.
 DETERMINISTIC = ("async.deterministic=true", "train.rl.entropy_coef=0.01")
@@ -30,7 +30,7 @@ def losses(run_dir: Path) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_deterministic_runs_are_the_same(tmp_path: Path) -> None:
+def test_deterministic_runs_are_equal(tmp_path: Path) -> None:
     first, second = losses(tmp_path / "first"), losses(tmp_path / "second")
     assert first == second
     assert len(first["actor/grad_norm"]) == 5
@@ -60,7 +60,7 @@ def computed(root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_deterministic_runs_of_experts_over_context_parallel_ranks_are_the_same(tmp_path: Path) -> None:
+def test_deterministic_moe_runs_with_context_parallelism_are_equal(tmp_path: Path) -> None:
     roots = [tmp_path / name for name in ("first", "second")]
     for root in roots:
         root.mkdir()

@@ -122,7 +122,7 @@ def in_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path
 
 
 @in_loop
-async def test_hosts_that_ray_does_not_report_delay_nothing_else(tmp_path: Path) -> None:
+async def test_slow_host_reports_do_not_block_the_loop(tmp_path: Path) -> None:
     never = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         async with world(tmp_path, {"a": 1}) as it:
@@ -135,7 +135,7 @@ async def test_hosts_that_ray_does_not_report_delay_nothing_else(tmp_path: Path)
 
 
 @in_loop
-async def test_replicas_join_as_hosts_come_up_to_the_most_and_leave_as_they_go(tmp_path: Path) -> None:
+async def test_replicas_join_and_leave_with_hosts_up_to_the_maximum(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 1}) as it:
         task = asyncio.ensure_future(collect(it.pool, requests(250, max_tokens=40)))
         await it.settled_on("a")
@@ -154,7 +154,7 @@ async def test_replicas_join_as_hosts_come_up_to_the_most_and_leave_as_they_go(t
 
 
 @in_loop
-async def test_who_dies_with_its_host_comes_back_on_another_one_however_often(tmp_path: Path) -> None:
+async def test_replica_lost_with_its_host_is_replaced_on_another_any_number_of_times(tmp_path: Path) -> None:
     """Nothing counts against `rollout.max_restarts`, since nothing is wrong with the replica."""
     async with world(tmp_path, {"a": 1, "b": 1}, most=2, max_restarts=0) as it:
         await it.settled_on("ab")
@@ -167,7 +167,7 @@ async def test_who_dies_with_its_host_comes_back_on_another_one_however_often(tm
 
 
 @in_loop
-async def test_what_is_asked_for_is_had_and_answered(tmp_path: Path) -> None:
+async def test_requested_number_is_reached_and_answered(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}) as it:
         await it.settled(0, 1, 2, 3)
         answer = await asyncio.to_thread(ask, it.run, 2)
@@ -182,7 +182,7 @@ async def test_what_is_asked_for_is_had_and_answered(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_what_was_asked_for_holds_when_the_run_is_started_again(tmp_path: Path) -> None:
+async def test_requested_number_survives_a_resume(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}) as it:
         await asyncio.to_thread(ask, it.run, 2)
         await it.settled(0, 1)
@@ -199,7 +199,7 @@ async def test_what_was_asked_for_holds_when_the_run_is_started_again(tmp_path: 
 
 
 @in_loop
-async def test_a_number_that_cannot_be_remembered_is_not_taken(tmp_path: Path) -> None:
+async def test_number_that_cannot_be_saved_is_rejected(tmp_path: Path) -> None:
     """As on a full disk."""
     async with world(tmp_path, {"a": 8}, most=2) as it:
         await it.settled(0, 1)
@@ -213,7 +213,7 @@ async def test_a_number_that_cannot_be_remembered_is_not_taken(tmp_path: Path) -
 
 
 @in_loop
-async def test_replicas_follow_what_was_asked_for_where_the_answer_cannot_be_written(tmp_path: Path) -> None:
+async def test_request_takes_effect_even_if_its_answer_cannot_be_written(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}, most=2) as it:
         await it.settled(0, 1)
         (it.run.requests / "1.answer").mkdir(parents=True)
@@ -223,7 +223,7 @@ async def test_replicas_follow_what_was_asked_for_where_the_answer_cannot_be_wri
 
 
 @in_loop
-async def test_those_in_quarantine_are_the_first_to_leave(tmp_path: Path) -> None:
+async def test_quarantined_replicas_leave_first(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}, least=2, most=2, max_restarts=0) as it:
         it.fleet.live[0].die()
         await it.pool.speculate()  # notices it
@@ -236,7 +236,7 @@ async def test_those_in_quarantine_are_the_first_to_leave(tmp_path: Path) -> Non
 
 
 @in_loop
-async def test_a_run_without_room_for_the_least_shows_what_it_waits_for(tmp_path: Path) -> None:
+async def test_run_without_room_for_the_minimum_shows_its_wait(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 1, "b": 1}, least=2, most=2) as it:
         waited = 0
 
@@ -260,7 +260,7 @@ async def test_a_run_without_room_for_the_least_shows_what_it_waits_for(tmp_path
 
 
 @in_loop
-async def test_what_is_free_while_the_trainer_is_lost_is_the_trainers(tmp_path: Path) -> None:
+async def test_no_replica_joins_while_the_trainer_is_lost(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 1}) as it:
         it.state.lost = True
         it.hosts.room["b"] = 1
@@ -271,7 +271,7 @@ async def test_what_is_free_while_the_trainer_is_lost_is_the_trainers(tmp_path: 
 
 
 @in_loop
-async def test_who_is_in_the_plan_gets_the_place_of_a_replica_beyond_the_least(tmp_path: Path) -> None:
+async def test_waiting_actor_gets_the_bundle_of_a_replica_above_the_minimum(tmp_path: Path) -> None:
     """The host of a log-prob replica is gone, and rollout has taken all others before it was missed."""
     async with world(tmp_path, {"a": 1, "b": 1, "c": 1}, most=3) as it:
         await it.settled(0, 1, 2)
@@ -294,7 +294,7 @@ async def test_who_is_in_the_plan_gets_the_place_of_a_replica_beyond_the_least(t
 
 
 @in_loop
-async def test_the_least_stay_whoever_waits(tmp_path: Path) -> None:
+async def test_minimum_of_replicas_stays_while_actors_wait(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 2}, least=2, most=3) as it:
         it.hosts.awaited["trainer-0"] = time.monotonic() - YIELD_S
         await asyncio.sleep(0.1)
@@ -302,7 +302,7 @@ async def test_the_least_stay_whoever_waits(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_at_the_end_of_a_run_those_who_are_leaving_are_ended_too(tmp_path: Path) -> None:
+async def test_leaving_replicas_end_with_the_run(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 2}, most=2) as it:
         await it.settled(0, 1)
         holding = asyncio.Event()

@@ -9,35 +9,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from mtpctl.telemetry.history import load_history
+from tests.fakes.train_command import Start
 
 # Minutes are for a machine that is busy with something else; on two free cores each test takes about one.
 pytestmark = pytest.mark.timeout(500)
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_mtp.yaml"
-SETTINGS = (
-    "train.sft.steps=6",
-    "train.sft.batch_size=16",
-    "train.rl.steps={steps}",
-    "train.rl.prompts_per_step=4",
-    "train.rl.group_size=3",
-    "train.rl.dynamic_sampling=false",
-    "train.checkpoint_every=2",
-    "data.task={{name: addition, max_digits: 2, train_size: 200, eval_size: 8}}",
-    "rollout.max_tokens=24",
-    "cluster.num_cpus=2",
-)
 
 JUDGE = """\
 import time
@@ -52,57 +34,6 @@ def score(response, problem, sample, bonus=0.0):
     return {"reward": len(response) % 2 + bonus, "letters": len(response), "right": problem.answer in response}
 """
 OWN = "reward: {function: judge.py:score, args: {bonus: 0.25}, timeout_s: 0.5}\n"
-
-
-@dataclass
-class Start:
-    """One start of `mtpctl train` on a run directory, in a process group of its own, as a shell would do it."""
-
-    run_dir: Path
-    process: subprocess.Popen[str]
-    log: Path
-
-    @classmethod
-    def of(cls, run_dir: Path, name: str, steps: int, *sets: str, overlay: str | None = None) -> Start:
-        log = run_dir.parent / f"{name}.log"
-        command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--plain"]
-        command += [] if overlay is None else ["--overlay", overlay]
-        for text in (f"run_dir={run_dir}", *(text.format(steps=steps) for text in SETTINGS), *sets):
-            command += ["--set", text]
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=run_dir.parent
-            )
-        return cls(run_dir, process, log)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The metrics of the run directory so far."""
-        file = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def wait_for(self, met: Callable[[], bool], seconds: float = 270) -> None:
-        """Until `met`, failing with the log where the process ends first or the time is up."""
-        end = time.monotonic() + seconds
-        while not met():
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
-            time.sleep(0.2)
-
-    def restarts(self) -> list[str]:
-        """What was told of trainers that were lost."""
-        return [row["message"] for row in self.rows() if row.get("event") == "restart"]
-
-    def step(self, stage: str) -> int:
-        """The last step logged of a stage."""
-        return max((row["step"] for row in self.rows() if row.get("phase") == stage), default=0)
-
-    def actor(self, name: str) -> psutil.Process:
-        """The process of a Ray actor of this run."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if f"ray::{name}" in " ".join(child.cmdline()))
-
-    def end(self, seconds: float = 120) -> int:
-        """The exit code."""
-        return self.process.wait(seconds)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +58,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_leaves_no_process_beh
     assert "Traceback" not in start.log.read_text()
 
 
-def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_of_its_trainer(run_dir: Path) -> None:
+def test_resumed_run_survives_the_death_of_its_engine_and_trainer(run_dir: Path) -> None:
     start = Start.of(run_dir, "resumed", steps=200, overlay="mytask/own.yaml")
     stopped_at = start.step("rl")
     start.wait_for(lambda: start.step("rl") > stopped_at)
@@ -149,7 +80,7 @@ def test_the_same_command_resumes_and_goes_on_after_the_death_of_its_engine_and_
     assert not alive, "actors end with the command"
 
 
-def test_its_rows_tell_what_it_did(run_dir: Path) -> None:
+def test_metrics_have_every_update_and_event(run_dir: Path) -> None:
     """Updates that were lost with the trainer are made, and told, again."""
     told = [row for row in load_history(run_dir).rows if row.phase == "rl" and "reward/mean" in row.metrics]
     assert [row.step for row in told] == list(range(1, len(told) + 1)), "over stop, resume and deaths"
@@ -162,7 +93,7 @@ def test_its_rows_tell_what_it_did(run_dir: Path) -> None:
     assert max(row["rollout_corr/abs_diff_same_version"] for row in updates if "rollout_corr/abs_diff_same_version" in row) < 1e-4
 
 
-def test_a_reward_of_ones_own_shows_its_parts_and_its_failures(run_dir: Path) -> None:
+def test_user_defined_reward_logs_its_parts_and_failures(run_dir: Path) -> None:
     """Its file lies beside the overlay that names it, and the command was started from another folder."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if row.get("phase") == "rl" and "reward/mean" in row]

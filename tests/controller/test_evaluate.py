@@ -59,7 +59,7 @@ def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) ->
     return asyncio.run(evaluate(recipe, prepared, generator, rewards, **options)), asked
 
 
-def test_each_set_has_its_own_n_temperature_and_length_and_its_metrics_their_own_names() -> None:
+def test_each_set_has_its_own_sampling_and_metric_names() -> None:
     recipe = with_sets(recipe_of(), easy={"path": "e", "n": 4, "temperature": 0.5, "max_tokens": 7}, hard={"path": "h"})
     problems = {"": [Problem("p", "x", "0")], "easy": [Problem("p", "x", "3"), Problem("q", "y", "9")], "hard": [Problem("p", "z", "1")]}
     metrics, asked = measured(recipe, problems)
@@ -74,7 +74,7 @@ def test_each_set_has_its_own_n_temperature_and_length_and_its_metrics_their_own
     assert len({(request.sample.group_id, request.sample.index) for request in asked}) == 10
 
 
-def test_n_replaces_what_the_sets_ask_for() -> None:
+def test_n_overrides_the_n_of_sets() -> None:
     metrics, asked = measured(
         with_sets(recipe_of(), a={"path": "a", "n": 8}), {"": [Problem("p", "x", "0")], "a": [Problem("p", "x", "1")]}, n=2
     )
@@ -82,7 +82,7 @@ def test_n_replaces_what_the_sets_ask_for() -> None:
     assert (metrics["eval/accuracy"], metrics["eval/pass@2"], metrics["eval/a/pass@2"]) == (0.5, 1.0, 1.0)
 
 
-def test_a_reward_between_right_and_wrong_counts_as_right_from_where_the_set_says() -> None:
+def test_reward_counts_as_correct_from_the_threshold_of_the_set() -> None:
     async def half(response: str, problem: Problem, sample: Sample) -> float:
         return 0.5
 
@@ -93,7 +93,7 @@ def test_a_reward_between_right_and_wrong_counts_as_right_from_where_the_set_say
     assert [found["eval/a/pass@1"] for found in (strict, loose)] == [0.0, 1.0]
 
 
-def test_responses_are_rewarded_side_by_side() -> None:
+def test_responses_are_rewarded_concurrently() -> None:
     together, most = 0, 0
 
     async def slow(response: str, problem: Problem, sample: Sample) -> float:
@@ -108,7 +108,7 @@ def test_responses_are_rewarded_side_by_side() -> None:
     assert most == 20
 
 
-def test_a_reward_that_fails_ends_the_evaluation_with_its_own_error() -> None:
+def test_failing_reward_ends_the_evaluation_with_its_error() -> None:
     async def broken(response: str, problem: Problem, sample: Sample) -> float:
         raise RuntimeFailure("judge.py:3: KeyError: 'x'")
 
@@ -116,7 +116,7 @@ def test_a_reward_that_fails_ends_the_evaluation_with_its_own_error() -> None:
         measured(recipe_of(), {"": [Problem("p", "x", "1")]}, rewards={UNNAMED: broken})
 
 
-def test_a_set_takes_a_function_of_the_users_own_and_others_the_runs(tmp_path: Path) -> None:
+def test_set_uses_its_own_reward_function_and_others_the_recipes(tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(
         "async def score(response, problem, sample, bonus=0.0):\n    return {'reward': len(response) + bonus, 'part': 1}\n"
         "def plain(response, problem, sample):\n    return problem.fields['worth']\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.test_end_to_end import RECIPE, SETTINGS
+from tests.fakes.train_command import RECIPE, SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BACK_S = 120.0
@@ -34,7 +34,7 @@ def hosts() -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_a_run_goes_on_without_the_host_of_a_trainer_rank(hosts: Any, tmp_path: Path) -> None:
+def test_run_continues_after_losing_the_host_of_a_trainer_rank(hosts: Any, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     sets = [text.format(steps=8) for text in SETTINGS if not text.startswith("cluster.num_cpus")]
     sets += ["train.parallel.dp=2", "train.min_dp=1", f"cluster.address={hosts.address}", f"run_dir={run}"]

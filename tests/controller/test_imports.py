@@ -15,12 +15,12 @@ HEAVY = {"torch", "vllm", "sglang", "megatron", "transformers"}
 PROGRAM = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sorted({name.partition('.')[0] for name in sys.modules}))"
 
 
-def test_there_are_modules_to_look_at() -> None:
+def test_modules_are_found() -> None:
     assert {"mtpctl.controller.rl", "mtpctl.controller.launch", "mtpctl.controller.buffer"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_of_the_controller_brings_nothing_heavy(module: str) -> None:
+def test_controller_module_imports_no_heavy_package(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=120, check=True)
     found = set(done.stdout.split())
     assert "mtpctl" in found

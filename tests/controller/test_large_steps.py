@@ -37,14 +37,14 @@ def busy(groups: int, folder: Path) -> float:
     return time.thread_time() - began
 
 
-def test_what_a_step_costs_grows_no_faster_than_its_samples(tmp_path: Path) -> None:
+def test_cost_of_a_step_grows_at_most_linearly(tmp_path: Path) -> None:
     """Eight times as many groups; where a group looked at all others, it would be 64 times as much."""
     busy(16, tmp_path)
     small, large = min(busy(64, tmp_path) for _ in range(3)), min(busy(512, tmp_path) for _ in range(4))
     assert large < 12 * small
 
 
-def test_a_checkpoint_of_the_buffer_is_read_as_it_was_and_leaves_the_loop_free(tmp_path: Path) -> None:
+def test_buffer_checkpoint_is_a_snapshot_and_does_not_block_the_loop(tmp_path: Path) -> None:
     async def scenario() -> tuple[list[Group], int]:
         buffer, groups = SampleBuffer(), []
         for number in range(32):
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_the_buffer_is_read_as_it_was_and_leaves_the_loop_free(t
     assert (tmp_path / "buffer.jsonl").stat().st_size < 24 * 32 * 4 * 4064
 
 
-def test_a_checkpoint_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+def test_buffer_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     """Its arrays are lists of numbers."""
     sample = Sample("p", "0", [1, 2], reward=1.0)
     sample.append([3, 4], [-0.5, -0.25], 1)

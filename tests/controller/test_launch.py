@@ -28,8 +28,8 @@ from mtpctl.telemetry.history import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
 from tests.fakes.checkpoint_folders import write_checkpoint
+from tests.fakes.runs import recipe
 from tests.fakes.trainer_group import FakeTrainerGroup
-from tests.jobs.test_rollout import recipe
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
 
@@ -75,7 +75,9 @@ def drive(
     return asyncio.run(run.drive()), asked
 
 
-def test_a_run_that_has_ended_answers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completed_run_prints_its_summary_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without an actor, and with its summary; the directory is left as it was."""
     home = tmp_path / "run"
     save(home, "sft", 4, ended=["sft"])
@@ -97,7 +99,7 @@ def test_a_run_that_has_ended_answers_at_once(tmp_path: Path, monkeypatch: pytes
         launch.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
 
 
-def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> None:
+def test_removing_a_begun_stage_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / "run", "sft", 3, ended=[])
     with pytest.raises(UserError, match=r"train\.stages: .*sft-000003 is within sft.* train\.sft\.steps: 3 to end it there") as told:
         launch.run(recipe(tmp_path / "run", "train.stages=[rl]", "cluster.num_cpus=2"))
@@ -105,7 +107,7 @@ def test_a_stage_that_was_begun_is_not_left_out_in_silence(tmp_path: Path) -> No
     assert not RunDirectory(tmp_path / "run").recipe.exists(), "the directory is left as it was"
 
 
-def test_a_recipe_that_is_refused_is_not_told_as_what_the_run_ran(tmp_path: Path) -> None:
+def test_rejected_recipe_is_not_recorded(tmp_path: Path) -> None:
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
     with pytest.raises(UserError, match=r"rollout\.context: 4096 is more than"):
@@ -114,7 +116,7 @@ def test_a_recipe_that_is_refused_is_not_told_as_what_the_run_ran(tmp_path: Path
     assert there.recipe.read_text() == dump_resolved(begun) and not list(there.logs.iterdir())
 
 
-def test_what_a_run_has_no_room_for_is_told_before_anything_is_made(tmp_path: Path) -> None:
+def test_missing_resources_are_reported_before_the_run_directory_is_created(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         page = f"telemetry.http={other.getsockname()[1]}"
         with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 127\.0\.0\.1:"):
@@ -132,7 +134,7 @@ def test_what_a_run_has_no_room_for_is_told_before_anything_is_made(tmp_path: Pa
         ("model.config.extra=1", r"model\.config\.extra: 1 is asked for, and .*/model was made with None"),
     ],
 )
-def test_weights_that_were_drawn_for_another_recipe_are_not_taken_for_this_one(tmp_path: Path, now: str, told: str) -> None:
+def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str, told: str) -> None:
     """No checkpoint is there that could tell: the run was ended before its first one."""
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
@@ -166,7 +168,7 @@ STALE = "async.staleness_threshold=0.5"
         (["train.rl.old_logprobs=behaviour"], [], ""),
     ],
 )
-def test_other_old_log_probs_than_before_are_told(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
+def test_changed_old_log_probs_are_reported(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
     """Also where not the recipe but the default has changed: the resolved recipe of the run holds what was the default then."""
     asked = recipe(tmp_path / "run", STALE, *now)
     assert changed_old_logprobs(asked, RunDirectory(asked.run_path)) == "", "there is no run yet"
@@ -177,7 +179,7 @@ def test_other_old_log_probs_than_before_are_told(tmp_path: Path, then: list[str
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])
-def test_the_resume_line_of_rl_tells_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     async def nothing(self: Run, *_: Any) -> tuple[None, None]:
         return None, None
 
@@ -199,7 +201,7 @@ def test_the_resume_line_of_rl_tells_what_has_changed(tmp_path: Path, monkeypatc
     assert line.endswith("other log-probs") == (stage == "rl")
 
 
-def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a cluster that is joined do not work where the command was given."""
     monkeypatch.chdir(tmp_path)
     told: list[Path] = []
@@ -233,7 +235,7 @@ def test_actors_are_told_of_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     assert "run_dir: runs/here" in (tmp_path / "runs" / "here" / "recipe.resolved.yaml").read_text(), "as it was written"
 
 
-def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
+def test_run_without_its_directory_resumes_from_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Trainer(FakeTrainerGroup):
@@ -259,9 +261,7 @@ def test_a_run_whose_directory_is_gone_goes_on_from_its_copy(
 
 
 @pytest.mark.parametrize("failure", [RuntimeFailure("rollout replica 0, start: out of memory"), EnvironmentMissing("no room for it")])
-def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: MtpctlError
-) -> None:
+def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: MtpctlError) -> None:
     """Here the engines do not start, which the supervised stage beside them hears of after three updates."""
     done, failed = 0, asyncio.Event()
 
@@ -302,7 +302,7 @@ def test_a_stage_that_fails_between_updates_leaves_a_checkpoint(
     assert rows.events[-1] == f"failed in sft at step {done}; checkpoint {saved}"
 
 
-def test_so_is_a_folder_that_a_recipe_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_a_model_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model_of(recipe(tmp_path), tmp_path)
     named = recipe(tmp_path / "run", "model.config=null", "model.path=model", "model.init=weights")

@@ -21,7 +21,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("overlay", "ranks", "engines"), [("h200x2", 1, 1), ("h200x3_lora", 1, 1), ("h200x4", 2, 1), ("h200x8", 4, 3)])
-def test_every_rank_and_engine_of_a_layout_works_together(tmp_path: Path, overlay: str, ranks: int, engines: int) -> None:
+def test_layout_of_a_recipe_runs_at_toy_size(tmp_path: Path, overlay: str, ranks: int, engines: int) -> None:
     command = [
         sys.executable,
         "-m",
@@ -57,7 +57,7 @@ def test_every_rank_and_engine_of_a_layout_works_together(tmp_path: Path, overla
     ],
     ids=["qwen3.5-adapter", "qwen3.5-all-weights", "glm4.5-adapter"],
 )
-def test_mixtures_of_experts_go_the_whole_way(tmp_path: Path, recipe: str, overlays: list[str], apart: float) -> None:
+def test_moe_layout_trains_end_to_end(tmp_path: Path, recipe: str, overlays: list[str], apart: float) -> None:
     """Supervised updates, RL with drafts, scores from a server, every tensor of every sync compared. `apart`: nats, more in bf16."""
     sets = ["train.stages=[sft, rl]", "train.sft.steps=2", "train.sft.batch_size=8", "train.rl.steps=2", "train.rl.prompts_per_step=4"]
     sets += ["sync.verify=always", "logprob.standalone=true", f"run_dir={tmp_path}/run"]

@@ -16,7 +16,7 @@ def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
     return made
 
 
-def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> None:
+def test_staleness_is_counted_from_the_oldest_token() -> None:
     metrics = of_trajectories([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
     assert metrics["async/staleness_mean"] == 1.0
     assert metrics["async/staleness_max"] == 2.0
@@ -24,7 +24,7 @@ def test_staleness_is_counted_from_the_oldest_weights_that_made_a_token() -> Non
     assert metrics["reward/mean"] == metrics["reward/std"] == 0.5
 
 
-def test_staleness_by_token_weighs_versions_by_their_tokens_and_in_updates_counts_those_since_the_sync() -> None:
+def test_staleness_is_averaged_over_tokens_and_counted_in_updates() -> None:
     """Published every 4 updates, 3 ago: a token of the version before is 7 updates old."""
     metrics = of_trajectories([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, ahead=3)
     assert metrics["async/staleness_tokens_mean"] == 1 / 8
@@ -32,7 +32,7 @@ def test_staleness_by_token_weighs_versions_by_their_tokens_and_in_updates_count
     assert (metrics["async/staleness_updates_mean"], metrics["async/staleness_updates_max"]) == (3.5, 7.0)
 
 
-def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
+def test_truncated_fraction_counts_any_length_limit() -> None:
     """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
     cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
     cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
@@ -41,7 +41,7 @@ def test_cut_off_is_what_the_engine_cut_at_whatever_limit() -> None:
     assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
 
 
-def test_what_the_environment_did_is_told_a_response() -> None:
+def test_environment_metrics_are_means_over_responses() -> None:
     plain, failed, quick = sample((3, 1)), sample((3, 1)), sample((3, 1))
     failed.environment = EnvironmentUse(turns=1, seconds=3.0, errors=1)
     quick.environment, quick.environment_reward = EnvironmentUse(turns=4, seconds=1.0, timeouts=1), 0.5
@@ -56,7 +56,7 @@ def test_what_the_environment_did_is_told_a_response() -> None:
     assert not any(name.startswith("environment/") for name in of_trajectories([plain], version=1))
 
 
-def test_what_agents_did_is_told_a_trajectory() -> None:
+def test_agent_metrics_are_means_over_trajectories() -> None:
     one, two = sample((3, 1)), sample((3, 1))
     one.environment, two.environment = EnvironmentUse(turns=4, samples=3, rewritten=1), EnvironmentUse(turns=2, samples=1)
     metrics = of_trajectories([one, two], version=1)

@@ -15,7 +15,7 @@ import yaml
 
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from tests.controller.test_families import command, recipe, updates
+from tests.fakes.family_runs import command, recipe, updates
 from tests.fakes.toys import TOYS
 
 LAYERS = 3
@@ -61,7 +61,7 @@ def weighted(rows: list[dict[str, Any]], name: str) -> float:
 
 
 @pytest.mark.parametrize(("family", "device", "compiled"), CASES)
-def test_each_layer_is_accepted_as_often_as_its_depth_is_expected_to_be(family: str, device: str, compiled: bool, tmp_path: Path) -> None:
+def test_acceptance_of_each_layer_matches_its_expectation(family: str, device: str, compiled: bool, tmp_path: Path) -> None:
     path = settings(family, device, tmp_path, compiled=compiled)
     command("-m", "mtpctl", "train", path, "--plain")
     rows = updates(tmp_path / "run")
@@ -82,7 +82,7 @@ def test_each_layer_is_accepted_as_often_as_its_depth_is_expected_to_be(family: 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @pytest.mark.parametrize(("family", "precision"), [("qwen3.5", "bf16"), ("deepseek-v3", "fp32")])
-def test_first_update_after_a_warm_start_expects_the_acceptance_that_was_served(
+def test_expected_acceptance_after_a_warm_start_matches_the_served_one(
     family: str, precision: str, temperature: float, tmp_path: Path
 ) -> None:
     """One layer drafts two tokens. The update measures the weights that sampled, so there is no slack beyond chance."""

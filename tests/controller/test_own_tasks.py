@@ -397,7 +397,7 @@ def taught(folder: Path) -> Iterator[Task]:
 @pytest.mark.parametrize(
     "task", [judged, coded, gsm8k, tool, judge, agent, coding, taught, verifiers, documented], ids=lambda task: task.__name__
 )
-def test_it_trains_with_its_drafter_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
+def test_user_defined_task_trains_and_resumes(task: Callable[[Path], contextlib.AbstractContextManager[Task]], tmp_path: Path) -> None:
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"
         sets = [part for text in (*SMALL, *own.sets, f"run_dir={run_dir}") for part in ("--set", text)]
@@ -446,7 +446,7 @@ class Hangs:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_stop_waits_neither_for_a_reward_that_sleeps_nor_for_an_environment_that_hangs(tmp_path: Path, number: signal.Signals) -> None:
+def test_stop_does_not_wait_for_hanging_user_code(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     kinds = ["", "", "", "reward", "", "", "", "environment"]
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "answer": "eee", "stuck": kind} for n, kind in enumerate(kinds)])

@@ -16,7 +16,7 @@ from mtpctl.errors import UserError
 from mtpctl.jobs import rollout
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
-from tests.jobs.test_rollout import SMALL, write_prompts
+from tests.fakes.runs import SMALL, write_prompts
 
 MODULE = "tests.fakes.user_environments"
 TOLD = r"^rollout\.environment: user_environments\.py:\d+: KeyError: "
@@ -26,12 +26,12 @@ def recipe(*sets: str) -> Recipe:
     return load_recipe("tiny_mtp", sets=[*SMALL, "data.task.train_size=8", "data.task.eval_size=4", *sets]).recipe
 
 
-def test_an_environment_that_works_is_made_for_three_problems() -> None:
+def test_working_environment_is_tried_on_three_problems() -> None:
     preflight(recipe(f"rollout.environment={MODULE}:Echo", "rollout.environment_args={times: 2}"))
     preflight(recipe())
 
 
-def test_one_that_fails_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_failing_environment_is_rejected_with_its_line(tmp_path: Path) -> None:
     failing = recipe(f"rollout.environment={MODULE}:Raises")
     with pytest.raises(UserError, match=TOLD):
         preflight(failing)
@@ -39,7 +39,7 @@ def test_one_that_fails_is_refused_with_its_line(tmp_path: Path) -> None:
         prepare(failing, tmp_path / "run")
 
 
-def test_one_that_fails_on_held_out_rows_alone_is_refused_with_the_row(tmp_path: Path) -> None:
+def test_environment_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "times": 2}\n')
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     (tmp_path / "own.py").write_text(
@@ -53,7 +53,7 @@ def test_one_that_fails_on_held_out_rows_alone_is_refused_with_the_row(tmp_path:
             preflight(recipe(*own, held_out))
 
 
-def test_a_reward_that_fails_on_held_out_rows_alone_is_refused_with_the_row(tmp_path: Path) -> None:
+def test_reward_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "points": 2}\n')
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     (tmp_path / "own.py").write_text("def score(response, problem, sample): return problem.fields['points']\n")
@@ -66,7 +66,7 @@ def test_a_reward_that_fails_on_held_out_rows_alone_is_refused_with_the_row(tmp_
             preflight(recipe(*own, wrong))
 
 
-def test_a_run_tries_in_the_order_of_the_commands_that_start_nothing(tmp_path: Path) -> None:
+def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> None:
     """Loss, environment, reward, rewards of held-out sets: mended one after the other, each is the next to be told by both."""
     (tmp_path / "own.py").write_text("def loss(logprob): ...\ndef score(response, problem, sample): return 1 / 0\n")
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -86,17 +86,17 @@ def test_a_run_tries_in_the_order_of_the_commands_that_start_nothing(tmp_path: P
             prepare(wrong, tmp_path / "run")
 
 
-def test_the_environments_reward_needs_an_environment_that_gives_one() -> None:
+def test_environment_reward_requires_a_reward_method() -> None:
     preflight(recipe(f"rollout.environment={MODULE}:Rewards", "reward.function=environment"))
     with pytest.raises(UserError, match=r"^reward\.function: tests\.fakes\.user_environments:Echo has no method `reward\(\)`; write one"):
         preflight(recipe(f"rollout.environment={MODULE}:Echo", "reward.function=environment"))
 
 
-def test_a_stage_without_responses_has_no_environment() -> None:
+def test_environment_is_not_tried_without_rl() -> None:
     preflight(recipe(f"rollout.environment={MODULE}:Raises", "train.stages=[sft]"))
 
 
-def test_samples_without_training_try_it_too(tmp_path: Path) -> None:
+def test_rollout_command_tries_the_environment(tmp_path: Path) -> None:
     made = recipe(f"run_dir={tmp_path / 'run'}")
     prepare(made, tmp_path / "run")
     failing = made.model_copy(update={"rollout": made.rollout.model_copy(update={"environment": f"{MODULE}:Raises"})})
@@ -107,7 +107,9 @@ def test_samples_without_training_try_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["recipe", "check", "tiny_mtp"], ["train", "tiny_mtp", "--dry-run"]])
-def test_it_is_exit_2_and_one_line(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_user_code_is_a_one_line_error_with_exit_code_2(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["mtpctl", *command, "--set", f"rollout.environment={MODULE}:Raises"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -116,18 +118,18 @@ def test_it_is_exit_2_and_one_line(command: list[str], monkeypatch: pytest.Monke
     assert line.startswith("error: rollout.environment: user_environments.py:")
 
 
-def test_arguments_of_a_reward_that_only_compares_are_checked_without_rows() -> None:
+def test_arguments_of_a_verifier_are_checked_without_rows() -> None:
     with pytest.raises(UserError, match=r"^reward\.args: score\(.*second=1\): .*'second'; did you mean seconds\?$"):
         preflight(recipe("reward.function=math", "reward.args={second: 1}"))
 
 
-def test_no_more_rows_are_read_than_are_tried(tmp_path: Path) -> None:
+def test_only_tried_rows_are_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3 + "no JSON\n")
     preflight(recipe("data.task=", f"data.path={path}", f"rollout.environment={MODULE}:Echo"))
 
 
-def test_a_dataset_that_is_not_in_the_cache_is_no_reason_to_ask_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_dataset_does_not_contact_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: object, **__: object) -> None:
         raise AssertionError("the hub was asked")
 
@@ -158,7 +160,7 @@ def check(folder: Path, judge: str, reward: str = "") -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_it_gets_three_rows_with_their_own_answers_as_responses(tmp_path: Path) -> None:
+def test_reward_is_tried_on_the_solutions_of_three_rows(tmp_path: Path) -> None:
     judge = f"""
 def score(response, problem, sample):
     assert bytes(sample.response_ids.tolist()).decode() == response == problem.answer
@@ -184,12 +186,12 @@ def score(response, problem, sample):
         ("async def score(response, problem, sample): raise KeyError('x')", "", "reward.function: judge.py:1: KeyError: 'x', for rows"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, judge: str, reward: str, told: str) -> None:
+def test_mistakes_in_a_reward_are_reported(tmp_path: Path, judge: str, reward: str, told: str) -> None:
     code, output = check(tmp_path, judge, reward)
     assert code == 2 and output.startswith(f"error: {told}") and "\n" not in output.strip()
 
 
-def test_a_function_that_rewards_no_row_is_a_caution(tmp_path: Path) -> None:
+def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
     code, output = check(tmp_path, "def score(response, problem, sample): return 0.0")
     assert code == 0 and "gives 0 for the own solutions of the first 3 training problems" in output
 

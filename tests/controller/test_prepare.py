@@ -15,7 +15,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.checkpoint_folders import flip
-from tests.jobs.test_rollout import SMALL
+from tests.fakes.runs import SMALL
 
 
 def recipe(*sets: str) -> Recipe:
@@ -31,13 +31,13 @@ def folder(tmp_path: Path) -> Path:
     return model_of(recipe("seed=1"), tmp_path / "other").path
 
 
-def test_the_weights_of_a_folder_are_loaded_where_they_lie(folder: Path, tmp_path: Path) -> None:
+def test_model_folder_is_used_in_place(folder: Path, tmp_path: Path) -> None:
     named = recipe("model.config=null", f"model.path={folder}", "model.init=weights")
     assert model_of(named, tmp_path / "run").path == folder
     assert not (tmp_path / "run").exists()
 
 
-def test_or_drawn_from_the_seed_into_the_run(folder: Path, tmp_path: Path) -> None:
+def test_random_model_is_created_in_the_run_directory(folder: Path, tmp_path: Path) -> None:
     drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random", "seed=2")
     made = model_of(drawn, tmp_path / "run")
     assert made.path == tmp_path / "run" / "model"
@@ -66,13 +66,13 @@ def test_damaged_tokenizer_of_a_run_is_reported(folder: Path, tmp_path: Path) ->
         prepare(named, run)
 
 
-def test_which_needs_no_weights_there(folder: Path, tmp_path: Path) -> None:
+def test_model_source_may_lack_weights_if_they_are_random(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random")
     assert prepare(drawn, tmp_path / "run").model.path == tmp_path / "run" / "model"
 
 
-def test_engines_that_may_join_on_other_hosts_find_versions_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_store_of_an_elastic_run_is_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the hosts that are there when the run starts would find in shared memory."""
     monkeypatch.setattr("mtpctl.controller.prepare.default_root", lambda *_: Path("/shared"))
     shape, elastic = shape_of(recipe().model.config or {}), "rollout.replicas={min: 1, max: 2}"
@@ -82,14 +82,14 @@ def test_engines_that_may_join_on_other_hosts_find_versions_in_the_run(tmp_path:
     assert roots == [tmp_path / "versions", Path("/shared"), Path("/shared")]
 
 
-def test_a_loss_of_the_users_own_is_tried_before_a_model_is_made(tmp_path: Path) -> None:
+def test_user_defined_loss_is_tried_before_the_model_is_created(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(logprob, entropy, terms, config):\n    return -logprob.sum()\n")
     with pytest.raises(UserError, match=r"train\.rl\.loss: mine\.py:1: it returned Tensor; return LossOut"):
         prepare(recipe(f"train.rl.loss={tmp_path}/mine.py:loss"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_problems_are_read_before_a_model_is_made(tmp_path: Path) -> None:
+def test_problems_are_read_before_the_model_is_created(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt":\n')
     with pytest.raises(UserError, match=r"bad\.jsonl:2: not JSON"):
@@ -107,7 +107,7 @@ GSM8K = {"prompt": "48 in April, half as many in May?", "answer": "48/2=24\n48+2
 WRONG = {"prompt": "1+1=", "answer": "2", "solution": "1+1=3 #3"}
 
 
-def test_rows_as_gsm8k_has_them_are_trained_on(tmp_path: Path) -> None:
+def test_gsm8k_rows_are_accepted(tmp_path: Path) -> None:
     assert prepare(from_rows(tmp_path, [GSM8K]), tmp_path / "run").warnings == []
 
 
@@ -118,20 +118,20 @@ def test_rows_as_gsm8k_has_them_are_trained_on(tmp_path: Path) -> None:
         ({"prompt": "age?", "answer": "It is 7. No, 8."}, "math", r"own answer \(answer 'It is 7\. No, 8\.'\).* reward\.function: exact$"),
     ],
 )
-def test_problems_of_which_no_solution_is_right_are_refused(row: dict[str, str], checker: str, told: str, tmp_path: Path) -> None:
+def test_problems_without_any_correct_solution_are_rejected(row: dict[str, str], checker: str, told: str, tmp_path: Path) -> None:
     made = from_rows(tmp_path, [row], f"reward.function={checker}")
     with pytest.raises(UserError, match=rf"^rows\.jsonl:1: reward\.function: {checker} gives 0 for the row's {told}"):
         prepare(made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_single_ones_are_told(tmp_path: Path) -> None:
+def test_single_wrong_solutions_are_a_warning(tmp_path: Path) -> None:
     made = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
     assert made.warnings[0].startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
     assert made.warnings[0].endswith("as for 1 of 2 training problems looked at")
 
 
-def test_what_no_checker_looks_at_is_not_checked(tmp_path: Path) -> None:
+def test_solutions_are_not_checked_without_a_verifier(tmp_path: Path) -> None:
     assert prepare(from_rows(tmp_path, [WRONG], "train.stages=[sft]"), tmp_path / "run").warnings == []
 
 

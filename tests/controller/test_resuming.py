@@ -22,9 +22,9 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.trackers import identity
-from tests.cli.test_commands import mtpctl as mtpctl
 from tests.fakes.checkpoint_folders import SHARD, flip, write_checkpoint
-from tests.jobs.test_rollout import recipe as recipe_in
+from tests.fakes.commands import mtpctl as mtpctl
+from tests.fakes.runs import recipe as recipe_in
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def start(recipe: Recipe) -> Any:
     return find_start(recipe, RunDirectory(recipe.run_path), told.append)
 
 
-def test_run_resumes_from_the_newest_whole_checkpoint_and_keeps_the_damaged_one(recipe: Recipe) -> None:
+def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_one(recipe: Recipe) -> None:
     root = recipe.run_path / "checkpoints"
     assert (start(recipe).checkpoint, start(recipe).lines) == (root / "rl-000004", [])
     flip(root / "rl-000004" / SHARD)
@@ -67,7 +67,7 @@ def test_damaged_initial_policy_of_rl_is_reported_before_actors_start(recipe: Re
             look(recipe)
 
 
-def test_stage_of_the_checkpoint_before_must_be_in_the_recipe(recipe: Recipe) -> None:
+def test_stage_of_the_previous_checkpoint_must_be_in_the_recipe(recipe: Recipe) -> None:
     sft = recipe.model_copy(update={"train": recipe.train.model_copy(update={"stages": ["sft"]})})
     with pytest.raises(UserError, match=r"^train\.stages: .*rl-000004 is within rl"):
         start(sft)

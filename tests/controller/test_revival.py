@@ -93,7 +93,7 @@ class Mortal(FakeTrainerGroup):
         return {"parameters": 1, "trained": 1}
 
 
-def test_damaged_newest_checkpoint_sends_the_stage_back_to_the_one_before_with_its_groups(tmp_path: Path) -> None:
+def test_damaged_checkpoint_returns_the_stage_to_the_previous_one_with_its_groups(tmp_path: Path) -> None:
     """The groups of the updates between the two are gone, so the loss goes to the caller, which loads those of the checkpoint."""
     root = tmp_path / "checkpoints"
     for name in ("rl-000002", "rl-000004"):
@@ -180,7 +180,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("dies", "sync_dies"), DEATHS)
-def test_every_prompt_is_trained_on_once(tmp_path: Path, dies: dict[str, set[int]], sync_dies: int) -> None:
+def test_every_prompt_is_trained_on_once_after_a_trainer_loss(tmp_path: Path, dies: dict[str, set[int]], sync_dies: int) -> None:
     trainer, world, state = rl(recipe_with(), tmp_path, dies, sync_dies)
     assert state.step == 9 and len(trainer.trained) == 9 and trainer.starts >= 1
     groups = Counter(name for batch in trainer.trained for name in batch)
@@ -190,7 +190,7 @@ def test_every_prompt_is_trained_on_once(tmp_path: Path, dies: dict[str, set[int
 
 
 @pytest.mark.parametrize(("dies", "sync_dies"), DEATHS)
-def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed(
+def test_deterministic_run_with_a_lost_trainer_ends_with_the_undisturbed_weights(
     tmp_path: Path, dies: dict[str, set[int]], sync_dies: int
 ) -> None:
     undisturbed, _, _ = rl(recipe_with(deterministic=True), tmp_path / "a", {})
@@ -200,13 +200,13 @@ def test_a_deterministic_run_ends_with_the_weights_of_one_that_nothing_disturbed
     assert disturbed.weights == undisturbed.weights
 
 
-def test_rollout_goes_on_meanwhile(tmp_path: Path) -> None:
+def test_rollout_continues_while_the_trainer_restarts(tmp_path: Path) -> None:
     """As far as staleness allows: half a batch is generated ahead."""
     trainer, _, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}}, meanwhile=2)
     assert trainer.starts == 1
 
 
-def test_it_is_told_what_died_and_where_the_run_goes_on(tmp_path: Path) -> None:
+def test_loss_and_resume_point_are_logged(tmp_path: Path) -> None:
     _, world, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}})
     lost, back = [message for kind, message in world.events if kind == "restart"]
     assert lost == "trainer rank 0, rl_step: ActorDiedError; restarting the trainer, 1 of train.max_restarts: 3"
@@ -222,12 +222,12 @@ def test_it_is_told_what_died_and_where_the_run_goes_on(tmp_path: Path) -> None:
         (recipe_with(checkpoint_minutes=0.0, checkpoint_every=0), "trainer rank 0, rl_step: ActorDiedError$"),
     ],
 )
-def test_it_is_given_up_where_it_dies_too_often_or_there_is_nothing_to_go_on_from(tmp_path: Path, recipe: Recipe, told: str) -> None:
+def test_trainer_is_not_restarted_after_too_many_losses_or_without_checkpoints(tmp_path: Path, recipe: Recipe, told: str) -> None:
     with pytest.raises(RuntimeFailure, match=told):
         rl(recipe, tmp_path, {"rl_step": {4, 5, 6}})
 
 
-def test_one_that_dies_before_its_first_stage_is_started_anew(tmp_path: Path) -> None:
+def test_trainer_lost_before_its_first_stage_is_restarted(tmp_path: Path) -> None:
     recipe, world = recipe_with(), World()
     trainer = Mortal(recipe, {})
     group, rows = cast(TrainerGroup, trainer), cast(Any, Rows(world))
@@ -238,7 +238,7 @@ def test_one_that_dies_before_its_first_stage_is_started_anew(tmp_path: Path) ->
     assert [kind for kind, _ in world.events] == ["restart", "restart"] and world.events[1][1] == "trainer back after 0 s"
 
 
-def test_a_host_that_is_seen_to_be_gone_while_ranks_start_there_is_the_same_loss(tmp_path: Path) -> None:
+def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> None:
     recipe, world = recipe_with(restarts=1), World()
     gone = iter([HostGone("trainer-1: its host is gone")])
 
@@ -256,7 +256,7 @@ def test_a_host_that_is_seen_to_be_gone_while_ranks_start_there_is_the_same_loss
     assert told[1] == "trainer-1: its host is gone; restarting the trainer, 1 of train.max_restarts: 1" and len(told) == 3
 
 
-def test_the_supervised_stage_draws_the_same_problems_again(tmp_path: Path) -> None:
+def test_supervised_stage_repeats_the_same_problems_after_a_loss(tmp_path: Path) -> None:
     def train(home: Path, dies: dict[str, set[int]]) -> Mortal:
         recipe = Recipe.model_validate(
             {"model": {"path": "anywhere"}, "train": {"sft": {"steps": 7, "batch_size": 2}, "checkpoint_every": 3, "max_restarts": 2}}

@@ -23,7 +23,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Answered, Outcome
 from mtpctl.rollout.protocol import DEADLINE
 from mtpctl.samples import GenerationRequest, Sample
-from tests.fakes.rl_stage import FakeGenerator, FakeTrainer, World, hold_out, recipe_of, right_or_wrong, run, stage_of
+from tests.fakes.rl_stage import FakeGenerator, FakeTrainer, World, drive, hold_out, recipe_of, right_or_wrong, run, stage_of
 from tests.fakes.trainer_group import FakeTrainerGroup
 
 
@@ -41,18 +41,14 @@ class LongTails(FakeGenerator):
 def run_with_long_tails(recipe: Recipe, tmp_path: Path, slow: set[str]) -> World:
     world = World()
 
-    async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, generator=LongTails(world, slow))
-        await stage.publish()
-        await asyncio.wait_for(stage.run(), 60)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe, world, tmp_path, generator=LongTails(world, slow))
+    drive(stage, publish=True)
     return world
 
 
 @pytest.mark.parametrize("sync_every", [1, 3])
 @pytest.mark.parametrize("staleness", [0.5, 1.0])
-def test_no_sample_is_older_than_the_bound_however_long_its_group_took(tmp_path: Path, staleness: float, sync_every: int) -> None:
+def test_sample_age_is_bounded_for_slow_groups(tmp_path: Path, staleness: float, sync_every: int) -> None:
     """In versions, token by token; and a prompt that always takes longer than the bound is trained on in the end."""
     slow = {f"p{number}" for number in (3, 4, 5, 40, 41, 90)}
     recipe = recipe_of(steps=60, staleness=staleness, sync_every=sync_every, max_staleness=2)
@@ -68,7 +64,7 @@ def test_no_sample_is_older_than_the_bound_however_long_its_group_took(tmp_path:
     assert sum(metrics["async/asked_again"] for metrics in rows) >= len(slow)
 
 
-def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_on(tmp_path: Path) -> None:
+def test_late_samples_of_an_expired_group_are_neither_scored_nor_trained_on(tmp_path: Path) -> None:
     world, scored = World(), []
 
     class Stale(FakeGenerator):
@@ -84,37 +80,33 @@ def test_what_comes_of_a_group_that_was_given_up_is_neither_scored_nor_trained_o
         scored.append(sample.group_id)
         return sample
 
-    async def scenario() -> None:
-        recipe, generator = recipe_of(steps=12, staleness=1.0, max_staleness=1), Stale(world, lambda s: str(s.index))
-        stage = stage_of(recipe, world, tmp_path, generator=generator, score=score)
-        await stage.publish()
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    recipe, generator = recipe_of(steps=12, staleness=1.0, max_staleness=1), Stale(world, lambda s: str(s.index))
+    stage = stage_of(recipe, world, tmp_path, generator=generator, score=score)
+    drive(stage, publish=True)
     assert "0" not in scored and scored.count("0.1") == 2
     assert [s.group_id for batch in world.batches for s in batch if s.prompt_id == "p0"] == ["0.1", "0.1"]
 
 
 @pytest.mark.parametrize("sync_every", [1, 2])
 @pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0])
-def test_without_a_tail_no_sample_is_staler_than_the_threshold_allows(tmp_path: Path, staleness: float, sync_every: int) -> None:
+def test_staleness_is_within_the_threshold_without_a_long_tail(tmp_path: Path, staleness: float, sync_every: int) -> None:
     world = run(recipe_of(staleness=staleness, sync_every=sync_every), tmp_path)
     assert len(world.batches) == 6
     for step, metrics in world.rows:
         assert metrics["async/staleness_max"] <= math.ceil(staleness), f"step {step}"
 
 
-def test_nothing_is_generated_ahead_that_would_get_too_old_in_line(tmp_path: Path) -> None:
+def test_groups_never_expire_while_waiting_in_the_buffer(tmp_path: Path) -> None:
     world = run(recipe_of(staleness=5.0, max_staleness=1, steps=20), tmp_path)
     assert {metrics["async/asked_again"] for _, metrics in world.rows} == {0.0}
     assert max(metrics["async/staleness_max"] for _, metrics in world.rows) == 1
 
 
-def test_with_staleness_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:
+def test_generation_overlaps_training_with_staleness(tmp_path: Path) -> None:
     assert run(recipe_of(staleness=1.0), tmp_path).made_while_updating > 0
 
 
-def test_without_staleness_trainer_and_rollout_take_turns(tmp_path: Path) -> None:
+def test_generation_and_training_alternate_without_staleness(tmp_path: Path) -> None:
     assert run(recipe_of(staleness=0.0), tmp_path).made_while_updating == 0
 
 
@@ -136,7 +128,7 @@ def test_every_drawn_prompt_is_trained_waiting_or_in_flight(tmp_path: Path) -> N
     assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))
 
 
-def test_with_zero_staleness_all_tokens_are_of_the_published_version(tmp_path: Path) -> None:
+def test_tokens_are_of_the_published_version_with_zero_max_staleness(tmp_path: Path) -> None:
     world = run(recipe_of(steps=8, staleness=1, max_staleness=0), tmp_path)
     assert len(world.rows) == 8 and max(metrics["async/staleness_max"] for _, metrics in world.rows) == 0
 
@@ -148,7 +140,7 @@ def test_batches_hold_whole_groups_with_rewards(tmp_path: Path) -> None:
         assert [s.reward for s in batch] == [0.0, 1.0] * 4
 
 
-def test_a_deterministic_run_trains_on_prompts_in_the_order_of_the_data(tmp_path: Path) -> None:
+def test_deterministic_run_trains_in_the_order_of_the_data(tmp_path: Path) -> None:
     world = run(recipe_of(deterministic=True), tmp_path)
     assert [s.prompt_id for batch in world.batches for s in batch[::2]] == [f"p{i}" for i in range(24)]
 
@@ -160,13 +152,13 @@ def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
     assert world.rows[-1][1]["reward/signal_fraction"] == pytest.approx(0.5, abs=0.1)
 
 
-def test_groups_without_signal_that_are_trained_on_are_not_counted_as_having_any(tmp_path: Path) -> None:
+def test_signal_fraction_excludes_trained_groups_without_signal(tmp_path: Path) -> None:
     recipe = recipe_of(deterministic=True, dynamic_sampling=False)
     world = run(recipe, tmp_path, lambda s: str(s.index) if int(s.prompt_id[1:]) % 4 == 0 else "0")
     assert [metrics["reward/signal_fraction"] for _, metrics in world.rows] == [0.25] * 6
 
 
-def test_a_task_that_never_gives_signal_ends_the_run_instead_of_going_on_for_ever(tmp_path: Path) -> None:
+def test_run_fails_after_many_groups_without_signal(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=f"{BATCHES_WITHOUT_SIGNAL * 4} groups in a row had no signal .* mtpctl samples RUN --worst"):
         run(recipe_of(), tmp_path, lambda s: "0")
 
@@ -175,7 +167,7 @@ def with_deadline(recipe: Recipe, seconds: float) -> Recipe:
     return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"step_deadline_s": seconds})})
 
 
-def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_path: Path) -> None:
+def test_batch_has_no_deadline_while_responses_arrive(tmp_path: Path) -> None:
     """Eight responses, one after the other, take longer than nothing may happen."""
     recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.5), World()
     turn = asyncio.Lock()
@@ -185,15 +177,12 @@ def test_a_batch_may_take_as_long_as_it_likes_while_its_responses_come_in(tmp_pa
             async with turn:
                 await asyncio.sleep(0.1)
 
-    async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, generator=OneByOne(world, lambda s: str(s.index)))
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe, world, tmp_path, generator=OneByOne(world, lambda s: str(s.index)))
+    drive(stage)
     assert len(world.batches) == 1
 
 
-def test_nor_is_a_run_ended_for_what_it_is_known_to_wait_for(tmp_path: Path) -> None:
+def test_reported_wait_suspends_the_deadline(tmp_path: Path) -> None:
     """Such as a host for its engines, of which something else tells."""
     recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
     there = asyncio.Event()
@@ -215,7 +204,7 @@ def test_nor_is_a_run_ended_for_what_it_is_known_to_wait_for(tmp_path: Path) -> 
     assert len(world.batches) == 1
 
 
-def test_a_rollout_from_which_nothing_comes_any_more_ends_the_run_and_says_how_far_it_was(tmp_path: Path) -> None:
+def test_stuck_rollout_fails_the_run_and_reports_its_progress(tmp_path: Path) -> None:
     recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
 
     class Stuck(FakeGenerator):
@@ -231,7 +220,7 @@ def test_a_rollout_from_which_nothing_comes_any_more_ends_the_run_and_says_how_f
         asyncio.run(scenario())
 
 
-def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
+def test_stop_takes_effect_at_the_next_step(tmp_path: Path) -> None:
     recipe, world = recipe_of(steps=1000), World()
 
     async def scenario() -> RunState:
@@ -247,7 +236,7 @@ def test_a_stop_is_taken_at_the_next_step(tmp_path: Path) -> None:
     assert state.step == len(world.batches) < 1000
 
 
-def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_path: Path) -> None:
+def test_rollout_failure_during_an_update_waits_for_the_update(tmp_path: Path) -> None:
     """So that a checkpoint of it can be taken."""
     recipe, world = recipe_of(staleness=2.0), World()
     under_way = asyncio.Event()
@@ -277,7 +266,7 @@ def test_a_rollout_that_fails_during_an_update_leaves_the_weights_of_a_step(tmp_
     assert (state.step, state.updating, len(world.batches)) == (2, False, 2)
 
 
-def test_a_rollout_that_fails_during_a_sync_loses_no_row_of_the_metrics(tmp_path: Path) -> None:
+def test_rollout_failure_during_a_sync_loses_no_metrics(tmp_path: Path) -> None:
     """The checkpoint that is taken then holds the update, and a resumed run does not repeat it."""
     recipe, world = recipe_of(staleness=2.0), World()
     syncing = asyncio.Event()
@@ -320,7 +309,7 @@ def kept_by(stage: RlStage, path: Path) -> set[int]:
     return numbers_of(complete) | numbers_of(again)
 
 
-def test_a_stop_loses_no_group(tmp_path: Path) -> None:
+def test_stop_loses_no_group(tmp_path: Path) -> None:
     """Also where the next batch is there already."""
     recipe, world = recipe_of(steps=1000, staleness=2.0), World()
 
@@ -363,7 +352,7 @@ class OneEngine(FakeGenerator):
             self.busy += (self.ended - since) / 4
 
 
-def test_a_reward_that_takes_long_keeps_the_engines_as_busy_as_none(tmp_path: Path) -> None:
+def test_slow_reward_does_not_make_engines_idle(tmp_path: Path) -> None:
     """As long as a hundred responses of an engine: as 2 s are to responses of 20 ms; groups ahead are what async lets in."""
 
     def share(seconds: float) -> tuple[float, list[float]]:
@@ -388,7 +377,7 @@ def test_a_reward_that_takes_long_keeps_the_engines_as_busy_as_none(tmp_path: Pa
     assert waited == pytest.approx([0.2] * len(waited)) and waited
 
 
-def test_rewards_of_a_group_are_taken_at_once_and_each_when_its_response_is_there(tmp_path: Path) -> None:
+def test_rewards_are_computed_concurrently_as_responses_arrive(tmp_path: Path) -> None:
     """None waits for the others of its group: the first is rewarded while the second is still being generated."""
     world, seen = World(), []
 
@@ -418,7 +407,7 @@ def run_with_failures(recipe: Recipe, tmp_path: Path, failed: Outcome, fails: Ca
             return failed
         return Outcome(float(response == problem.answer), {"tone": 0.5})
 
-    asyncio.run(asyncio.wait_for(stage_of(recipe, world, tmp_path, reward=reward).run(), 20))
+    drive(stage_of(recipe, world, tmp_path, reward=reward))
     return world
 
 
@@ -432,7 +421,7 @@ def test_parts_of_rewards_are_logged_and_failures_counted(tmp_path: Path) -> Non
     assert sum(row["reward/timeouts"] for _, row in world.rows) >= 24
 
 
-def test_a_group_with_a_reward_that_is_missing_is_left_out_and_replaced(tmp_path: Path) -> None:
+def test_group_with_a_missing_reward_is_replaced(tmp_path: Path) -> None:
     failed = Outcome(None, error="judge.py:3: ValueError")
     world = run_with_failures(recipe_of(), tmp_path, failed, lambda s: s.prompt_id in ("p1", "p4") and s.index == 1)
     trained = {sample.prompt_id for batch in world.batches for sample in batch}
@@ -441,12 +430,12 @@ def test_a_group_with_a_reward_that_is_missing_is_left_out_and_replaced(tmp_path
     assert {row["reward/signal_fraction"] for _, row in world.rows} == {1.0}, "they are counted apart"
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_what_it_said(tmp_path: Path) -> None:
+def test_reward_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"^reward\.on_error: 80 groups in a row were left out \(the last: judge\.py:3: ValueError\)"):
         run_with_failures(recipe_of(), tmp_path, Outcome(None, error="judge.py:3: ValueError"), lambda s: True)
 
 
-def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
+def test_group_awaiting_its_reward_is_in_flight(tmp_path: Path) -> None:
     """It counts for staleness, and a checkpoint has it asked for again."""
     world, checking, checked = World(), asyncio.Event(), asyncio.Event()
 
@@ -470,7 +459,7 @@ def test_a_group_that_is_being_rewarded_is_in_flight(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(tmp_path: Path) -> None:
+def test_requeued_groups_are_in_the_next_checkpoint(tmp_path: Path) -> None:
     async def scenario() -> None:
         stage = stage_of(recipe_of(), World(), tmp_path, lambda s: str(s.index))
         again = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(3)]
@@ -481,7 +470,7 @@ def test_groups_that_wait_to_be_asked_for_again_are_in_the_next_checkpoint_too(t
     asyncio.run(scenario())
 
 
-def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_was_not(tmp_path: Path) -> None:
+def test_run_resumed_between_syncs_generates_no_more_ahead(tmp_path: Path) -> None:
     """It syncs where the other does not, and then has only what is left of the interval to generate for."""
     world = World()
 
@@ -505,7 +494,7 @@ def test_a_run_resumed_between_two_syncs_generates_no_more_ahead_than_one_that_w
 
 
 @pytest.mark.parametrize("sync_every", [1, 2])
-def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_allows(tmp_path: Path, sync_every: int) -> None:
+def test_resumed_groups_are_within_the_staleness_threshold(tmp_path: Path, sync_every: int) -> None:
     """The weights that a resumed run begins with have a version already, where it was stopped behind a sync."""
     recipe = recipe_of(steps=8, staleness=1.0, sync_every=sync_every)
     stopped, resumed = World(), World()
@@ -542,19 +531,16 @@ def test_groups_that_waited_in_a_checkpoint_are_no_staler_than_the_threshold_all
     assert [metrics["async/version"] for _, metrics in rows] == [1 + step // sync_every for step in range(1, 9)], "as without a stop"
 
 
-def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Path) -> None:
+def test_responses_cut_by_the_deadline_are_counted_and_reported(tmp_path: Path) -> None:
     recipe, world = recipe_of(steps=2), World()
 
     class Cutting(FakeGenerator):
         async def wait(self, sample: Sample) -> None:
             sample.finish_reason = DEADLINE if sample.index == 0 else "stop"
 
-    async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, generator=Cutting(world, lambda s: str(s.index)))
-        hold_out(stage)
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe, world, tmp_path, generator=Cutting(world, lambda s: str(s.index)))
+    hold_out(stage)
+    drive(stage)
     evaluated, trained = [[m for _, m in world.rows if name in m] for name in ("eval/accuracy", "reward/mean")]
     assert [metrics["eval/deadline_fraction"] for metrics in evaluated] == [1.0, 1.0]
     assert [metrics["response/deadline_fraction"] for metrics in trained] == [0.5, 0.5]
@@ -565,7 +551,7 @@ def test_what_is_cut_by_time_is_counted_and_told_in_evaluations_too(tmp_path: Pa
     ]
 
 
-def test_the_last_evaluation_is_of_the_last_update(tmp_path: Path) -> None:
+def test_last_evaluation_uses_the_last_update(tmp_path: Path) -> None:
     """Also where the last updates were not due to be synced yet."""
     world, seen = World(), []
 
@@ -573,16 +559,13 @@ def test_the_last_evaluation_is_of_the_last_update(tmp_path: Path) -> None:
         seen.append((world.version, len(world.batches)))
         return await right_or_wrong(response, problem, sample)
 
-    async def scenario() -> None:
-        stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, reward=reward)
-        hold_out(stage)
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, reward=reward)
+    hold_out(stage)
+    drive(stage)
     assert seen[-1] == (2, 6)
 
 
-def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -> None:
+def test_empty_response_is_rewarded_and_not_scored(tmp_path: Path) -> None:
     """What a deadline may leave."""
     world, scored = World(), []
 
@@ -590,37 +573,31 @@ def test_a_response_without_a_token_is_rewarded_and_not_scored(tmp_path: Path) -
         scored.append(len(sample.response_ids))
         return sample
 
-    async def scenario() -> None:
-        stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "", score=score)
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "", score=score)
+    drive(stage)
     assert set(scored) == {1}
     assert [s.reward for s in world.batches[0]] == [0.0, 1.0] * 4
 
 
-def test_nothing_beyond_the_context_is_scored_or_trained_on(tmp_path: Path) -> None:
+def test_tokens_beyond_the_context_are_neither_scored_nor_trained_on(tmp_path: Path) -> None:
     """Where an environment's last answer reaches."""
     world = run(recipe_of(), tmp_path, lambda s: str(s.index) if s.index else "0" * 100)
     assert max(len(s.prompt_ids) + len(s.response_ids) for batch in world.batches for s in batch) == 64
 
 
 @pytest.mark.parametrize(("resumed_at", "evaluated"), [(0, [0, 2, 4, 6]), (2, [2, 4, 6]), (3, [4, 6])])
-def test_a_resumed_run_makes_up_for_the_evaluation_it_may_have_ended_in(tmp_path: Path, resumed_at: int, evaluated: list[int]) -> None:
+def test_resumed_run_repeats_the_evaluation_that_was_due(tmp_path: Path, resumed_at: int, evaluated: list[int]) -> None:
     recipe, world = recipe_of(steps=6), World()
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"eval_every": 2})})
 
-    async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
-        hold_out(stage)
-        stage.state.step = resumed_at
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe, world, tmp_path, lambda s: str(s.index))
+    hold_out(stage)
+    stage.state.step = resumed_at
+    drive(stage)
     assert [step for step, metrics in world.rows if "eval/accuracy" in metrics] == evaluated
 
 
-def test_samples_of_updates_and_of_dropped_groups_are_kept_to_be_read(tmp_path: Path) -> None:
+def test_samples_of_updates_and_dropped_groups_are_recorded(tmp_path: Path) -> None:
     recipe = recipe_of(steps=3)
     assert recipe.telemetry.samples == 8
 
@@ -636,7 +613,7 @@ def test_samples_of_updates_and_of_dropped_groups_are_kept_to_be_read(tmp_path: 
     assert dropped and all(row["note"] == "no signal: every reward of its group is 1" for row in dropped)
 
 
-def test_with_samples_0_none_are_kept(tmp_path: Path) -> None:
+def test_no_samples_are_recorded_with_samples_0(tmp_path: Path) -> None:
     recipe = recipe_of(steps=2)
     recipe = recipe.model_copy(update={"telemetry": recipe.telemetry.model_copy(update={"samples": 0})})
     assert run(recipe, tmp_path).kept == []
@@ -671,7 +648,7 @@ def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path, hangs_at: int) -> 
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_speed_and_idle_shares_hold_around_evaluations(tmp_path: Path, wait: bool) -> None:
+def test_speed_and_idle_shares_are_correct_around_evaluations(tmp_path: Path, wait: bool) -> None:
     """What is generated during an evaluation is in the speed, and an engine with held-out problems alone is not idle."""
     recipe, world = recipe_of(steps=6), World()
     train, evaluation = recipe.train.model_copy(update={"eval_every": 1}), recipe.evaluation.model_copy(update={"wait": wait})
@@ -688,12 +665,9 @@ def test_speed_and_idle_shares_hold_around_evaluations(tmp_path: Path, wait: boo
     def text(sample: Sample) -> str:
         return "1" * 30 if sample.group_id.startswith("eval") else str(sample.index)
 
-    async def scenario() -> None:
-        stage = stage_of(recipe, world, tmp_path, generator=Slow(world, text))
-        hold_out(stage)
-        await asyncio.wait_for(stage.run(), 20)
-
-    asyncio.run(scenario())
+    stage = stage_of(recipe, world, tmp_path, generator=Slow(world, text))
+    hold_out(stage)
+    drive(stage)
     rows = [metrics for _, metrics in world.rows if "rollout/tokens_per_s" in metrics]
     evaluated = [metrics["timing_s/evaluation"] for _, metrics in world.rows if "timing_s/evaluation" in metrics]
     assert len(rows) == 6 and len(evaluated) == 7

@@ -51,7 +51,7 @@ def test_groups_in_flight_do_not_depend_on_data_parallel_ranks(tmp_path: Path, d
 
 
 @pytest.mark.parametrize("on_collapse", ["warn", "error"])
-def test_drafts_that_are_no_longer_accepted_after_a_sync_warn_or_end_the_run(tmp_path: Path, on_collapse: str) -> None:
+def test_acceptance_collapse_after_a_sync_warns_or_ends_the_run(tmp_path: Path, on_collapse: str) -> None:
     recipe = recipe_of(steps=12, staleness=0.0)
     recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"on_collapse": on_collapse})})
     world = World()
@@ -84,7 +84,7 @@ class Cached(FakeGenerator):
 
 
 @pytest.mark.parametrize(("share", "events"), [(None, 0), (0.0, 1), (1.0, 0)])
-def test_prompts_that_are_never_in_the_prefix_cache_are_reported_once(tmp_path: Path, share: float | None, events: int) -> None:
+def test_cold_prefix_cache_is_reported_once(tmp_path: Path, share: float | None, events: int) -> None:
     world = World()
     asyncio.run(asyncio.wait_for(stage_of(recipe_of(), world, tmp_path, generator=Cached(world, share)).run(), 20))
     rates = {metrics.get("rollout/prefix_cache_hit_rate") for _, metrics in world.rows}
@@ -105,7 +105,7 @@ def let_out(admission: Admission) -> int:
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, 8), (0.5, 12), (1.0, 16)])
-def test_at_most_one_plus_threshold_times_what_the_updates_until_the_next_sync_need(threshold: float, expected: int) -> None:
+def test_admission_is_limited_to_one_plus_threshold_times_the_consumption(threshold: float, expected: int) -> None:
     assert let_out(Admission(groups_per_step=4, sync_every=2, threshold=threshold)) == expected
 
 
@@ -123,7 +123,7 @@ def test_a_dropped_group_makes_room_for_its_replacement() -> None:
     assert let_out(admission) == 1
 
 
-def test_without_staleness_every_group_after_a_sync_is_of_the_new_weights() -> None:
+def test_every_group_after_a_sync_has_the_new_weights_without_staleness() -> None:
     admission = Admission(groups_per_step=3, sync_every=1, threshold=0.0)
     for _ in range(4):
         assert let_out(admission) == 3

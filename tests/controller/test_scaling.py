@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.telemetry.sample_log import read_samples
-from tests.controller.test_end_to_end import Start
+from tests.fakes.train_command import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -84,7 +84,7 @@ def scaled(run: Path, *sets: str) -> Iterator[Scaled]:
         start.process.wait()
 
 
-def test_a_run_is_scaled_while_it_trains_and_trains_every_prompt_once(tmp_path: Path) -> None:
+def test_scaled_run_trains_every_prompt_once(tmp_path: Path) -> None:
     with scaled(tmp_path / "run", "rollout.replicas={min: 1, max: 2}", "cluster.num_cpus=3") as run:
         run.wait_for(lambda: run.told("replica 1 serves") == 1)
         run.trains_on(2)
@@ -99,7 +99,7 @@ def test_a_run_is_scaled_while_it_trains_and_trains_every_prompt_once(tmp_path: 
         run.assert_trained_once()
 
 
-def test_replicas_follow_hosts_that_join_are_drained_and_die(tmp_path: Path) -> None:
+def test_replicas_follow_joining_draining_and_lost_hosts(tmp_path: Path) -> None:
     """Hosts are raylets of this machine: one for the trainer, and others with an engine or two each."""
     from ray._raylet import GcsClient
     from ray.cluster_utils import Cluster
@@ -133,7 +133,7 @@ def test_replicas_follow_hosts_that_join_are_drained_and_die(tmp_path: Path) -> 
         cluster.shutdown()
 
 
-def test_a_trainer_whose_host_is_gone_gets_the_place_of_a_replica_beyond_the_least(tmp_path: Path) -> None:
+def test_trainer_without_a_host_gets_the_bundle_of_a_replica_above_the_minimum(tmp_path: Path) -> None:
     """Four hosts of one CPU each, and no other joins: without that the run would wait for one for ever."""
     from ray.cluster_utils import Cluster
 

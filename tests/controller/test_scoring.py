@@ -43,14 +43,14 @@ def scored(server: Server) -> tuple[Sample, dict[str, float]]:
     return asyncio.run(scoring(sample)), scoring.metrics()
 
 
-def test_what_is_late_is_asked_for_again() -> None:
+def test_late_answer_is_requested_again() -> None:
     sample, metrics = scored(server := Server(late=1))
     assert (list(sample.old_logprobs or ()), sample.old_version) == ([-1.0, -2.0], 3)
     assert (metrics["logprob/late"], metrics["logprob/left_to_trainer"]) == (1, 0)
     assert [request.temperature for request in server.asked] == [0.7, 0.7]
 
 
-def test_what_is_late_again_is_left_to_the_trainer_which_scores_what_has_no_old_log_probs() -> None:
+def test_trainer_scores_requests_that_time_out_twice() -> None:
     sample, metrics = scored(server := Server(late=99))
     assert (sample.old_logprobs, sample.old_version) == (None, None)
     assert len(server.asked) == ATTEMPTS
@@ -58,13 +58,13 @@ def test_what_is_late_again_is_left_to_the_trainer_which_scores_what_has_no_old_
     assert "logprob/wait_seconds" not in metrics, "of no answer"
 
 
-def test_a_server_that_is_gone_ends_the_run() -> None:
+def test_lost_server_ends_the_run() -> None:
     with pytest.raises(RuntimeFailure, match="every log-prob replica failed"):
         scored(Server(0, RuntimeFailure("every log-prob replica failed: 0: …")))
 
 
 @pytest.mark.parametrize(("replay", "kept"), [("rollout", GIVEN), ("recompute", RECORDED), ("off", GIVEN)])
-def test_a_sample_is_scored_under_its_routes_or_gets_those_of_the_pass(replay: Any, kept: Routes) -> None:
+def test_sample_is_scored_with_its_routes_or_gets_those_of_the_pass(replay: Any, kept: Routes) -> None:
     server = Server(0)
     sample = Sample("p", "g", [5], response_ids=[1, 2], routes=GIVEN, index=3)
     asyncio.run(Scoring(cast(LogprobServer, server), temperature=0.7, replay=replay)(sample))

@@ -49,7 +49,7 @@ async def train(learner: Learner, *, resumed: bool = False) -> int:
 
 
 @pytest.mark.parametrize("stop_at", [0, 7])
-def test_the_stage_ends_once_its_last_losses_are_low_enough_over_a_stop_too(tmp_path: Path, stop_at: int) -> None:
+def test_stage_ends_at_until_loss_across_a_stop(tmp_path: Path, stop_at: int) -> None:
     async def main() -> int:
         reached = await train(Learner(tmp_path, stop_at))
         return await train(Learner(tmp_path), resumed=True) if reached == stop_at else reached
@@ -57,7 +57,7 @@ def test_the_stage_ends_once_its_last_losses_are_low_enough_over_a_stop_too(tmp_
     assert asyncio.run(main()) == 5 + WINDOW
 
 
-def test_a_conversation_goes_to_the_trainer_with_the_mask_of_the_assistants_turns(tmp_path: Path) -> None:
+def test_conversation_is_masked_to_the_assistants_turns(tmp_path: Path) -> None:
     class Recording(Learner):
         async def sft_step(self, rows: list[Any]) -> dict[str, float]:
             trained.extend(rows)

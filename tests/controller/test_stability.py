@@ -44,53 +44,53 @@ def swinging(t: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_run_that_learns_steadily_is_left_alone(seed: int) -> None:
+def test_steady_run_has_no_warning(seed: int) -> None:
     values, said = run(rising, 80, seed)
     assert not said
     assert len(values) == 80 - MIN_UPDATES + 1 and statistics.fmean(values) > 0.6
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_cycle_is_told_once_in_a_window(seed: int) -> None:
+def test_cycle_is_reported_once_per_window(seed: int) -> None:
     values, said = run(swinging, 3 * WINDOW, seed)
     assert statistics.fmean(values) < 0.35
     assert 2 <= len(said) <= 3 and all("swings" in each for each in said)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_learning_within_a_few_updates_is_no_cycle(seed: int) -> None:
+def test_fast_learning_is_not_a_cycle(seed: int) -> None:
     _, said = run(lambda t: 0.1 + 0.8 / (1 + math.exp(-(t - 25) / 2)), 60, seed)
     assert not said
 
 
-def test_the_key_that_turns_it_is_named() -> None:
+def test_warning_names_the_key_to_change() -> None:
     assert "train.rl.old_logprobs at auto" in run(swinging, 20, sets=("train.rl.old_logprobs=recompute",))[1][0]
     assert "async.staleness_threshold" not in run(swinging, 20)[1][0]
 
 
-def test_a_lasting_fall_is_told() -> None:
+def test_lasting_fall_is_reported() -> None:
     _, said = run(lambda t: 0.8 if t < 30 else max(0.3, 0.8 - 0.03 * (t - 30)), 60)
     assert any("has fallen by" in each for each in said)
 
 
-def test_an_entropy_that_grows_is_told() -> None:
+def test_growing_entropy_is_reported() -> None:
     watch, draw, said = StabilityWatch(load_recipe("tiny_mtp").recipe), random.Random(0), []
     for t in range(40):
         said.append(watch.update(groups(draw, 0.6), {"actor/entropy": 0.02 * (1.08**t)})[1])
     assert any(each and "entropy has grown" in each for each in said)
 
 
-def test_groups_that_do_not_scatter_say_nothing() -> None:
+def test_constant_rewards_give_no_metric() -> None:
     watch = StabilityWatch(load_recipe("tiny_mtp").recipe)
     assert watch.update([], {}) == ({}, None) and watch.update([0.5], {}) == ({}, None)
     values = [watch.update([0.5, 0.5], {})[0] for _ in range(MIN_UPDATES)]
     assert values[-1] == {"rl/stability": 1.0}
 
 
-def test_a_parabola_leaves_nothing() -> None:
+def test_parabola_has_no_residuals() -> None:
     assert max(map(abs, residuals([3 + 2 * i - 0.5 * i * i for i in range(12)]))) < 1e-9
 
 
-def test_autocorrelation_of_an_alternation() -> None:
+def test_autocorrelation_of_an_alternating_series() -> None:
     values = [1.0, -1.0] * 8
     assert autocorrelation(values, 1) == -1 and autocorrelation(values, 2) == 1

@@ -42,7 +42,7 @@ async def step(state: RunState, trainer: TrainerGroup) -> None:
     await state.checkpoint_if_due(trainer)
 
 
-def test_a_checkpoint_counts_before_the_next_step(tmp_path: Path) -> None:
+def test_checkpoint_is_published_before_the_next_step(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path)
         for _ in range(5):
@@ -94,7 +94,7 @@ def test_without_minutes_only_updates_count(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_a_stage_that_fails_between_updates_leaves_what_it_did_since_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_failed_stage_saves_updates_since_the_newest_checkpoint(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path)
         assert await state.rescue(group) is None, "nothing was trained"
@@ -111,7 +111,7 @@ def test_a_stage_that_fails_between_updates_leaves_what_it_did_since_the_newest_
     asyncio.run(main())
 
 
-def test_a_stage_that_fails_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+def test_failed_stage_waits_for_the_checkpoint_in_progress(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=True)
         await step(state, group)
@@ -121,7 +121,7 @@ def test_a_stage_that_fails_waits_for_the_checkpoint_that_is_being_written(tmp_p
     asyncio.run(main())
 
 
-def test_where_none_is_kept_none_is_written(tmp_path: Path) -> None:
+def test_no_checkpoint_is_written_with_keep_checkpoints_0(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, keep_checkpoints=0)
         await step(state, group)
@@ -133,7 +133,7 @@ def test_where_none_is_kept_none_is_written(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_one_written_beside_counts_once_it_is_whole_with_the_state_it_was_begun_in(tmp_path: Path) -> None:
+def test_async_checkpoint_is_published_when_complete_with_its_initial_state(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=True)
         await step(state, group)
@@ -148,7 +148,7 @@ def test_one_written_beside_counts_once_it_is_whole_with_the_state_it_was_begun_
     asyncio.run(main())
 
 
-def test_the_next_one_and_a_stop_wait_for_it(tmp_path: Path) -> None:
+def test_next_checkpoint_and_stop_wait_for_the_current_one(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=True)
         for _ in range(4):
@@ -161,9 +161,7 @@ def test_the_next_one_and_a_stop_wait_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_what_could_not_be_written_is_tried_again_after_a_later_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
-) -> None:
+def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
     now = clock(monkeypatch)
 
     async def main() -> None:
@@ -188,7 +186,7 @@ def test_what_could_not_be_written_is_tried_again_after_a_later_update(
     asyncio.run(main())
 
 
-def test_a_run_ends_where_checkpoints_cannot_be_written_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_fails_after_minutes_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = clock(monkeypatch)
 
     async def main() -> None:
@@ -207,7 +205,7 @@ def test_a_run_ends_where_checkpoints_cannot_be_written_for_long(tmp_path: Path,
     asyncio.run(main())
 
 
-def test_the_last_checkpoint_of_a_stage_must_be_written_and_may_take_the_place_of_one_that_was_not(tmp_path: Path) -> None:
+def test_final_checkpoint_replaces_a_failed_one(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=True)
         for _ in range(2):
@@ -224,7 +222,7 @@ def test_the_last_checkpoint_of_a_stage_must_be_written_and_may_take_the_place_o
 
 
 @pytest.mark.parametrize("part", ["run.json", "buffer.jsonl"])
-def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Published, it would be a run whose groups are lost. What was done since the one before it is saved once there is room."""
     full = True
     write = Path.write_text
@@ -258,7 +256,7 @@ def test_a_checkpoint_without_the_controllers_part_is_given_up(tmp_path: Path, m
     asyncio.run(main())
 
 
-def test_the_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
     told: list[str] = []
     root = tmp_path / "checkpoints"
     assert (ended_stages(root), newest_version(root, told.append)) == ([], (None, 0))
@@ -277,7 +275,7 @@ def test_the_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("applied", [0.0, 0.25, 0.75])
-def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_in_part_restarts_the_count(applied: float) -> None:
+def test_skipped_updates_in_a_row_end_the_run_unless_one_is_partly_applied(applied: float) -> None:
     bad = 0
     for skipped in (1.0, 1.0, applied, 1.0, 1.0):
         bad = check_applied({"skipped": skipped}, bad, 3)
@@ -285,7 +283,7 @@ def test_skipped_updates_in_a_row_end_the_run_and_one_that_is_applied_in_part_re
         check_applied({"skipped": 1.0}, bad, 3)
 
 
-def test_the_checkpoint_at_the_end_of_a_stage_has_its_buffer_and_the_next_stage_has_not(tmp_path: Path) -> None:
+def test_buffer_is_in_the_final_checkpoint_of_its_stage_only(tmp_path: Path) -> None:
     """So that it can go on."""
 
     async def main() -> None:
@@ -312,7 +310,7 @@ def test_the_checkpoint_at_the_end_of_a_stage_has_its_buffer_and_the_next_stage_
         ("sft", {"steps": 6, "until_loss": 0.1}, {"steps": 4}, False),
     ],
 )
-def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
+def test_ended_stage_continues_if_more_updates_are_configured(
     tmp_path: Path, stage: str, sft: dict[str, Any], rl: dict[str, Any], goes_on: bool
 ) -> None:
     """But not one that came before another, nor one that its loss has ended."""
@@ -329,7 +327,7 @@ def test_a_stage_that_ended_last_goes_on_where_more_updates_are_asked_for(
 
 
 @pytest.mark.parametrize("text", ["{}", '{"version": null}', "[]", "{"])
-def test_a_folder_with_somebody_elses_state_is_no_checkpoint(text: str, tmp_path: Path) -> None:
+def test_folder_with_a_foreign_state_is_not_a_checkpoint(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"^--from: .*(metadata|run)\.json is (missing|truncated or overwritten); name another"):
         version_named(str(tmp_path), report=print)

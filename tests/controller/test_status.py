@@ -48,7 +48,7 @@ def with_client(telemetry: Telemetry, counts: ReplicaCounts | None, use: Callabl
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_was_logged_last_is_shown(tmp_path: Path) -> None:
+def test_page_shows_the_latest_values(tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
         found = (await client.get("/status.json")).json()
         assert (found["state"], found["stage"], found["step"], found["steps"]) == ("running", "rl", 7, 20)
@@ -90,7 +90,7 @@ def test_what_was_logged_last_is_shown(tmp_path: Path) -> None:
         with_client(telemetry, COUNTS, use)
 
 
-def test_before_the_first_step_there_is_a_page_too(tmp_path: Path) -> None:
+def test_page_exists_before_the_first_step(tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
         found = (await client.get("/status.json")).json()
         assert (found["stage"], found["step"], found["reward"], found["replicas"]) == ("", 0, None, None)
@@ -100,7 +100,7 @@ def test_before_the_first_step_there_is_a_page_too(tmp_path: Path) -> None:
         with_client(telemetry, None, use)
 
 
-def test_a_run_that_was_resumed_shows_what_it_goes_on_from(tmp_path: Path) -> None:
+def test_resumed_run_shows_its_previous_values(tmp_path: Path) -> None:
     with telemetry_of(tmp_path / "run") as telemetry:
         for step in (1, 2, 3):
             telemetry.log(step, {"reward/mean": step / 10}, "rl")
@@ -115,7 +115,7 @@ def test_a_run_that_was_resumed_shows_what_it_goes_on_from(tmp_path: Path) -> No
         with_client(telemetry, None, use)
 
 
-def test_an_address_that_is_taken_or_elsewhere_is_told_with_its_key() -> None:
+def test_unusable_address_is_reported_with_its_key() -> None:
     taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); choose another$"
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match=taken):
         status_socket(TelemetryConfig(http=f"127.0.0.1:{other.getsockname()[1]}"))
@@ -124,7 +124,7 @@ def test_an_address_that_is_taken_or_elsewhere_is_told_with_its_key() -> None:
     assert status_socket(TelemetryConfig()) is None
 
 
-def test_its_json_is_json_whatever_was_logged(tmp_path: Path) -> None:
+def test_status_json_is_valid_for_any_metric(tmp_path: Path) -> None:
     with telemetry_of(tmp_path / "run") as telemetry:
         telemetry.log(1, {"reward/mean": math.inf, "eval/accuracy": math.nan}, "rl")
         assert json.loads(json.dumps(telemetry.live.as_json(), allow_nan=False))["reward"] == "Infinity"
@@ -133,7 +133,7 @@ def test_its_json_is_json_whatever_was_logged(tmp_path: Path) -> None:
 # What a run says that it waits for.
 
 
-def test_a_wait_is_told_with_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "REPORT_S", 0.001)
     told: list[Sequence[str]] = []
 
@@ -152,7 +152,7 @@ def test_a_wait_is_told_with_the_newest_line_of_its_actor(tmp_path: Path, monkey
     assert told[-1] == [], "nothing is left to wait for"
 
 
-def test_what_an_earlier_run_printed_is_not_told(tmp_path: Path) -> None:
+def test_wait_ignores_output_of_an_earlier_run(tmp_path: Path) -> None:
     log = tmp_path / "trainer-rank-0.log"
     log.write_text("── yesterday\nit died\n")
     os.utime(log, (1.0, 1.0))

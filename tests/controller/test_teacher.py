@@ -89,7 +89,7 @@ def taught(url: str, *samples: Sample, **options: Any) -> None:
     asyncio.run(run())
 
 
-def test_its_log_probs_reach_the_sample_and_the_advantages() -> None:
+def test_log_probs_reach_the_sample_and_the_advantages() -> None:
     sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
     sample.old_logprobs = sample.behaviour_logprobs
     with server(scored) as (url, asked):
@@ -139,18 +139,18 @@ def test_samples_without_a_teacher_have_no_kl() -> None:
         (lambda body, number: (503, {}), r"gave no log-probs of p/0 within 0\.5 s"),
     ],
 )
-def test_a_teacher_that_gives_none_ends_the_run(answers: Answers, told: str) -> None:
+def test_teacher_without_an_answer_ends_the_run(answers: Answers, told: str) -> None:
     with server(answers) as (url, _), pytest.raises(RuntimeFailure, match=told):
         taught(url, sample_of([-1.0], [1]), timeout_s=0.5, topk=3)
 
 
-def test_nobody_there_and_a_page_that_is_no_server() -> None:
+def test_unreachable_server_and_other_web_page_are_rejected() -> None:
     with pytest.raises(UserError, match=r"train\.rl\.teacher\.url: nothing answers at http://127\.0\.0\.1:9"):
         taught("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_another_tokenizer_is_refused(same: bool) -> None:
+def test_other_tokenizer_is_rejected(same: bool) -> None:
     def tokens(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
         ids = list(body["text"].encode())
         return 200, {"data": [{"token_ids": ids[1:] if same else [each + 1 for each in ids[1:]]}]}
@@ -227,7 +227,7 @@ def test_a_server_that_is_not_a_log_prob_server_is_rejected_at_the_start(status:
         made.server_close()
 
 
-def test_a_hint_stands_in_the_teachers_prompt_alone() -> None:
+def test_hint_is_only_in_the_teachers_prompt() -> None:
     server, sample = Server(), sample_of([-1.0, -1.0], [1, 1])
     in_run(server, sample, "{prompt} (level {level}: {answer})")
     (asked,) = server.asked
@@ -236,7 +236,7 @@ def test_a_hint_stands_in_the_teachers_prompt_alone() -> None:
     assert sample.prompt_ids.tolist() == [5, 6] and sample.teacher_logprobs is not None
 
 
-def test_a_hint_goes_into_the_last_message_of_the_user() -> None:
+def test_hint_replaces_the_last_user_message() -> None:
     server, sample = Server(), sample_of([-1.0], [1])
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "12+34="})
     in_run(server, sample, "{prompt} Hint: {solution}", Problem("p", "all of it", "46", messages=messages))
@@ -245,12 +245,12 @@ def test_a_hint_goes_into_the_last_message_of_the_user() -> None:
     assert messages[2]["content"] == "12+34="
 
 
-def test_a_hint_of_a_column_that_is_not_there_is_told() -> None:
+def test_hint_with_an_unknown_column_is_rejected() -> None:
     told = r"train\.rl\.teacher\.hint: '\{nothing\}' cannot be formatted for p .*answer, level, prompt, solution"
     with pytest.raises(UserError, match=told):
         in_run(Server(), sample_of([-1.0], [1]), "{nothing}")
 
 
-def test_a_late_server_of_the_run_is_told_as_well() -> None:
+def test_late_answer_of_the_runs_server_is_reported() -> None:
     with pytest.raises(RuntimeFailure, match="the policy gave no log-probs of p/0 within 300 s"):
         in_run(Server(late=True), sample_of([-1.0], [1]), None)

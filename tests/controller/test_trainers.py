@@ -72,7 +72,7 @@ def group(*ranks: Rank) -> TrainerGroup:
         ([], TrainerLost, "no rank runs"),
     ],
 )
-def test_a_rank_is_lost_that_is_dead_or_silent_and_not_one_that_has_an_error(
+def test_rank_is_lost_if_dead_or_silent_and_not_if_it_raises(
     ranks: list[Rank], kind: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainers, "ALIVE_S", 0.2)
@@ -130,27 +130,27 @@ class Cluster:
         return started[-1], told, made.recipe.train.parallel.dp
 
 
-def test_ranks_come_back_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_restart_on_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cluster(monkeypatch, {"a": 8, "b": 0, "c": 0}).restart(monkeypatch) == (["b", "b", "c", "c"], [], 2)
 
 
-def test_those_whose_host_is_gone_move_together_to_one_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_lost_host_move_together(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Cluster(monkeypatch, {"a": 1, "c": 0, "d": 3})
     assert hosts.restart(monkeypatch) == (["c", "c", "d", "d"], [], 2)
     assert hosts.free == {"a": 1, "c": 0, "d": 1}
 
 
-def test_where_there_is_no_room_fewer_go_on_as_far_as_the_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_ranks_restart_if_room_is_missing_down_to_min_dp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cluster(monkeypatch, {"a": 1, "c": 0}).restart(monkeypatch, least=1) == (["c", "c"], [], 1)
 
 
-def test_else_the_run_waits_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_waits_for_a_host_without_min_dp(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Cluster(monkeypatch, {"a": 1, "c": 0})
     started, told, dp = hosts.restart(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
     assert (started, dp) == (["c", "c", "e", "e"], 2)
     assert told == ["no room for the trainer's ranks; waiting for a host that joins, or is free again"]
 
 
-def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_the_wait_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainerLost, match="a stop was requested"):
         Cluster(monkeypatch, {"a": 1, "c": 0}).restart(monkeypatch, then=lambda: "stop")

@@ -120,7 +120,7 @@ def settled(test: Callable[..., Awaitable[None]]) -> Callable[[str, Path], None]
 
 
 @settled
-async def test_generation_does_not_stand_for_a_pass_of_the_server(transport: str, root: Path) -> None:
+async def test_generation_is_not_paused_during_a_server_pass(transport: str, root: Path) -> None:
     world = World(transport, root)
     sync = await world.begin()
     await sync(1)  # imports what the first one imports
@@ -138,7 +138,7 @@ async def test_generation_does_not_stand_for_a_pass_of_the_server(transport: str
 
 
 @settled
-async def test_a_replica_whose_pass_does_not_end_is_replaced_and_nobody_waits_for_it(transport: str, root: Path) -> None:
+async def test_replica_with_an_endless_pass_is_replaced_without_a_wait(transport: str, root: Path) -> None:
     """Its request is done by the one that comes in its place, under the weights that the others have by then."""
     world = World(transport, root, deadline_s=PASS_S / 3)
     sync = await world.begin(2)
@@ -155,7 +155,7 @@ async def test_a_replica_whose_pass_does_not_end_is_replaced_and_nobody_waits_fo
 
 
 @settled
-async def test_a_replica_that_dies_in_its_last_pass_takes_no_part(transport: str, root: Path) -> None:
+async def test_replica_that_dies_in_its_last_pass_is_excluded(transport: str, root: Path) -> None:
     world = World(transport, root)
     sync = await world.begin(2)
     scoring = asyncio.create_task(world.server.score(LONG))
@@ -172,7 +172,7 @@ async def test_a_replica_that_dies_in_its_last_pass_takes_no_part(transport: str
 
 
 @settled
-async def test_what_fails_leaves_the_server_serving(transport: str, root: Path) -> None:
+async def test_server_serves_after_a_failed_sync(transport: str, root: Path) -> None:
     """A pushed version is tried twice, with a server that stands each time; a published one once."""
     world = World(transport, root, refusals=9)
     sync = await world.begin()
@@ -188,7 +188,7 @@ async def test_what_fails_leaves_the_server_serving(transport: str, root: Path) 
 
 
 @settled
-async def test_an_engine_that_refuses_once_has_it_at_the_second_try(transport: str, root: Path) -> None:
+async def test_engine_that_rejects_once_gets_the_version_at_the_retry(transport: str, root: Path) -> None:
     world = World(transport, root, refusals=1)
     sync = await world.begin()
     if transport == "shm":
@@ -202,7 +202,7 @@ async def test_an_engine_that_refuses_once_has_it_at_the_second_try(transport: s
 
 
 @settled
-async def test_a_sync_that_is_given_up_leaves_nothing_standing(transport: str, root: Path) -> None:
+async def test_cancelled_sync_leaves_nothing_paused(transport: str, root: Path) -> None:
     """While it waits for a pass of the server."""
     world = World(transport, root)
     sync = await world.begin()
@@ -255,7 +255,7 @@ def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable
 
 
 @over_a_pool
-async def test_without_partial_rollouts_a_response_may_take_longer_than_a_sync(
+async def test_response_may_outlast_the_sync_deadline_without_partial_rollout(
     root: Path, made: list[FakeReplica], pool: ReplicaPool
 ) -> None:
     """They have a deadline of their own. None of them sees two versions, and what is asked for meanwhile is of the new one."""
@@ -277,9 +277,7 @@ def pushing(root: Path, trainer: Trainer, pool: ReplicaPool) -> WeightSync:
 
 
 @over_a_pool
-async def test_an_engine_that_comes_back_while_a_version_is_announced_waits_for_the_next_one(
-    root: Path, made: list[FakeReplica], pool: ReplicaPool
-) -> None:
+async def test_engine_restarted_during_a_plan_waits_for_the_next_version(root: Path, made: list[FakeReplica], pool: ReplicaPool) -> None:
     """It was not named, so that those who were would not be complete with it, and the first try would be for nothing."""
 
     async def until_it_is_back() -> None:
@@ -296,9 +294,7 @@ async def test_an_engine_that_comes_back_while_a_version_is_announced_waits_for_
 
 
 @over_a_pool
-async def test_an_engine_that_dies_while_a_version_is_announced_has_the_others_try_again_at_once(
-    root: Path, made: list[FakeReplica], pool: ReplicaPool
-) -> None:
+async def test_engine_lost_during_a_plan_makes_the_others_retry_at_once(root: Path, made: list[FakeReplica], pool: ReplicaPool) -> None:
     async def dying() -> None:
         made[1].die()
         await pool.speculate()  # notices it

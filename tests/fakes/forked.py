@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has imported their modules, so that they start at once."""
+"""Ranks of one case, forked from a process that has imported what they need, so that each begins at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtpctl.model.parallel import Rank
 
 
 def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tuple[list[Any], str]:
-    """The results of `work` by rank; or an empty list and the error of the first failed rank."""
+    """What `work` found on each rank; or nothing, and the error of the first that failed."""
     fork = multiprocessing.get_context("fork")
     ends, processes = [], []
     for number in range(world):
@@ -50,7 +50,7 @@ def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: floa
 
 
 def in_gloo_group[T](work: Callable[[Rank], T]) -> Callable[[Rank], T]:
-    """Run `work` in a gloo process group of all ranks."""
+    """`work` inside a gloo process group of all ranks."""
 
     def joined(rank: Rank) -> T:
         store = join_store(rank.master, rank.deadline_s)

@@ -177,8 +177,19 @@ def stage_of(
 def run(recipe: Recipe, tmp_path: Path, text: Callable[[Sample], str] = lambda s: str(s.index)) -> World:
     """The stage to its end. By default the second response of every group is right, the first wrong."""
     world = World()
-    asyncio.run(asyncio.wait_for(stage_of(recipe, world, tmp_path, text).run(), 20))
+    drive(stage_of(recipe, world, tmp_path, text))
     return world
+
+
+def drive(stage: RlStage, *, publish: bool = False) -> None:
+    """Run the stage to its end, after a first sync if `publish`."""
+
+    async def main() -> None:
+        if publish:
+            await stage.publish()
+        await stage.run()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def hold_out(stage: RlStage) -> None:

@@ -13,14 +13,14 @@ from mtpctl.jobs import evaluate as jobs_evaluate
 from mtpctl.jobs.evaluate import Evaluation, evaluate_weights, render
 from mtpctl.jobs.targets import target_with_weights as asked
 from mtpctl.recipe.loading import dump_resolved
-from tests.cli.test_commands import mtpctl as mtpctl
-from tests.jobs.test_rollout import leave_checkpoint, recipe, silent
-from tests.jobs.test_rollout import run as run
+from tests.fakes.commands import mtpctl as mtpctl
+from tests.fakes.runs import leave_checkpoint, recipe, silent
+from tests.fakes.runs import run as run
 
 ROW = '{"question": "1+1=", "answer": "2"}\n'
 
 
-def test_a_run_has_its_recipe_and_its_newest_weights(run: Path) -> None:
+def test_run_provides_its_recipe_and_newest_weights(run: Path) -> None:
     (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(Path("elsewhere"), "seed=5")))
     with asked(str(run), None, [], ["rollout.temperature=0.5"]) as found:
         assert (found.recipe.seed, found.recipe.rollout.temperature, found.recipe.run_path, found.start) == (5, 0.5, run, None)
@@ -29,18 +29,18 @@ def test_a_run_has_its_recipe_and_its_newest_weights(run: Path) -> None:
         assert (found.recipe.run_path, found.start) == (run, str(checkpoint))
 
 
-def test_a_folder_of_weights_takes_everything_else_from_sets(run: Path) -> None:
+def test_weights_folder_takes_its_recipe_from_sets(run: Path) -> None:
     with asked(str(run / "model"), None, [], ["evaluation.sets.a.path=rows.jsonl"]) as found:
         assert found.recipe.model.path == found.start == str(run / "model")
         assert found.recipe.evaluation.sets["a"].path == "rows.jsonl"
 
 
-def test_a_recipe_by_name_and_weights_from_elsewhere() -> None:
+def test_recipe_by_name_with_weights_of_from() -> None:
     with asked("tiny_mtp", "runs/x", [], ["seed=3"]) as found:
         assert (found.recipe.seed, found.start) == (3, "runs/x")
 
 
-def test_a_folder_that_is_none_of_them_is_refused(tmp_path: Path) -> None:
+def test_other_folder_is_rejected(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"is neither a run \(recipe\.resolved\.yaml\), nor a checkpoint"),
         asked(str(tmp_path), None, [], []),
@@ -76,7 +76,7 @@ def test_a_folder_that_is_none_of_them_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_measured_is_told_before_anything_starts(
+def test_unusable_sets_are_reported_before_anything_starts(
     sets: list[str], told: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def started(*_: Any) -> None:
@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_is_told_before_anything_starts(
     assert "\n" not in str(caught.value)
 
 
-def test_held_out_rows_need_none_to_train_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_rows_do_not_require_training_rows(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a folder of weights, whose recipe names no data."""
 
     class Started(Exception):
@@ -109,7 +109,7 @@ def test_held_out_rows_need_none_to_train_on(run: Path, tmp_path: Path, monkeypa
         evaluate_weights(recipe(run, "data.task=null", "data.eval_path=no.jsonl"), n=None, report=silent)
 
 
-def test_the_table_names_every_set() -> None:
+def test_table_lists_every_set() -> None:
     shared = {"length_mean": 12.0, "truncated_fraction": 0.25}
     sets = {
         "held-out": {"n": 1, "accuracy": 0.5, "problems": 8.0, **shared},
@@ -123,7 +123,7 @@ def test_the_table_names_every_set() -> None:
 
 
 @pytest.mark.slow
-def test_engines_measure_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
+def test_engines_evaluate_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(ROW)
     held_out = f"evaluation.sets.a={{path: {tmp_path}/rows.jsonl, columns: {{prompt: question}}, n: 4}}"
     said: list[str] = []
@@ -134,7 +134,7 @@ def test_engines_measure_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
     assert 0 < found["sets"]["a"]["length_mean"] <= 16
 
 
-def test_check_reads_the_data_and_tells_its_mistakes(mtpctl: Any, tmp_path: Path) -> None:
+def test_check_reads_the_data_and_reports_mistakes(mtpctl: Any, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(ROW)
     data = ["--set", "data.task=null", "--set", f"data.path={rows}"]
@@ -162,7 +162,7 @@ def test_check_reads_the_data_and_tells_its_mistakes(mtpctl: Any, tmp_path: Path
     assert (broken.code, broken.err) == (2, f"error: {rows}:2: not UTF-8 text; save the file as UTF-8\n")
 
 
-def test_a_large_file_is_looked_at_for_as_long_as_there_is_time(tmp_path: Path) -> None:
+def test_large_file_is_inspected_within_the_time_limit(tmp_path: Path) -> None:
     from mtpctl.data.inspection import inspect_sets
     from mtpctl.recipe.data import DataConfig
     from mtpctl.recipe.evaluation import EvaluationConfig

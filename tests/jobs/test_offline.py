@@ -64,7 +64,7 @@ def answer(engine: Echo, path: Path, n: int, seed: int | None = None) -> Tally:
         return file.tally
 
 
-def test_requests_carry_the_recipes_sampling_and_fit_the_context(tmp_path: Path) -> None:
+def test_requests_have_the_sampling_parameters_and_fit_the_context(tmp_path: Path) -> None:
     engine = Echo()
     answer(engine, tmp_path / "o", 2)
     assert [(r.sample.prompt_id, r.sample.index, r.max_tokens) for r in engine.requests] == [
@@ -84,7 +84,7 @@ def test_only_prompts_with_an_answer_are_rewarded(tmp_path: Path) -> None:
     assert (tally.samples, tally.rewards, tally.reward) == (4, 2, 2.0)
 
 
-def test_what_was_finished_before_a_failure_stays_and_only_the_rest_is_asked_again(tmp_path: Path) -> None:
+def test_finished_samples_survive_a_failure_and_only_the_rest_is_generated(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure):
         answer(Echo(fail_after=3), tmp_path / "o", 2)
     again = Echo()
@@ -93,14 +93,14 @@ def test_what_was_finished_before_a_failure_stays_and_only_the_rest_is_asked_aga
     assert tally.samples == 4
 
 
-def test_more_responses_add_to_those_there(tmp_path: Path) -> None:
+def test_larger_n_adds_responses_to_the_file(tmp_path: Path) -> None:
     answer(Echo(), tmp_path / "o", 1)
     more = Echo()
     assert answer(more, tmp_path / "o", 3).samples == 6
     assert [r.sample.index for r in more.requests] == [1, 2, 1, 2]
 
 
-def test_a_seed_of_its_own_does_not_depend_on_what_is_there_already(tmp_path: Path) -> None:
+def test_request_seed_does_not_depend_on_existing_samples(tmp_path: Path) -> None:
     whole, rest = Echo(), Echo()
     answer(whole, tmp_path / "a", 3, seed=5)
     answer(Echo(), tmp_path / "b", 2, seed=5)
@@ -110,7 +110,7 @@ def test_a_seed_of_its_own_does_not_depend_on_what_is_there_already(tmp_path: Pa
     assert all(seeds[r.sample.prompt_id, r.sample.index] == r.seed for r in rest.requests)
 
 
-def test_the_summary_divides_by_what_there_is(tmp_path: Path) -> None:
+def test_summary_means_handle_missing_counts(tmp_path: Path) -> None:
     tally = answer(Echo(), tmp_path / "o", 2)
     found = summary(tally, made=4, tokens=8, seconds=2.0)
     assert (found["samples"], found["tokens"], found["tokens_per_s"], found["length_mean"]) == (4, 8, 4.0, 2.0)

@@ -11,44 +11,10 @@ import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.jobs import engines, rollout
-from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sample_file import SampleFile
-from tests.fakes.checkpoint_folders import write_checkpoint
-
-SMALL = (
-    "model.config={architectures: [MiMoForCausalLM], model_type: qwen2, hidden_size: 64, num_hidden_layers: 1, num_attention_heads: 2, "
-    "num_key_value_heads: 1, head_dim: 32, intermediate_size: 128, vocab_size: 320, rms_norm_eps: 1e-6, hidden_act: silu, "
-    "initializer_range: 0.1, max_position_embeddings: 64, num_nextn_predict_layers: 1, tie_word_embeddings: false, rope_theta: 10000.0}",
-    "rollout.max_tokens=16",
-    "rollout.temperature=0.7",
-    "cluster.num_cpus=1",
-)
-
-
-def recipe(run: Path, *sets: str) -> Recipe:
-    return load_recipe("tiny_mtp", sets=[*SMALL, f"run_dir={run}", *sets]).recipe
-
-
-def write_prompts(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def silent(*_: Any) -> None: ...
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run directory with a model that nobody has trained yet."""
-    from mtpctl.convert.hf_folder import create_hf_folder
-
-    folder = tmp_path / "run"
-    folder.mkdir()
-    config = recipe(folder).model.config
-    assert config is not None
-    create_hf_folder(config, folder / "model", seed=0)
-    return folder
+from tests.fakes.runs import leave_checkpoint, recipe, silent, write_prompts
+from tests.fakes.runs import run as run
 
 
 @pytest.fixture
@@ -70,14 +36,9 @@ def answer(
     return rollout.rollout(recipe, prompts, out, n=n, report=report, progress=silent, start=start)
 
 
-def leave_checkpoint(run: Path, name: str, version: int) -> Path:
-    """What tells of a checkpoint, without its tensors."""
-    return write_checkpoint(run, name, version=version)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param(False, id="weights"), pytest.param(True, id="adapter")])
-def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_path: Path, adapter: bool) -> None:
+def test_checkpoint_generates_with_its_weights_and_version(run: Path, tmp_path: Path, adapter: bool) -> None:
     """The model in the folder and the checkpoint are drawn from other seeds, so log-probs tell which one answered.
 
     So does an adapter, which the run that made it synced alone.
@@ -121,7 +82,7 @@ def test_a_checkpoint_answers_with_its_own_weights_and_version(run: Path, tmp_pa
     assert max(off) < 1e-4
 
 
-def test_without_a_checkpoint_the_model_answers_as_it_was_made(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_model_generates_if_there_is_no_checkpoint(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2=", "answer": 4})
     said: list[str] = []
     answer(recipe(run), prompts, tmp_path / "o", 2, said.append)
@@ -137,7 +98,7 @@ def test_without_a_checkpoint_the_model_answers_as_it_was_made(run: Path, tmp_pa
     assert missing[0][0].ids == list(b"1+1=")
 
 
-def test_a_folder_named_by_the_recipe_is_what_answers_and_no_run_directory_is_made(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_model_folder_generates_without_a_run_directory(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     made = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=weights")
     answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o")
     assert generated[0][0].model.path == run / "model"
@@ -145,9 +106,7 @@ def test_a_folder_named_by_the_recipe_is_what_answers_and_no_run_directory_is_ma
 
 
 @pytest.mark.parametrize("from_", ["", "run", "run/checkpoints/rl-000003", "other", "model"])
-def test_of_a_trained_run_the_newest_weights_answer_unless_others_are_named(
-    from_: str, run: Path, tmp_path: Path, generated: list[Any]
-) -> None:
+def test_newest_weights_of_a_run_generate_unless_others_are_named(from_: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
     """Whether the model was made for the run or is a folder that the recipe names."""
     weights, trained, other = run / "model", tmp_path / "run", tmp_path / "other"
     for each in (trained, other):
@@ -181,7 +140,7 @@ def test_a_model_can_be_named_for_a_recipe_that_makes_its_own(run: Path, tmp_pat
         ("recipe.resolved.yaml", "no checkpoint yet"),
     ],
 )
-def test_what_holds_no_weights_is_told(left: str, told: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_path_without_weights_is_reported(left: str, told: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     if left:
@@ -190,12 +149,12 @@ def test_what_holds_no_weights_is_told(left: str, told: str, run: Path, tmp_path
         answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o", start=str(empty))
 
 
-def test_top_p_is_fine_where_nobody_trains_on_the_samples(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_top_p_is_accepted_without_training(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     answer(recipe(run, "rollout.top_p=0.9"), write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o")
     assert len(generated) == 1
 
 
-def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     from mtpctl.samples import Sample
 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
@@ -222,7 +181,7 @@ def test_another_checkpoint_does_not_go_on_with_the_file_of_the_one_before(run: 
         ({"prompt": "1"}, ["rollout.context=100"], 1, r"rollout\.context: the model has 64 positions, got 100"),
     ],
 )
-def test_bad_input_is_told_before_anything_starts(
+def test_bad_input_is_reported_before_anything_starts(
     row: dict[str, Any], sets: list[str], n: int, told: str, run: Path, tmp_path: Path, generated: list[Any]
 ) -> None:
     with pytest.raises(UserError, match=told):
@@ -230,19 +189,19 @@ def test_bad_input_is_told_before_anything_starts(
     assert generated == [] and not (tmp_path / "o").exists()
 
 
-def test_a_recipe_that_makes_its_model_wants_a_run(tmp_path: Path, generated: list[Any]) -> None:
+def test_recipe_with_a_random_model_requires_a_run(tmp_path: Path, generated: list[Any]) -> None:
     with pytest.raises(UserError, match=r"model\.config: this recipe makes its model when it trains, and .*nowhere holds no run"):
         answer(recipe(tmp_path / "nowhere"), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_folder_whose_weights_are_not_to_be_loaded_answers_nothing_by_itself(run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_config_folder_with_random_init_requires_a_run(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     drawn = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=random")
     with pytest.raises(UserError, match=r"model\.init: this recipe makes its model .* --from FOLDER"):
         answer(drawn, write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
 
 
-def test_the_prompts_are_not_written_over(run: Path, tmp_path: Path) -> None:
+def test_prompts_file_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1"})
     before = prompts.read_bytes()
     with pytest.raises(UserError, match=r"--out: .* holds the prompts"):

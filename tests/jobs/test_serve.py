@@ -16,14 +16,14 @@ import pytest
 from mtpctl.errors import UserError
 from mtpctl.jobs.serve import serve
 from tests.environment import with_tree
-from tests.jobs.test_rollout import SMALL, recipe, run
+from tests.fakes.runs import SMALL, recipe, run
 
 __all__ = ["run"]
 
 ASK = {"model": "any", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4, "logprobs": True}
 
 
-def test_what_cannot_be_served_is_told_before_anything_starts(run: Path, tmp_path: Path) -> None:
+def test_unusable_options_are_reported_before_anything_starts(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="MTPCTL_GATEWAY_KEY"):
         serve(recipe(run), None, host="0.0.0.0", port=0, report=print)
     (tmp_path / "o.jsonl").write_text("something else\n")
@@ -32,7 +32,7 @@ def test_what_cannot_be_served_is_told_before_anything_starts(run: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_trajectory_is_kept_and_a_single_request_is_not(run: Path, tmp_path: Path) -> None:
+def test_trajectory_is_written_and_a_single_request_is_not(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     sets = [part for each in (*SMALL, "rollout.max_tokens=40", f"run_dir={run}") for part in ("--set", each)]
     command = [sys.executable, "-m", "mtpctl", "rollout", "tiny_mtp", "--serve", "--port", "0", "--out", str(out), *sets]

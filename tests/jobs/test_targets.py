@@ -15,9 +15,9 @@ from mtpctl.errors import UserError
 from mtpctl.jobs.targets import load_target
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from tests.cli.test_commands import mtpctl as mtpctl
-from tests.jobs.test_rollout import leave_checkpoint, recipe
-from tests.jobs.test_rollout import run as model_run
+from tests.fakes.commands import mtpctl as mtpctl
+from tests.fakes.runs import leave_checkpoint, recipe
+from tests.fakes.runs import run as model_run
 
 run = model_run
 
@@ -29,7 +29,7 @@ def trained(run: Path) -> Path:
     return run
 
 
-def test_what_a_run_had_is_the_start_and_what_is_new_is_told(trained: Path) -> None:
+def test_run_target_keeps_its_recipe_and_lists_changes(trained: Path) -> None:
     as_it_was = load_target(trained)
     assert (as_it_was.recipe.seed, as_it_was.changed, as_it_was.run) == (5, (), trained)
     assert as_it_was.summary == f"{trained} goes on with the recipe that it had"
@@ -39,13 +39,13 @@ def test_what_a_run_had_is_the_start_and_what_is_new_is_told(trained: Path) -> N
     assert found.summary == f"{trained} goes on with train.rl.steps: {steps} → 7"
 
 
-def test_a_run_that_was_moved_is_found_where_it_lies(trained: Path) -> None:
+def test_moved_run_uses_its_current_directory(trained: Path) -> None:
     moved = trained.rename(trained.with_name("moved: here"))
     found = load_target(moved)
     assert found.recipe.run_path == moved and found.changed == ()
 
 
-def test_a_run_may_be_copied_to_another_place_by_set(trained: Path) -> None:
+def test_run_directory_can_be_changed_by_set(trained: Path) -> None:
     found = load_target(trained, sets=["run_dir=elsewhere"])
     assert found.recipe.run_path == Path("elsewhere") and found.changed == (f'run_dir: "{trained}" → "elsewhere"',)
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_stands_for_its_run_with_those_weights(trained: Path) -> No
     assert (found.run, found.start, found.recipe.seed) == (trained, str(checkpoint), 5)
 
 
-def test_train_goes_on_with_a_run_and_says_so_before_it_starts(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_resumes_a_run_and_reports_it_first(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Recipe] = []
     monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
     told = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
@@ -83,7 +83,7 @@ def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monke
         assert (told.code, told.err) == (2, f"error: --start-over: {said}\n")
 
 
-def test_whole_runs_are_trained_and_compared_and_not_checkpoints(mtpctl: Any, trained: Path) -> None:
+def test_train_and_diff_reject_checkpoints(mtpctl: Any, trained: Path) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     told = mtpctl("train", str(checkpoint))
     assert (told.code, told.err) == (2, f"error: {checkpoint} is a checkpoint of {trained}; name the run, whose newest one is taken\n")
@@ -131,7 +131,7 @@ def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, m
     assert mtpctl("sync-weights").err == "error: RECIPE: name a recipe or a run, or a run with --from\n"
 
 
-def test_a_run_that_was_moved_takes_another_name_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_run_can_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--set name=…` alone makes another run, wherever the first one lies by now."""
     monkeypatch.chdir(tmp_path)
     begun = recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")
@@ -144,7 +144,7 @@ def test_a_run_that_was_moved_takes_another_name_as_one_that_was_not(tmp_path: P
     assert found.summary == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
 
 
-def test_a_copy_of_a_run_has_its_folders_name_and_takes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_run_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first, copy = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
     first.mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path
     assert second == f"{new} begins from the weights of {trained}, rl-000003"
 
 
-def test_the_weights_that_a_run_began_from_move_with_it(trained: Path) -> None:
+def test_start_weights_move_with_the_run(trained: Path) -> None:
     shutil.copytree(trained / "model", trained / "start")
     began = recipe(trained, "model.config=null", "model.init=weights", f"model.path={trained / 'start'}", "cluster.num_cpus=2")
     (trained / "recipe.resolved.yaml").write_text(dump_resolved(began))
@@ -193,7 +193,7 @@ def test_the_weights_that_a_run_began_from_move_with_it(trained: Path) -> None:
     assert load_target(moved).recipe.model.path == str(moved / "start") and load_target(moved).changed == ()
 
 
-def test_a_folder_of_weights_is_taken_as_it_is(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_folder_is_used_in_place(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Recipe] = []
     monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
     new, folder = trained.with_name("new"), trained / "model"
@@ -204,7 +204,7 @@ def test_a_folder_of_weights_is_taken_as_it_is(mtpctl: Any, trained: Path, monke
     assert (told.code, told.err) == (2, f"error: --from: {folder} has no recipe with it; name a recipe before it\n")
 
 
-def test_a_run_that_has_begun_takes_no_other_weights(mtpctl: Any, trained: Path) -> None:
+def test_begun_run_rejects_other_weights(mtpctl: Any, trained: Path) -> None:
     leave_checkpoint(trained, "rl-000003", 3)
     told = mtpctl("train", "--from", str(trained))
     assert told.code == 2 and told.err.startswith(

@@ -18,9 +18,9 @@ from mtpctl.checkpoint.reading import shard_sizes
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.telemetry.run_directory import RunDirectory
-from tests.cli.test_commands import mtpctl as mtpctl
 from tests.fakes.checkpoint_folders import SHARD, stored_metadata, without_checksum, write_checkpoint
-from tests.jobs.test_rollout import recipe
+from tests.fakes.commands import mtpctl as mtpctl
+from tests.fakes.runs import recipe
 
 
 class Call:

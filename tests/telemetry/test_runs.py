@@ -13,7 +13,7 @@ from mtpctl.errors import UserError
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import describe_run, find_runs
 from mtpctl.telemetry.scale_requests import remember
-from tests.cli.test_commands import mtpctl as mtpctl
+from tests.fakes.commands import mtpctl as mtpctl
 
 RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
 

@@ -41,19 +41,19 @@ def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
 NOISE = ["a child", "a library", "a library that took stdout before", "native code", "native code that buffers"]
 
 
-def test_with_json_what_others_write_goes_to_stderr() -> None:
+def test_other_output_goes_to_stderr_with_json() -> None:
     done = ran("--json")
     assert json.loads(done.stdout) == {"answer": 1}
     assert sorted(done.stderr.splitlines()) == NOISE
 
 
-def test_without_it_everything_is_where_it_was() -> None:
+def test_output_is_not_redirected_without_json() -> None:
     done = ran()
     assert sorted(done.stdout.splitlines()) == [*NOISE, '{"answer": 1}']
     assert done.stderr == ""
 
 
-def test_stdout_is_given_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stdout_is_restored(capfd: pytest.CaptureFixture[str]) -> None:
     from mtpctl.cli.app import main
 
     with pytest.raises(SystemExit):

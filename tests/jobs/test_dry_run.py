@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,12 @@ from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.families.tensors import tensor_shapes
 from mtpctl.jobs.dry_run import check_rows, check_weights
 from mtpctl.recipe.schema import Recipe
+from tests.fakes.runs import CONFIG, sparse_folder
 from tests.fakes.tiny import MIMO
 
-CONFIG: dict[str, Any] = {**MIMO, "vocab_size": 320}
 ROWS = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "2 + 2 =", "answer": "4"}]
-
-
-def sparse_folder(path: Path, config: dict[str, Any] = CONFIG, **sizes: tuple[int, ...]) -> Path:
-    """A folder whose weights have headers of the right sizes and take no room on the disk; `sizes` replace shapes of the config."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    header, end = {}, 0
-    for name, shape in {**tensor_shapes(shape_of(config)), **sizes}.items():
-        nbytes = 2 * prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    text = json.dumps(header).encode()
-    with (path / "model.safetensors").open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)
-    return path
 
 
 def rows(path: Path, content: list[dict[str, Any]]) -> str:
@@ -96,7 +78,7 @@ def no_mtp_layer(folder: Path) -> None:
         (no_mtp_layer, "config.json names MTP layers, and the weights lack model.mtp_layers.1"),
     ],
 )
-def test_weights_that_a_run_could_not_load_are_named(folder: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_unloadable_weights_are_reported(folder: Path, spoil: Callable[[Path], None], message: str) -> None:
     spoil(folder)
     with pytest.raises(UserError, match=message) as caught:
         check_weights(recipe(folder))
@@ -130,7 +112,7 @@ AS_CHAT = {"columns": {"prompt": "messages"}}
         (lambda _: None, [{"prompt": "1" * 200, "answer": "3"}], {}, "rows.jsonl:1: the prompt has 200 tokens, but the context has 128"),
     ],
 )
-def test_rows_that_a_run_could_not_render_are_named(
+def test_unrenderable_rows_are_reported(
     folder: Path, spoil: Callable[[Path], None], content: list[dict[str, Any]], data: dict[str, Any], message: str
 ) -> None:
     spoil(folder)
