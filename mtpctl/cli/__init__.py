@@ -1,4 +1,4 @@
-"""The command line: one thin module for each command. Long jobs of a command are beside it (`rollout_job`, `sync_job`).
+"""The command line: thin modules that parse, call a job of `mtpctl.jobs`, and print.
 
 Heavy packages are imported only once a command runs.
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mtpctl.cli import bench_experiments
-from mtpctl.cli.options import Json, answer, made
+from mtpctl.cli.options import Json, answer, create_folder
 from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def rollout(
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = Options(
             shape=named,
-            folder=Path(scratch) / "model" if model is None else made(model, "--model"),
+            folder=Path(scratch) / "model" if model is None else create_folder(model, "--model"),
             batches=tuple(sorted(set(batch or (8, 64, 256)))),
             prompt=prompt,
             tokens=tokens or (192 if named == "tiny" else 256),

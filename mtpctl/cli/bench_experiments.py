@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.options import Json, Overlays, Sets, answer, made
+from mtpctl.cli.options import Json, Overlays, Sets, answer, create_folder
 from mtpctl.jobs.progress import print_progress
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _outcomes(
 ) -> list[Outcome]:
     if measured_only:
         return experiment.measured(arms, seeds, say=print_progress)
-    made(experiment.out, "--out")
+    create_folder(experiment.out, "--out")
     from mtpctl.recipe.loading import load_recipe
 
     first = load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed

@@ -55,10 +55,10 @@ Sets = Annotated[
 ]
 
 
-def _alone(context: typer.Context, asked: bool) -> bool:
-    if asked:
+def _alone(context: typer.Context, as_json: bool) -> bool:
+    if as_json:
         context.find_root().with_resource(stdout_is_for_answers())
-    return asked
+    return as_json
 
 
 TargetArgument = Annotated[
@@ -78,7 +78,7 @@ def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None)
     return load_whole(recipe, overlays or [], sets or []).loaded
 
 
-def made(folder: Path, option: str) -> Path:
+def create_folder(folder: Path, option: str) -> Path:
     """Create the folder if it does not exist, and return it. Raises UserError if that fails."""
     from mtpctl.errors import UserError
 

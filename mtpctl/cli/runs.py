@@ -98,7 +98,7 @@ def scale(
         int, typer.Option("--replicas", metavar="N", min=1, help="Rollout replicas to have, within rollout.replicas of the recipe.")
     ],
 ) -> None:
-    """Have a run that goes on use another number of rollout replicas. Returns once the run has taken it; replicas join or leave after that.
+    """Change the number of rollout replicas of a running run. Returns once the run has accepted it; replicas join or leave after that.
 
     The number holds until the next mtpctl scale, also when the run is started again.
     """
@@ -154,7 +154,7 @@ def samples(
     n: Annotated[int, typer.Option("--n", metavar="N", help="How many.", min=1)] = 5,
     as_json: Json = False,
 ) -> None:
-    """Print what the model wrote: prompt, response with the environment's answers behind a bar, reward, versions and drafts."""
+    """Print responses of the model: prompt, response with the environment's replies behind a bar, reward, versions and drafts."""
     from mtpctl.errors import UserError
     from mtpctl.telemetry.sample_log import read_samples
 

@@ -104,14 +104,14 @@ class Copies:
         while True:
             began = time.monotonic()
             try:
-                sent = self._writer.copy(checkpoint)
+                self._writer.copy(checkpoint)
             except (StoreFailed, OSError) as error:
                 self._note_failure(error)
             except Damaged as damage:
                 self._give_up(f"{checkpoint.parent.parent}/{damage}; {checkpoint.name} is not copied", behind)
                 return
             else:
-                self._note_copied(checkpoint, sent, time.monotonic() - began, behind)
+                self._note_copied(checkpoint, time.monotonic() - began, behind)
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None, pause if self._ending is None else min(pause, FIRST_S))
@@ -134,7 +134,7 @@ class Copies:
             self._copying = None
         self._report(message)
 
-    def _note_copied(self, checkpoint: Path, sent: int, seconds: float, behind: int) -> None:
+    def _note_copied(self, checkpoint: Path, seconds: float, behind: int) -> None:
         with self._changed:
             tries, self._failures_since_report = self._failures_since_report, 0
             self._behind -= behind

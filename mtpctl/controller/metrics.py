@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mtpctl.controller.buffer import Group
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import Tokenizer
-from mtpctl.rollout.protocol import DEADLINE
+from mtpctl.rollout.protocol import DEADLINE, SpecStats
 from mtpctl.samples import Sample
 from mtpctl.telemetry.sample_log import sample_row, spread
 from mtpctl.telemetry.session import Telemetry
@@ -18,22 +18,19 @@ from mtpctl.telemetry.session import Telemetry
 
 def speculation(samples: list[Sample]) -> dict[str, float]:
     """`rollout/spec_*`: acceptance of draft tokens, overall and by position, and tokens per decoding step. Empty without drafts."""
-    drafted = sum(s.speculation.drafted for s in samples)
-    steps = sum(s.speculation.steps for s in samples)
-    if not drafted:
+    stats = SpecStats()
+    for sample in samples:
+        stats.add(sample.speculation, len(sample.response_ids))
+    if not stats.drafted:
         return {}
-    accepted = sum(s.speculation.accepted for s in samples)
     metrics = {
-        "rollout/spec_accept_rate": accepted / drafted,
-        "rollout/spec_drafted": float(drafted),
-        "rollout/spec_accepted": float(accepted),
+        "rollout/spec_accept_rate": stats.accept_rate,
+        "rollout/spec_drafted": float(stats.drafted),
+        "rollout/spec_accepted": float(stats.accepted),
     }
-    if steps:
-        metrics["rollout/spec_accept_length"] = 1 + accepted / steps
-        positions = max(len(s.speculation.accepted_by_position) for s in samples)
-        for k in range(positions):
-            hits = sum(s.speculation.accepted_by_position[k] for s in samples if k < len(s.speculation.accepted_by_position))
-            metrics[f"rollout/spec_accept_rate_{k + 1}"] = hits / steps
+    if stats.steps:
+        metrics["rollout/spec_accept_length"] = stats.accept_length
+        metrics |= {f"rollout/spec_accept_rate_{k}": hits / stats.steps for k, hits in enumerate(stats.accepted_by_position, 1)}
     return metrics
 
 

@@ -57,8 +57,8 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     state = resumed_from(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
-    kept = [f"{path.name} is kept as it is, under another name" for path, _ in choice.damaged]
-    return Start(choice.path, state, ["; ".join([line, *kept[i : i + 1]]) for i, line in enumerate(choice.lines)])
+    renamed = [f"{path.name} is kept as it is, under another name" for path, _ in choice.damaged]
+    return Start(choice.path, state, ["; ".join([line, *renamed[i : i + 1]]) for i, line in enumerate(choice.lines)])
 
 
 def describe_start(recipe: Recipe) -> list[str]:
@@ -78,51 +78,48 @@ def describe_start(recipe: Recipe) -> list[str]:
 
 
 def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState) -> None:
-    """Call `check_reference` if the run resumes within RL with a KL penalty."""
-    if state["stage"] == "rl" and "rl" not in state["ended"] and recipe.train.rl.kl_coef:
-        check_reference(directory.path / REFERENCE)
-
-
-def check_reference(path: Path) -> None:
-    """Raise UserError if the policy that RL began with is missing or damaged."""
-    ways = "restore it, set train.rl.kl_coef to 0, or start in another run_dir"
+    """Raise UserError if the run resumes within RL with a KL penalty, and the initial policy of RL is missing or damaged."""
+    if state["stage"] != "rl" or "rl" in state["ended"] or not recipe.train.rl.kl_coef:
+        return
+    path = directory.path / REFERENCE
+    fix = "restore it, set train.rl.kl_coef to 0, or start in another run_dir"
     if not path.exists():
-        raise UserError(f"train.rl.kl_coef: the initial policy of RL, {path}, is missing; {ways}")
+        raise UserError(f"train.rl.kl_coef: the initial policy of RL, {path}, is missing; {fix}")
     try:
         check(path, contents=True)
     except Damaged as damage:
-        raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the initial policy of RL: {ways}") from damage
+        raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the initial policy of RL: {fix}") from damage
 
 
 def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, report: Report) -> bool:
     """If all stages have ended, show the summary of the run and bring its copy up to date. Returns whether they have."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
-    another = changed_task(recipe, directory)
-    hint = _for_another_task(another) if another else _to_go_on(recipe, state["stage"])
+    changed = changed_task(recipe, directory)
+    hint = _hint_for_another_task(changed) if changed else _hint_to_continue(recipe, state["stage"])
     show_ended(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
     if (copies := copies_of(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copies.finish())
     return True
 
 
-def _to_go_on(recipe: Recipe, stage: str) -> str:
+def _hint_to_continue(recipe: Recipe, stage: str) -> str:
     """Hint how to train further after a run that has ended with the stage `stage`."""
     if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
         return "name another run_dir to train from the beginning, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
-def _for_another_task(keys: list[str]) -> str:
+def _hint_for_another_task(keys: list[str]) -> str:
     """Hint for a run that has ended with another task than the recipe's, which differs in these keys."""
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one a `name` of its own to train by it"
 
 
-def start_over(recipe: Recipe, kept: Sequence[str] = ()) -> Path | None:
+def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
     """Rename the run directory, so that the run begins again in a new one. Returns its new path, None if there was none.
 
-    kept: names of folders that the new run needs as well, such as the weights that it begins from. Raises UserError if a run is writing the
+    shared: names of folders that the new run needs as well, such as its initial weights. Raises UserError if a run is writing the
     directory, or if its copy in object storage would be overwritten.
     """
     path = recipe.run_path.absolute()
@@ -137,11 +134,11 @@ def start_over(recipe: Recipe, kept: Sequence[str] = ()) -> Path | None:
     except EnvironmentMissing as error:
         raise EnvironmentMissing(f"--start-over: {error}") from error
     with RunDirectory.create(path, ""):
-        aside = next(place for count in range(1, 1 << 16) if not (place := path.with_name(f"{path.name}.{count}")).exists())
+        aside = next(free for count in range(1, 1 << 16) if not (free := path.with_name(f"{path.name}.{count}")).exists())
         path.rename(aside)
     path.mkdir(mode=0o700)
     (path / BEGUN).write_text(aside.name)
-    for name in kept:
+    for name in shared:
         if (aside / name).is_dir():
             # Weights do not change, so both runs can share the files.
             shutil.copytree(aside / name, path / name, copy_function=_linked)

@@ -19,7 +19,7 @@ WINDOW = 10
 
 
 class SftStage:
-    """Runs the updates of `train.sft.steps` that `state` has not seen yet.
+    """Runs the updates of `train.sft.steps` that `state` does not have yet.
 
     background: starts the actors of the next stage; if it fails, this stage fails at its next step. revive: restarts a lost trainer.
     """
@@ -40,7 +40,7 @@ class SftStage:
         self._draw()
 
     def _draw(self) -> None:
-        """Position the cursor where the state is."""
+        """Position the cursor at the saved state."""
         self.cursor = PromptCursor(self.prepared.problems.supervised, self.recipe.seed, shuffle=self.recipe.data.shuffle)
         if self.state.cursor is not None:
             self.cursor.load_state_dict(self.state.cursor)

@@ -213,10 +213,10 @@ class TrainerGroup:
                     raise HostGone(f"{lost[0]}: its host is gone")
             for name, wait in zip(self.names, waits, strict=True):
                 try:
-                    found: ActorLocation = wait.result()
+                    location: ActorLocation = wait.result()
                 except RuntimeFailure as error:
                     raise TrainerLost(str(error)) from error
-                self.bundles.check(name, found)
+                self.bundles.check(name, location)
         finally:
             for wait in waits:
                 wait.cancel()

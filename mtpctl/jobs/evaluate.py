@@ -38,10 +38,10 @@ class Evaluation(TypedDict):
 
 
 def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: str | None = None) -> Evaluation:
-    """Measure weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set says.
+    """Evaluate weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set configures.
 
-    `start` names the weights, as for `mtpctl rollout`. Raises UserError, before anything is started, where there is no held-out set and
-    for problems, rewards or weights that cannot serve; and what the cluster and the engines raise.
+    `start`: as in `source_of`. Raises UserError before anything starts if there is no held-out set, and for unsuitable problems, rewards
+    or weights; else as the cluster and the engines.
     """
     recipe = with_merged_sync(recipe)
     validate(_checkable(recipe))
@@ -49,8 +49,8 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
     check_sandbox(recipe)
-    with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as made, contextlib.ExitStack() as stack:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as scratch, contextlib.ExitStack() as stack:
+        folder = Path(scratch)
         source = source_of(recipe, start, folder, report)
         for held_out in problems.held_out.values():
             fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)

@@ -140,12 +140,12 @@ def with_heads_for(recipe: Recipe, tp: int) -> Recipe:
 
 
 def with_layout(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:
-    """The recipe with the layout of the command line. Raises UserError where it does not fit the model."""
+    """The recipe with this layout of the server. Raises UserError if it does not fit the model."""
     from mtpctl.families.reading import shape_of
     from mtpctl.recipe.model import hf_config
 
-    asked = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
-    parallel = recipe.logprob.parallel.model_copy(update=asked)
+    degrees = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
+    parallel = recipe.logprob.parallel.model_copy(update=degrees)
     changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
     config = hf_config(recipe.model)
     if config is not None and (mistake := next(iter(check_parallel(parallel, shape_of(config), "logprob.parallel")), None)):
