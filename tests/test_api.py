@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Run:
     return Run(recipe.run_path)
 
 
-def test_a_recipe_is_loaded_with_what_is_set_on_top_and_checked() -> None:
+def test_recipe_is_loaded_with_sets_and_checked() -> None:
     recipe = load_recipe("tiny_mtp", overlays=[], sets=["train.rl.steps=3"])
     assert recipe.train.rl.steps == 3 and recipe.name == "tiny_mtp"
     with pytest.raises(UserError, match=r"train\.rl\.minibatches: 5 does not divide"):
@@ -89,7 +89,7 @@ def test_train_runs_the_command_and_prints_its_lines(
         (1, MtpctlError, "seed: must be a number"),
     ],
 )
-def test_what_the_command_ends_with_is_raised(code: int, error: type[MtpctlError], told: str) -> None:
+def test_error_of_command_is_raised(code: int, error: type[MtpctlError], told: str) -> None:
     program = f"import sys; print('error: seed: must be a number', file=sys.stderr); sys.exit({code})"
     with pytest.raises(error, match=told):
         api._follow([sys.executable, "-c", program])

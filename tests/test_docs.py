@@ -47,7 +47,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pages
-def test_files_of_the_project_are_there(page: Path) -> None:
+def test_mentioned_files_exist(page: Path) -> None:
     for text in code(page):
         if re.fullmatch(r"(mtpctl|tests|scripts|recipes|docs|benchmarks)/[\w./-]+", text):
             assert (ROOT / text).exists(), text

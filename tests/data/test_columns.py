@@ -71,18 +71,18 @@ def test_a_conversation_reads_as_text_with_its_roles(tmp_path: Path) -> None:
         ({"prompt": "a", "b": 1}, "set data.columns: {answer: NAME}, or answer: null if the reward needs none"),
     ],
 )
-def test_a_column_that_is_missing_is_told_with_those_that_are_there_and_the_setting(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_missing_column_is_reported_with_existing_ones_and_setting(row: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(rows(tmp_path / "r.jsonl", row))
     assert str(caught.value).startswith("data.columns.") and told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_setting_that_is_told_is_one_that_works(tmp_path: Path) -> None:
+def test_suggested_setting_works(tmp_path: Path) -> None:
     assert read(rows(tmp_path / "r.jsonl", VERL), answer="reward_model.ground_truth")[0].answer == "4"
     assert read(rows(tmp_path / "r.jsonl", {"messages": [ASK], "label": 4}), prompt="messages", answer="label")[0].answer == "4"
 
 
-def test_rows_without_answers_where_the_recipe_says_so(tmp_path: Path) -> None:
+def test_rows_without_answers_are_allowed_with_null_column(tmp_path: Path) -> None:
     assert read(rows(tmp_path / "r.jsonl", {"prompt": "a", "tests": ["assert f(1)"]}), answer=None) == [
         Problem("r.jsonl:1", "a", NO_ANSWER, fields={"tests": ["assert f(1)"]})
     ]
@@ -102,7 +102,7 @@ def test_rows_without_answers_where_the_recipe_says_so(tmp_path: Path) -> None:
         ({"prompt": "a", "answer": "4", "tools": {"name": "f"}}, "`tools` must be a list of objects"),
     ],
 )
-def test_a_value_of_another_kind_is_told_by_line(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_invalid_value_is_reported_with_line(row: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(rows(tmp_path / "r.jsonl", row))
     assert str(caught.value).startswith(f"{tmp_path}/r.jsonl:1: ") and told in str(caught.value)
@@ -113,7 +113,7 @@ def test_tools_may_be_written_as_json_text(tmp_path: Path) -> None:
     assert problem.tools == [{"name": "add"}]
 
 
-def test_the_supervised_stage_takes_conversations_and_solutions_without_an_answer(tmp_path: Path) -> None:
+def test_supervised_stage_accepts_conversations_and_solutions_without_answer(tmp_path: Path) -> None:
     (whole,) = read(rows(tmp_path / "c.jsonl", OPENAI), supervised=True)
     assert whole.is_conversation and [message["role"] for message in whole.messages] == ["system", "user", "assistant"]
     (solved,) = read(rows(tmp_path / "s.jsonl", {"prompt": "a", "solution": "b"}), supervised=True)
@@ -146,7 +146,7 @@ def test_json_is_one_list_or_an_object_a_line(tmp_path: Path) -> None:
         read_problems(tmp_path / "list.json")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_removed(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1", "answer": "1"}\n')
     assert read_problems(tmp_path / "r.jsonl")[0].prompt == "1"
 

@@ -76,7 +76,7 @@ def test_every_turn_of_the_assistant_is_trained_on_with_the_token_that_ends_it(c
     )
 
 
-def test_the_ids_are_those_of_the_template_itself(chatml: Tokenizer) -> None:
+def test_ids_equal_those_of_the_template(chatml: Tokenizer) -> None:
     problem = talk("1+1?", "2", "2+2?", "4")
     prompt, target, _ = encode_conversation(chatml, problem)
     assert [*prompt, *target, *b"\n"] == chatml.encode(chatml.chat_text(problem.messages, opened=False))
@@ -89,7 +89,7 @@ def test_the_ids_are_those_of_the_template_itself(chatml: Tokenizer) -> None:
     )
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_said_the_mask_covers_the_assistants_words_alone(chatml: Tokenizer, contents: list[str]) -> None:
+def test_mask_covers_only_assistant_text(chatml: Tokenizer, contents: list[str]) -> None:
     if any("<" in content for content in contents):
         return
     _, turns = trained(chatml, talk(*contents))
@@ -120,12 +120,12 @@ def test_a_turn_of_weight_0_is_read_and_not_trained_on(chatml: Tokenizer) -> Non
         encode_conversation(chatml, problem)
 
 
-def test_what_a_tool_says_is_not_trained_on(chatml: Tokenizer) -> None:
+def test_tool_messages_are_not_trained(chatml: Tokenizer) -> None:
     messages = [*talk("1+1?", "add(1, 1)").messages, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
     assert trained(chatml, Problem("c", "", "", messages=messages))[1] == ["add(1, 1)<|im_end|>", "It is 2.<|im_end|>"]
 
 
-def test_where_the_template_ends_no_turn_the_tokenizers_end_token_does(tmp_path: Path) -> None:
+def test_end_token_is_appended_if_template_does_not_close_turns(tmp_path: Path) -> None:
     _, turns = trained(tokenizer_of(tmp_path, PLAIN), talk("1+1?", "2", "2+2?", "4 "))
     assert turns == ["2", "4 <eos>"]
 
@@ -137,13 +137,13 @@ def test_where_the_template_ends_no_turn_the_tokenizers_end_token_does(tmp_path:
         (OPENS_OTHERWISE, ["1+1?", "2"], r"renders the generation prompt differently \(message 2, near "),
     ],
 )
-def test_a_template_that_does_not_keep_what_was_said_is_refused(tmp_path: Path, template: str, contents: list[str], told: str) -> None:
+def test_template_that_changes_turns_is_rejected(tmp_path: Path, template: str, contents: list[str], told: str) -> None:
     with pytest.raises(UserError, match=rf"^c\.jsonl:1: the chat template of .* {told}") as caught:
         encode_conversation(tokenizer_of(tmp_path, template), talk(*contents))
     assert "\n" not in str(caught.value)
 
 
-def test_the_same_template_serves_where_no_turn_follows(tmp_path: Path) -> None:
+def test_same_template_is_accepted_without_later_turns(tmp_path: Path) -> None:
     assert trained(tokenizer_of(tmp_path, FORGETS), talk("1+1?", "<think>hm</think>2"))[1] == ["<think>hm</think>2<|im_end|>"]
 
 

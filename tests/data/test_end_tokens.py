@@ -90,7 +90,7 @@ def test_an_invalid_eos_token_id_is_a_one_line_error(tmp_path: Path, value: obje
         config_end_ids(write_model(tmp_path, {}, {"eos_token_id": value}), {})
 
 
-def test_a_generation_config_that_is_not_json_is_a_one_line_error(tmp_path: Path) -> None:
+def test_generation_config_that_is_not_json_is_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"generation_config\.json cannot be read as JSON") as caught:
         config_end_ids(write_model(tmp_path, {}, '{"eos'), {})
     assert "\n" not in str(caught.value)
@@ -106,7 +106,7 @@ def test_a_recipes_set_is_known_without_a_network(tmp_path: Path, tokenizers: di
     assert ends.ids == (3,) and missing == "the tokenizer of someone/not-here is not downloaded yet"
 
 
-def test_a_tokenizer_without_an_eos_token_takes_that_of_the_models_configs(tmp_path: Path) -> None:
+def test_tokenizer_without_eos_uses_eos_of_model_configs(tmp_path: Path) -> None:
     glm = tokenizer_of(BY_NAME["glm"])
     (user,) = tokens_of(glm, "<|user|>")
     glm.inner.eos_token = None
@@ -199,7 +199,7 @@ def test_a_solution_ends_as_its_prompt_is_rendered(tokenizers: dict[str, HfToken
     assert closed.target == [*base.encode("2"), im_end]
 
 
-def test_an_end_token_that_is_not_marked_special_is_left_out_of_text(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_end_token_not_marked_special_is_removed_from_text(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizer_of(BY_NAME["chatml"])
     (think,) = tokens_of(tokenizer, "</think>")
     ids = [*tokenizer.encode("4"), think]

@@ -101,7 +101,7 @@ def test_the_hubs_own_copy_in_parquet_serves_a_dataset_of_another_kind(cache: Pa
         ("main", "valid", "data.split: openai/gsm8k has no split 'valid'; its splits are train, test"),
     ],
 )
-def test_a_subset_or_split_that_is_missing_is_told_with_those_there_are(cache: Path, subset: str | None, split: str, told: str) -> None:
+def test_missing_subset_or_split_is_reported_with_existing_ones(cache: Path, subset: str | None, split: str, told: str) -> None:
     cached(cache)
     with pytest.raises(UserError) as caught:
         list(read(subset, split))
@@ -186,7 +186,7 @@ def test_a_dataset_without_readable_files_is_refused(cache: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "told"), [("RepositoryNotFoundError", "is neither a local file or folder nor"), ("GatedRepoError", "is gated")]
 )
-def test_a_dataset_that_the_hub_refuses_is_the_users_to_mend(cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str) -> None:
+def test_dataset_rejected_by_hub_is_user_error(cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str) -> None:
     import huggingface_hub.errors
 
     def refuse(*_: object, **__: object) -> None:
@@ -197,7 +197,7 @@ def test_a_dataset_that_the_hub_refuses_is_the_users_to_mend(cache: Path, monkey
         list(read())
 
 
-def test_the_library_datasets_is_preferred_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_library_is_preferred_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loaded(list[dict[str, str]]):
         info = SimpleNamespace(config_name="main")
 
@@ -228,7 +228,7 @@ def test_the_library_datasets_is_preferred_where_it_is_installed(monkeypatch: py
         (["contest.parquet"], {"default": {"train": ["contest.parquet"]}}),
     ],
 )
-def test_names_tell_subset_and_split_where_no_card_does(files: list[str], layout: Layout) -> None:
+def test_subset_and_split_follow_from_file_names_without_card(files: list[str], layout: Layout) -> None:
     assert layout_of(files, "") == layout
 
 
@@ -239,7 +239,7 @@ def test_a_card_whose_head_is_broken_is_as_none() -> None:
     }
 
 
-def test_what_is_an_id_and_what_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_ids_are_distinguished_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_dataset_id("openai/gsm8k")
     assert not any(map(is_dataset_id, ["rows.jsonl", "data/rows.jsonl", "a/b/c", "./gsm8k", str(tmp_path)]))

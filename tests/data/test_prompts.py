@@ -51,7 +51,7 @@ def test_tools_go_through_the_chat_template_and_count(tmp_path: Path) -> None:
         fit_problems(tokenizer, [problem], config, context=26, tools=[tool])
 
 
-def test_what_does_not_fit_is_named(folder: Path) -> None:
+def test_problem_beyond_context_is_reported(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     problems = [Problem("d.jsonl:1", "1=", "1"), Problem("d.jsonl:2", "12345678=", "1")]
     fit_problems(tokenizer, problems, DataConfig(), context=10)

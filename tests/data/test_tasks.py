@@ -53,7 +53,7 @@ def test_the_worked_solutions_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_train_and_held_out_are_disjoint_even_where_every_problem_is_used(name: str) -> None:
+def test_train_and_held_out_are_disjoint_if_all_problems_are_used(name: str) -> None:
     train, held_out = generate(GeneratedTask(name=name, min_digits=1, max_digits=2, train_size=60, eval_size=30), seed=1)
     prompts = [problem.prompt for problem in [*train, *held_out]]
     assert len(train) == 60 and len(held_out) == 30
@@ -87,7 +87,7 @@ def test_a_decay_gives_few_long_problems_among_many_short_ones_in_both_splits() 
     assert len(train) == 5110 and len(held_out) == 511
 
 
-def test_a_decay_that_leaves_nothing_for_long_ones_gives_them_what_short_ones_cannot_hold() -> None:
+def test_long_problems_fill_the_rest_under_strong_decay() -> None:
     task = GeneratedTask(name="reverse", min_digits=1, max_digits=3, length_decay=1e-200, train_size=790, eval_size=10)
     train, held_out = generate(task, seed=0)
     counts = Counter(len(problem.prompt) - 1 for problem in [*train, *held_out])

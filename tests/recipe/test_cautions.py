@@ -35,7 +35,7 @@ STALE_GRPO = [STALE, "train.rl.preset=grpo", "train.rl.minibatches=1"]
         ([STALE, "train.rl.loss=cispo", TRUNCATE], "recompute"),
     ],
 )
-def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor: str) -> None:
+def test_recompute_of_stale_samples_without_correction_is_cautioned(sets: list[str], anchor: str) -> None:
     recipe = load_recipe("tiny_mtp", sets=sets).recipe
     validate(recipe)
     assert recipe.old_logprobs == anchor
@@ -54,7 +54,7 @@ def test_stale_samples_are_anchored_on_what_sampled_them(sets: list[str], anchor
         (["train.rl.preset=sapo", "train.rl.aggregate=token"], "train.rl.aggregate: token overrides sequence of preset: sapo"),
     ],
 )
-def test_what_swings_is_told(sets: list[str], caution: str) -> None:
+def test_unstable_settings_are_cautioned(sets: list[str], caution: str) -> None:
     found = list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
     assert len(found) == 1 and found[0].startswith(caution) and "\n" not in found[0]
 
@@ -71,7 +71,7 @@ def test_what_swings_is_told(sets: list[str], caution: str) -> None:
         ["train.stages=[sft]", "train.rl.old_logprobs=recompute"],
     ],
 )
-def test_what_learns_is_not(sets: list[str]) -> None:
+def test_stable_settings_have_no_caution(sets: list[str]) -> None:
     assert not list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
 
 

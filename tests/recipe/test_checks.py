@@ -218,7 +218,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["cluster.address=1.2.3.4"], "cluster.address: 1.2.3.4 is not the address of a Ray cluster; write HOST:PORT"),
     ],
 )
-def test_what_does_not_fit(sets: list[str], message: str) -> None:
+def test_invalid_combination_is_reported(sets: list[str], message: str) -> None:
     base = ["rollout.max_tokens=64", "model.config.max_position_embeddings=512"]
     told = [text for text in list_complaints([*base, *sets]) if message in text]
     assert told and told[0].startswith(message.split(":")[0])
@@ -262,16 +262,16 @@ def list_complaints(sets: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])
-def test_kernels_by_name_are_allowed_where_they_can_work(sets: list[str]) -> None:
+def test_named_kernels_are_allowed_on_supported_devices(sets: list[str]) -> None:
     assert not list_complaints([*CARD, "train.precision=bf16", *sets])
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "XiaomiMiMo/MiMo-7B-RL", "bytes"])
-def test_a_tokenizer_of_the_hub_is_not_asked_for(tokenizer: str) -> None:
+def test_hub_tokenizer_is_not_downloaded_by_checks(tokenizer: str) -> None:
     assert not list_complaints([f"model.tokenizer={tokenizer}"])
 
 
-def test_every_other_field_that_is_wrong_is_told_once_with_its_reason() -> None:
+def test_notes_report_each_other_invalid_field_once() -> None:
     wrong = ["train.stages=[]", "run_dir=x/{y}", "rollout.stop_ids=[99999]", "rollout.max_tokens=100000", "rollout.context=100000"]
     with pytest.raises(UserError, match=r"^train.stages: must be sft, rl or both") as caught:
         validate(load_recipe("tiny_mtp", sets=wrong).recipe)
@@ -286,14 +286,14 @@ def test_sampling_that_renormalises_is_allowed_with_a_correction_and_without_rl(
     validate(load_recipe("tiny_mtp", sets=["rollout.top_p=0.9", "train.stages=[sft]"]).recipe)
 
 
-def test_engines_that_cannot_be_synced_are_allowed_where_nobody_does() -> None:
+def test_unsyncable_engines_are_allowed_without_rl() -> None:
     sft = ["train.stages=[sft]"]
     validate(load_recipe("tiny_mtp", sets=["rollout.engine_args.quantization=fp8", *sft]).recipe)
     validate(load_recipe("tiny_mtp", sets=["sync.transport=nccl", "cluster.device=cuda", "train.gpus=0.5", *sft]).recipe)
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head.example.org:6379", "ray://head:10001", "[::1]:6379"])
-def test_addresses_that_ray_takes_are_left_to_it(address: str) -> None:
+def test_valid_ray_addresses_are_accepted(address: str) -> None:
     validate(load_recipe("tiny_mtp", sets=[f"cluster.address='{address}'"]).recipe)
 
 
@@ -378,7 +378,7 @@ def test_a_recipe_needs_one_model() -> None:
         hf_config(ModelConfig(path="a/b", config={}))
 
 
-def test_known_hub_models_need_no_network_and_unknown_ones_are_not_asked_for_by_checks() -> None:
+def test_checks_of_hub_models_need_no_network() -> None:
     known = hf_config(ModelConfig(path="XiaomiMiMo/MiMo-7B-RL"))
     assert known is not None and known["hidden_size"] == 4096
     assert hf_config(ModelConfig(path="nobody/nothing"), fetch=False) is None
@@ -416,7 +416,7 @@ def with_experts(folder: Path, tensor: str, *, index: bool) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "header"])
-def test_packed_experts_have_no_adapter_of_their_own(folder: Path, index: bool) -> None:
+def test_adapter_of_packed_experts_is_rejected(folder: Path, index: bool) -> None:
     with_experts(folder, PACKED, index=index)
     on_a_cpu, told = sorted(with_folder(folder, *ALONE), reverse=True)
     assert on_a_cpu.startswith(ON_A_CPU)
@@ -433,7 +433,7 @@ def test_an_adapter_of_packed_experts_may_be_merged_or_left_out(folder: Path) ->
     assert told.startswith(ON_A_CPU), "a card's engine has adapters of experts"
 
 
-def test_an_adapter_by_itself_does_not_reach_what_the_engine_folds_into_attention() -> None:
+def test_adapter_of_weights_merged_into_attention_is_rejected() -> None:
     latent = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
     latent |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     experts = {
@@ -485,7 +485,7 @@ def test_a_toy_of_every_family_fits(family: str, dtype: str, tmp_path: Path) -> 
         ("deepseek-v3", {"topk_method": None}, ["train.precision=bf16"], "model config: topk_method is missing"),
     ],
 )
-def test_what_an_engine_would_refuse_or_compute_otherwise(
+def test_model_that_the_engine_does_not_support_is_rejected(
     family: str, changes: dict[str, Any], sets: list[str], message: str, tmp_path: Path
 ) -> None:
     config = {name: value for name, value in {**TOYS[family], **changes}.items() if value is not None}
@@ -503,7 +503,7 @@ def test_on_cards_linear_and_latent_attention_come_in_any_type_and_size(tmp_path
         assert with_folder(tmp_path, *CARD) == []
 
 
-def test_a_data_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path: Path) -> None:
+def test_missing_data_file_is_reported_with_closest_match(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "other.parquet", "rows.yaml"):
         (tmp_path / name).write_text("")
     assert list(check_path(f"{tmp_path}/rowz.jsonl", "data.path")) == [
@@ -530,7 +530,7 @@ def test_a_data_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path
         ("deepseek-v3", ["train.moe.aux_loss=0.1", "train.moe.z_loss=0.1"], ""),
     ],
 )
-def test_a_bias_moves_only_where_a_router_has_one_and_all_weights_train(family: str, sets: list[str], message: str) -> None:
+def test_bias_update_needs_router_bias_and_full_training(family: str, sets: list[str], message: str) -> None:
     recipe = load_recipe("tiny_mtp", sets=["train.moe.bias_update=0.001", *sets]).recipe
     assert next(check_moe(recipe.train, shape_of(TOYS[family])), "") == message
 
@@ -549,7 +549,7 @@ def test_a_bias_moves_only_where_a_router_has_one_and_all_weights_train(family: 
         ),
     ],
 )
-def test_routes_that_nobody_would_record(sets: list[str], message: str) -> None:
+def test_replay_without_recorded_routes_is_rejected(sets: list[str], message: str) -> None:
     assert [told for told in complaints_of(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe) if told.startswith(message)]
 
 
@@ -599,7 +599,7 @@ def test_an_environment_of_verifiers_brings_problems_and_rewards() -> None:
         (["data.taskset={train_size: 8}"], "data.taskset: applies to rollout.environment: verifiers:NAME without data.path"),
     ],
 )
-def test_what_an_environment_of_verifiers_cannot_have(sets: list[str], told: str) -> None:
+def test_unsupported_settings_of_verifiers_environment_are_rejected(sets: list[str], told: str) -> None:
     assert complaint(*sets).startswith(told)
 
 

@@ -39,7 +39,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_values_become_what_the_field_wants(base: Path) -> None:
+def test_values_are_converted_to_field_types(base: Path) -> None:
     recipe = load_recipe(base).recipe
     assert recipe.mtp.mode == "off" and recipe.rollout.engine == "vllm"
     assert recipe.rollout.eager is False  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def test_replicas_and_addresses_that_are_none(base: Path, text: str, message: st
         ("null", None),
     ],
 )
-def test_a_status_page_is_for_this_machine_unless_said_otherwise(base: Path, text: str, address: tuple[str, int] | None) -> None:
+def test_status_page_binds_to_loopback_by_default(base: Path, text: str, address: tuple[str, int] | None) -> None:
     telemetry = load_recipe(base, sets=[f"telemetry.http={text}"]).recipe.telemetry
     assert telemetry.http_address == address
     assert TelemetryConfig.model_validate(telemetry.model_dump()) == telemetry
@@ -192,7 +192,7 @@ def test_appending_starts_from_the_default(base: Path) -> None:
         ("train.rl.optimizer.betas=[0, 0, 0]", "train.rl.optimizer.betas must be a list of 2 × number, got [0, 0, 0]"),
     ],
 )
-def test_a_wrong_set_is_one_line_with_its_mend(base: Path, text: str, message: str) -> None:
+def test_invalid_set_is_one_line_with_fix(base: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(base, sets=[text])
     told = str(caught.value)
@@ -221,14 +221,14 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
     assert f"{path}{message}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_further_mistakes_are_told_with_their_place_and_reason(tmp_path: Path) -> None:
+def test_further_mistakes_are_reported_with_location_and_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml", "train:\n  rl:\n    steps: a\nseed: b\n")
     with pytest.raises(UserError, match=r"(?m)^.*:4: seed must be an integer, got 'b'$") as caught:
         load_recipe(path)
     assert caught.value.__notes__ == [f"{path}:3: train.rl.steps must be an integer, got 'a'"]
 
 
-def test_a_key_with_several_types_is_told_once() -> None:
+def test_key_with_several_types_is_reported_once() -> None:
     with pytest.raises(UserError) as caught:
         load_recipe("tiny_mtp", sets=["cluster.gpu_gib=[a]", "rollout.context={}"])
     assert [text.count("must be") for text in (str(caught.value), *caught.value.__notes__)] == [1, 1]
@@ -258,7 +258,7 @@ def test_the_names_of_other_frameworks_are_understood(tmp_path: Path, given: str
         load_recipe(write(tmp_path / "r.yaml", text))
 
 
-def test_the_keys_that_aliases_point_to_exist_and_no_alias_is_a_key_of_ours_beside_them() -> None:
+def test_aliases_point_to_existing_keys_and_do_not_shadow_siblings() -> None:
     for alias, keys in ALIASES.items():
         for key in keys:
             found = find(tuple(key.split(".")))
@@ -275,7 +275,7 @@ def test_a_missing_recipe_names_near_ones(tmp_path: Path) -> None:
         load_recipe("tiny_mtp", overlays=["nowhere"])
 
 
-def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"name: \xff\n")
     with pytest.raises(UserError, match="not UTF-8"):
@@ -303,7 +303,7 @@ def test_the_run_directory_fills_in_name_and_seed() -> None:
 
 
 @pytest.mark.parametrize(("device", "transport", "meant"), [("auto", "shm", "cpu"), ("auto", "nccl", "cuda"), ("cuda", "shm", "cuda")])
-def test_the_transport_says_the_device_where_the_recipe_does_not(device: str, transport: str, meant: str) -> None:
+def test_transport_determines_default_device(device: str, transport: str, meant: str) -> None:
     assert Recipe.model_validate({"cluster": {"device": device}, "sync": {"transport": transport}}).device == meant
 
 

@@ -18,7 +18,7 @@ def test_every_preset_can_be_named_and_every_name_is_a_preset() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_each_is_valid_and_says_what_a_paper_says(preset: str) -> None:
+def test_presets_are_valid_and_match_papers(preset: str) -> None:
     config = RlConfig.model_validate({"preset": preset})
     for name in ("loss", "advantage", "aggregate", "dynamic_sampling"):
         assert getattr(config, name) == PRESETS[preset][name]
@@ -35,7 +35,7 @@ def test_without_a_preset_the_defaults_are_the_sections_own() -> None:
     assert RlConfig(preset=None) == RlConfig()
 
 
-def test_given_keys_override_it_below_mappings_as_well() -> None:
+def test_set_keys_override_preset_in_nested_mappings() -> None:
     config = RlConfig.model_validate({"preset": "dapo", "clip_high": 0.3, "overlong": {"buffer": 7}})
     assert config.clip_high == 0.3 and config.aggregate == "token"
     assert (config.overlong.enabled, config.overlong.buffer) == (True, 7)

@@ -14,7 +14,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.user_code import load
 
 
-def test_every_built_in_function_is_there() -> None:
+def test_built_in_functions_exist() -> None:
     assert all(callable(load(reference, "reward.function")) for reference in BUILT_IN.values())
 
 
@@ -41,7 +41,7 @@ def test_both_keys_with_different_functions_are_refused_and_with_the_same_are_no
         ("no/such.py:score", f"reward.function: there is no file no/such.py; it was looked for in {Path('no').resolve()}"),
     ],
 )
-def test_a_function_that_is_not_there_is_told(function: str, told: str) -> None:
+def test_missing_function_is_reported(function: str, told: str) -> None:
     assert list(check_reward(RewardConfig(function=function), None)) == [told]
 
 

@@ -78,5 +78,5 @@ def test_value_from_the_environment_is_read_when_the_function_is_loaded(tmp_path
         "reward.args.api_key=env:NAME",
     ],
 )
-def test_text_without_a_secret_is_not_masked(text: str) -> None:
+def test_text_without_secret_is_not_masked(text: str) -> None:
     assert masked(text) == text

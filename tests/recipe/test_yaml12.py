@@ -1,4 +1,4 @@
-"""Recipes read the scalars of YAML 1.2, know the line of every key, and write what they read back."""
+"""Recipes read YAML 1.2 scalars, keep the line of every key, write what they read, and reject hostile documents."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_key_has_its_line() -> None:
         ("a: \x00\n", "here: not valid YAML"),
     ],
 )
-def test_what_is_broken_is_named_with_its_line(text: str, message: str) -> None:
+def test_invalid_yaml_is_reported_with_line(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         yaml12.parse(text, "here")
     assert "\n" not in str(caught.value)
@@ -86,5 +86,31 @@ values = st.recursive(
 
 
 @given(values)
-def test_what_is_dumped_is_read_back(value: Any) -> None:
+def test_dumped_values_are_read_back(value: Any) -> None:
     assert yaml12.parse(yaml12.dump(value), "dumped").value == value
+
+
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "more than 100,000 values"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{a: " * 100_000, "nested too deeply"),
+        ("- " * 5_000 + "1", "nested too deeply"),
+        ("a: " + "9" * 5_000, "is not a number"),
+        ("a: &a [*a]", "an anchor contains itself"),
+    ],
+    ids=["aliases", "lists", "mappings", "items", "digits", "cycle"],
+)
+def test_hostile_document_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        yaml12.parse(text, "recipe.yaml")
+    line = str(error.value)
+    assert line.startswith("recipe.yaml") and "\n" not in line and len(line) < 300
+
+
+def test_aliases_of_usual_size_are_read() -> None:
+    assert yaml12.parse("a: &a [1, 2]\nb: *a\nc: *a", "recipe.yaml").value == {"a": [1, 2], "b": [1, 2], "c": [1, 2]}

@@ -21,7 +21,7 @@ def run(path: Path, lr: float, gain: float, steps: int = 10) -> Path:
     return path
 
 
-def test_runs_are_laid_over_each_other_and_their_differences_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_shows_curves_and_recipe_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [run(tmp_path / "a", 1e-4, 0.05), run(tmp_path / "b", 1e-3, 0.1, steps=8)]
     path = write_comparison(runs)
@@ -36,7 +36,7 @@ def test_runs_are_laid_over_each_other_and_their_differences_told(tmp_path: Path
     assert {"a", "b"} <= set(re.findall(r'class="label k\d"[^>]*>(\w)<b>', reward[: reward.index("<h3>Entropy</h3>")]))
 
 
-def test_the_last_evaluation_and_the_mean_of_the_late_ones_are_rows_of_their_own(tmp_path: Path) -> None:
+def test_last_evaluation_and_late_mean_have_separate_rows(tmp_path: Path) -> None:
     runs = [run(tmp_path / name, 1e-4, 0.05) for name in ("a", "b")]
     for path, last in zip(runs, (0.75, 0.5), strict=True):
         accuracies = {0: 0.25, 4: 0.25, 6: 0.25, 8: 0.25, 10: last}
@@ -49,13 +49,13 @@ def test_the_last_evaluation_and_the_mean_of_the_late_ones_are_rows_of_their_own
     assert "a: 30 SFT steps, 10 RL steps · b: 30 SFT steps, 10 RL steps" in text
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_distinguished_by_folders(tmp_path: Path) -> None:
     runs = [run(tmp_path / "x" / "tiny", 1e-4, 0.05), run(tmp_path / "y" / "tiny", 1e-4, 0.05)]
     text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)
     assert "x/tiny" in text and "y/tiny" in text and "No key differs." in text
 
 
-def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_invalid_comparison_is_one_line_error(tmp_path: Path) -> None:
     one = run(tmp_path / "a", 1e-4, 0.05)
     with pytest.raises(UserError, match=r"^RUN: the same run is named twice"):
         write_comparison([one, one])

@@ -19,7 +19,7 @@ def test_parts_of_a_step_are_merged() -> None:
     assert history.series("accuracy") == [(1, 0.5)]
 
 
-def test_what_a_resumed_session_does_again_replaces_what_the_first_did_beyond_the_checkpoint() -> None:
+def test_repeated_steps_of_resumed_session_replace_earlier_ones() -> None:
     first = [row(1, "rl", step, float(step), loss=step * 1.0) for step in (1, 2, 3, 4, 5)]
     second = [row(2, "rl", step, 100.0 + step, loss=step * 10.0) for step in (3, 4)]
     history = build_history([*first, *second])

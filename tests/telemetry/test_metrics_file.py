@@ -28,7 +28,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
     file.close()
 
 
-def test_what_is_not_finite_survives_as_valid_json(tmp_path: Path) -> None:
+def test_non_finite_values_survive_as_valid_json(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
     file.append(row(1, a=math.nan, b=math.inf, c=-math.inf))
     file.append({"time": 2.0, "event": "note", "message": "NaN"})
@@ -104,7 +104,7 @@ def test_rows_wait_for_room_on_a_disk_that_is_full(tmp_path: Path) -> None:
     assert [r["step"] for r in read_rows(file.path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_disk_that_stays_full_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
     now = [0.0]
     monkeypatch.setattr("mtpctl.telemetry.metrics_file.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -44,7 +44,7 @@ def test_the_names_that_people_script_against_are_in_the_catalogue(name: str) ->
     assert METRICS[name].meaning
 
 
-def test_what_the_rl_room_logs_is_in_the_catalogue() -> None:
+def test_logged_metrics_are_in_catalog() -> None:
     import torch
 
     from mtpctl.recipe.rl import CorrectionConfig, RlConfig

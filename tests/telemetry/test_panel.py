@@ -43,7 +43,7 @@ def test_time_left_follows_the_pace_of_the_latest_steps() -> None:
     assert pace.left("sft") is None
 
 
-def test_plain_lines_say_what_was_logged_one_line_a_row() -> None:
+def test_plain_output_is_one_line_per_row() -> None:
     console, out = screen(width=40)
     clock = Clock()
     lines = PlainLines(console, {"rl": 10}, clock)
@@ -58,7 +58,7 @@ def test_plain_lines_say_what_was_logged_one_line_a_row() -> None:
     ]
 
 
-def test_of_a_stage_that_may_end_early_the_time_left_is_the_most_that_it_takes() -> None:
+def test_remaining_time_is_upper_bound_for_stage_that_may_end_early() -> None:
     console, out = screen(width=100)
     clock = Clock()
     early = ["sft"]
@@ -96,7 +96,7 @@ def test_the_panel_shows_both_sides_in_any_width(width: int) -> None:
         assert "about 1 min 10 s left of RL" in text and "step 3 [saved]" in text and "5.2k tok/s" in text
 
 
-def test_the_unfiltered_reward_is_shown_where_there_is_one() -> None:
+def test_unfiltered_reward_is_preferred() -> None:
     console, out = screen(100, terminal=True)
     panel = LivePanel(console, "run", {"rl": 2}, draw=False)
     panel.row(1, {"reward/mean": 0.5, "reward/unfiltered_mean": 0.875}, "rl")
@@ -104,7 +104,7 @@ def test_the_unfiltered_reward_is_shown_where_there_is_one() -> None:
     assert "0.875" in out.getvalue() and "0.5 " not in out.getvalue()
 
 
-def test_a_resumed_panel_begins_with_what_the_run_has() -> None:
+def test_resumed_panel_starts_with_earlier_rows() -> None:
     console, out = screen(100, terminal=True)
     panel = LivePanel(console, "run", {"sft": 400, "rl": 20}, draw=False)
     rows = [Row("sft", step, 0.0, 1, {"sft/loss": 1.0}) for step in (62, 63)]
@@ -124,7 +124,7 @@ def test_path_at_the_end_of_an_event_is_shown_whole() -> None:
     assert path in shown
 
 
-def test_what_the_run_waits_for_is_shown_until_it_is_there() -> None:
+def test_waiting_reasons_are_shown_until_resolved() -> None:
     console, out = screen(60, terminal=True)
     panel = LivePanel(console, "run", {"rl": 2}, draw=False)
     panel.waiting(["rollout: starting, 34 s · Loading weights 50%" + " and more" * 9])
@@ -148,7 +148,7 @@ def test_lines_say_it_every_so_often() -> None:
     assert out.getvalue().splitlines() == [f"waiting: rollout: starting, {second} s; trainer" for second in (15, 30)]
 
 
-def test_a_terminal_of_another_size_is_drawn_anew_from_its_top() -> None:
+def test_panel_is_redrawn_from_top_after_resize() -> None:
     """Its lines are folded then, and moving up by as many as there were leaves some of them."""
     console, out = screen(80, terminal=True)
     panel = LivePanel(console, "run", {"rl": 2})
@@ -162,7 +162,7 @@ def test_a_terminal_of_another_size_is_drawn_anew_from_its_top() -> None:
     assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in fresh.splitlines()) == 60
 
 
-def test_what_is_typed_is_not_shown_while_the_panel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_echo_is_disabled_during_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with open(theirs, "r+b", buffering=0) as terminal:
         monkeypatch.setattr("sys.stdin", terminal)

@@ -104,7 +104,7 @@ def test_headline_figures_are_those_of_the_metrics(run_dir: Path) -> None:
     assert "30 SFT steps · 50 RL steps · vllm, 2 draft tokens a step · seed 3" in tiles
 
 
-def test_every_chart_that_has_data_is_there_and_no_other(run_dir: Path) -> None:
+def test_report_has_exactly_the_charts_with_data(run_dir: Path) -> None:
     html = write_report(run_dir).read_text()
     titles = re.findall(r"<h3>(.*?)</h3>", html)
     assert titles == [
@@ -134,7 +134,7 @@ def evaluated(run_dir: Path, accuracies: dict[int, float]) -> str:
     return write_report(run_dir).read_text()
 
 
-def test_evaluations_are_a_curve_of_their_own(run_dir: Path) -> None:
+def test_evaluations_have_their_own_chart(run_dir: Path) -> None:
     """Marked where it was measured, with the best until then and the late mean; what swings is told where the headline is."""
     html = evaluated(run_dir, {0: 0.40, 10: 0.60, 20: 0.30, 30: 0.70, 40: 0.50, 50: 0.66})
     chart = figure(html, "Held-out accuracy")
@@ -152,7 +152,7 @@ def test_one_evaluation_makes_no_curve(run_dir: Path) -> None:
     assert "<h3>Held-out accuracy</h3>" not in evaluated(run_dir, {0: 0.4})
 
 
-def test_two_ends_are_told_as_such(run_dir: Path) -> None:
+def test_two_evaluations_are_reported_as_before_and_after(run_dir: Path) -> None:
     html = evaluated(run_dir, {0: 0.40, 50: 0.66})
     assert "measured only before and after" in html and "last 4, mean" not in html
 
@@ -164,7 +164,7 @@ def test_many_timings_are_folded_into_other(run_dir: Path) -> None:
     assert labels == ["part 0", "part 1", "part 2", "part 3", "part 4", "other"]
 
 
-def test_figures_that_tell_more_take_the_place_of_those_that_tell_less(run_dir: Path) -> None:
+def test_more_precise_metrics_replace_fallbacks(run_dir: Path) -> None:
     rows = [{"phase": "rl", "step": s, "reward/unfiltered_mean": 0.9, "rollout_corr/abs_diff_same_version": 4e-7} for s in range(1, 51)]
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"session": 1, "time": 1.7e9 + 200, **row}) + "\n" for row in rows)
@@ -185,7 +185,7 @@ def test_means_of_the_run_are_over_its_time(run_dir: Path) -> None:
     assert "18.0%" in tiles and "190 tok/s" in tiles
 
 
-def test_what_users_wrote_is_escaped(run_dir: Path) -> None:
+def test_user_text_is_escaped(run_dir: Path) -> None:
     html = write_report(run_dir).read_text()
     assert "tiny &lt;mtp&gt;" in html and "rollout-0 &lt;died&gt;" in html
     assert "<mtp>" not in html and "<died>" not in html
@@ -208,7 +208,7 @@ def test_recipe_and_versions_are_in_it(run_dir: Path) -> None:
     assert "megatron-core" in text
 
 
-def test_a_run_that_has_just_begun(run_dir: Path) -> None:
+def test_report_of_new_run(run_dir: Path) -> None:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text(lines[0])
     read(write_report(run_dir))
@@ -224,7 +224,7 @@ def test_a_metric_that_was_no_number_for_a_while(run_dir: Path) -> None:
     assert "grad RL – – – – " in table
 
 
-def test_out_and_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
+def test_out_path_and_its_errors(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere.html"
     assert write_report(run_dir, out) == out and out.exists()
     with pytest.raises(UserError, match="no directory"):
@@ -257,7 +257,7 @@ def test_out_and_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
         ("versions.json", "[]"),
     ],
 )
-def test_what_is_broken_in_a_run_is_named(run_dir: Path, name: str, content: str | None) -> None:
+def test_damaged_file_of_run_is_reported(run_dir: Path, name: str, content: str | None) -> None:
     (run_dir / name).unlink()
     if content is None:
         (run_dir / name).mkdir()

@@ -36,7 +36,7 @@ def test_resuming_keeps_everything_and_the_earlier_recipe(tmp_path: Path) -> Non
     assert [p.read_text() for p in sorted(run.logs.iterdir())] == ["steps: 1\n", "steps: 2\n"]
 
 
-def test_an_empty_directory_that_is_there_is_taken_up(tmp_path: Path) -> None:
+def test_existing_empty_directory_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
         assert not run.recipe.exists(), "what runs there is not known yet"
@@ -120,7 +120,7 @@ def test_a_place_is_tried_without_making_anything(tmp_path: Path) -> None:
             RunDirectory.check_writable(place)
 
 
-def test_a_place_that_another_run_holds_is_told_and_left_to_it(tmp_path: Path) -> None:
+def test_locked_directory_is_reported_and_unchanged(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "name: a\n"), pytest.raises(UserError, match=r"^run_dir: another run is writing"):
         RunDirectory.check_writable(tmp_path / "run")
     RunDirectory.check_writable(tmp_path / "run")

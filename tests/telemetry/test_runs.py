@@ -39,7 +39,7 @@ def run(path: Path, step: int, event: str | None = None, *, stage: str = "rl") -
         (0, None, "empty"),
     ],
 )
-def test_the_state_of_a_run_that_nobody_writes(tmp_path: Path, step: int, event: str | None, state: str) -> None:
+def test_state_of_ended_run(tmp_path: Path, step: int, event: str | None, state: str) -> None:
     assert describe_run(run(tmp_path / "a", step, event)).state == state
 
 
@@ -52,13 +52,13 @@ def test_a_run_that_is_written_is_running_and_looking_does_not_keep_it_from_star
     assert describe_run(path).state == "broken off"
 
 
-def test_a_stage_that_ended_early_is_done_where_its_checkpoint_says_so(tmp_path: Path) -> None:
+def test_stage_that_ended_early_is_done_if_checkpoint_is_final(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4, "checkpoint")
     (path / "checkpoints" / "rl-000004-end").mkdir()
     assert describe_run(path).state == "done"
 
 
-def test_an_earlier_stage_that_ended_is_no_end_of_the_run(tmp_path: Path) -> None:
+def test_end_of_earlier_stage_does_not_end_run(tmp_path: Path) -> None:
     found = describe_run(run(tmp_path / "a", 5, stage="sft"))
     assert (found.state, found.stage, found.step, found.steps, found.reward) == ("broken off", "sft", 5, 5, None)
 
@@ -97,7 +97,7 @@ def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Pa
     assert faults[str(tmp_path / "a")] == "" and faults[str(broken)] == told[3].removeprefix("unreadable: ")
 
 
-def test_the_status_of_a_run_tells_why_its_trainer_was_started_anew(mtpctl: Any, tmp_path: Path) -> None:
+def test_status_reports_reason_of_trainer_restart(mtpctl: Any, tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4, "restart")
     told = mtpctl("status", str(path)).out
     assert told.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.900, unfiltered 0.400, held-out accuracy 0.250; wrote ")

@@ -64,7 +64,7 @@ def test_a_long_text_keeps_both_ends() -> None:
     assert shortened("ab", 2) == "ab"
 
 
-def test_what_is_written_is_read_in_the_order_of_steps(tmp_path: Path) -> None:
+def test_samples_are_read_in_order_of_steps(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples", 1)
     log.write([row(2)])
     log.write([row(1, kind="eval")])  # An evaluation beside training may end after the next update.
@@ -86,7 +86,7 @@ def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path
     ]
 
 
-def test_what_was_dropped_just_before_a_resume_stays(tmp_path: Path) -> None:
+def test_groups_dropped_before_resume_are_kept(tmp_path: Path) -> None:
     """The checkpoint may have been taken after it."""
     for session in (1, 2):
         log = SampleLog(tmp_path / "samples", session)
@@ -97,7 +97,7 @@ def test_what_was_dropped_just_before_a_resume_stays(tmp_path: Path) -> None:
     assert found == [(4, "session 1"), (4, "session 2"), (5, "session 2")]
 
 
-def test_of_updates_that_were_lost_with_a_trainer_and_made_again_the_later_samples_stand(tmp_path: Path) -> None:
+def test_samples_of_repeated_updates_replace_lost_ones(tmp_path: Path) -> None:
     """What was dropped meanwhile was not lost."""
     log = SampleLog(tmp_path / "samples", 1)
     log.write([row(1, "kept")])
@@ -126,7 +126,7 @@ def test_files_are_small_and_few_and_the_first_one_stays(tmp_path: Path, monkeyp
     assert steps[0] == 0 and steps[-1] == 59 and len(steps) < 30
 
 
-def test_a_disk_that_is_slow_holds_nobody_up_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+def test_slow_disk_does_not_block_and_dropped_rows_are_counted(tmp_path: Path) -> None:
     free = threading.Event()
     log = SampleLog(tmp_path / "samples", 1, [lambda rows: free.wait() and None])
     began = time.perf_counter()
@@ -140,7 +140,7 @@ def test_a_disk_that_is_slow_holds_nobody_up_and_what_is_left_out_is_counted(tmp
     assert log.warning == f"{log.dropped} samples are missing in samples/ or a table; the last, because {reason}"
 
 
-def test_a_table_that_fails_is_told_and_the_file_goes_on(tmp_path: Path) -> None:
+def test_failing_table_is_reported_and_file_continues(tmp_path: Path) -> None:
     def table(rows: list[SampleRow]) -> None:
         raise ConnectionError("no network\nat all")
 
@@ -197,7 +197,7 @@ def test_tampered_row_is_named_and_not_shown(key: str, tmp_path: Path) -> None:
             read_samples(tmp_path)
 
 
-def test_deeply_nested_line_is_no_sample(tmp_path: Path) -> None:
+def test_deeply_nested_line_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "000000.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(UserError, match=r"000000\.jsonl:1: not a sample; remove the line$"):

@@ -51,7 +51,7 @@ def test_every_choice_of_a_filter_has_its_rule_and_some_sample() -> None:
         assert values <= set(re.findall(rf'<details class="sample"[^>]* data-{name}="(\w*)"', page))
 
 
-def test_bands_are_the_values_where_they_are_few_and_else_of_equally_many() -> None:
+def test_bands_are_values_if_few_and_quantiles_otherwise() -> None:
     assert reward_bands([1.0, 0.0, 1.0]) == [(0.0, "0"), (1.0, "1")]
     bands = reward_bands([i / 100 for i in range(100)])
     assert len(bands) == 5 and bands[0][1].startswith("0 to 0.2") and bands[-1] == (0.99, "0.8 to 0.99")
@@ -67,7 +67,7 @@ def test_of_a_long_run_some_steps_are_shown_with_all_their_samples() -> None:
     assert "100 of 4000 samples of the run" not in samples_section(rows[:8]) and "8 samples" in samples_section(rows[:8])
 
 
-def test_a_long_prompt_is_told_by_its_last_whole_words() -> None:
+def test_long_prompt_is_shortened_to_last_words() -> None:
     assert ending("what is\n 1 + 1?") == "what is 1 + 1?"
     told = ending("word " * 40 + "How many are left?")
     assert told.startswith("… word ") and told.endswith("How many are left?") and len(told) <= 92

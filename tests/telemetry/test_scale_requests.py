@@ -49,27 +49,27 @@ def test_each_of_several_who_ask_at_once_gets_the_answer_to_its_own_request(run:
     assert not list(run.requests.iterdir()), "nothing is left"
 
 
-def test_a_run_that_does_not_go_on_is_not_asked(run: RunDirectory) -> None:
+def test_request_to_stopped_run_is_rejected(run: RunDirectory) -> None:
     run.close()
     with pytest.raises(UserError, match=r"^RUN: .*/run is not running; start it with mtpctl train "):
         ask(run, 2)
     assert not run.requests.exists()
 
 
-def test_a_run_that_does_not_answer_is_told_and_does_not_get_the_request_later(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_without_answer_times_out_and_is_removed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_requests, "ANSWER_S", 0.1)
     with pytest.raises(RuntimeFailure, match=r"no answer within 0\.1 s; check logs/run\.log"):
         ask(run, 2)
     assert not list(take_requests(run))
 
 
-def test_a_run_that_ends_meanwhile_is_told(run: RunDirectory) -> None:
+def test_run_that_ends_before_answer_is_reported(run: RunDirectory) -> None:
     threading.Timer(0.3, run.close).start()
     with pytest.raises(RuntimeFailure, match="the run ended before it answered"):
         ask(run, 2)
 
 
-def test_what_was_asked_of_an_earlier_start_is_forgotten_and_what_is_no_request_is_removed(run: RunDirectory) -> None:
+def test_earlier_and_invalid_requests_are_removed(run: RunDirectory) -> None:
     run.requests.mkdir()
     (run.requests / "1.json").write_text('{"replicas": 3}')
     forget_requests(run)

@@ -53,7 +53,7 @@ def test_log_event_and_summary(tmp_path: Path) -> None:
     assert "best 75.0% at update 20; worst fall 10.0 points, from 25.0% at update 0 to 15.0% at update 10." in table
 
 
-def test_a_resumed_panel_leaves_out_what_will_be_done_again(tmp_path: Path) -> None:
+def test_resumed_panel_skips_steps_that_will_be_repeated(tmp_path: Path) -> None:
     telemetry, _ = start(tmp_path / "run")
     with telemetry:
         for step in range(1, 4):
@@ -123,7 +123,7 @@ def test_a_disk_that_stays_full_ends_a_run_by_one_line(tmp_path: Path, monkeypat
 
 
 @broken_thread
-def test_a_run_goes_on_while_the_disk_is_full_and_lacks_nothing_then(tmp_path: Path) -> None:
+def test_run_continues_during_full_disk_without_losing_rows(tmp_path: Path) -> None:
     path = tmp_path / "run"
     telemetry, _ = start(path)
     with telemetry:
@@ -144,7 +144,7 @@ def test_a_run_goes_on_while_the_disk_is_full_and_lacks_nothing_then(tmp_path: P
 
 
 @broken_thread
-def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path: Path) -> None:
+def test_tensorboard_continues_after_full_disk(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoardSink(tmp_path, {})
@@ -192,7 +192,7 @@ def test_many_threads_write_whole_rows(tmp_path: Path) -> None:
     assert all(history.series(f"m{k}") == [(i, float(i)) for i in range(100)] for k in range(4))
 
 
-def test_wandb_is_asked_for_only_when_wanted_and_missing_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_optional_and_reported_if_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: "):
         start(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"))
@@ -214,7 +214,7 @@ def test_the_run_log_has_every_line_with_its_time_and_the_error_that_ended_the_r
     assert "died" not in out.getvalue(), "the command prints it"
 
 
-def test_a_bug_is_named_by_its_kind_and_ctrl_c_is_no_error(tmp_path: Path) -> None:
+def test_unexpected_error_is_reported_by_type_and_interrupt_is_not(tmp_path: Path) -> None:
     telemetry, _ = start(tmp_path / "run")
     with pytest.raises(KeyError), telemetry:
         raise KeyError("reward")

@@ -113,7 +113,7 @@ def test_wandb_gets_recipe_group_and_tags_and_rows_over_updates(tmp_path: Path, 
     assert (found["prompt"], found["response"], found["reward"], found["reward/format"], found["versions"]) == ("2", "3⟦4⟧", 0.5, 1.0, "2")
 
 
-def test_a_wandb_without_a_login_is_named_with_the_mend(tmp_path: Path, wandb: Wandb) -> None:
+def test_wandb_without_login_is_reported_with_fix(tmp_path: Path, wandb: Wandb) -> None:
     wandb.refuses = "api_key not configured\nsee docs"
     with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: .*api_key not configured\); .*WANDB_MODE=offline") as told:
         session(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"), [], "name: t\n")
@@ -180,7 +180,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Mlflow:
     return server
 
 
-def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, mlflow: Mlflow) -> None:
+def test_mlflow_resumes_same_run(tmp_path: Path, mlflow: Mlflow) -> None:
     config = TelemetryConfig(mlflow="arms", **CONFIG)  # type: ignore[arg-type]
     session(tmp_path / "run", config, [(3, {"sft/loss": 2.0}, "sft"), (1, {"eval/avg@4": 0.5}, "rl")], "name: t\ntrain: {lr: 0.1}\n")
     with pytest.raises(KeyError):

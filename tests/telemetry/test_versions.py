@@ -35,22 +35,20 @@ def two_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", []),
     ],
 )
-def test_cards_are_those_that_the_process_may_use(
-    two_cards: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]
-) -> None:
+def test_only_visible_gpus_are_listed(two_cards: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_cards() == names
     assert collect_versions()["machine"]["cards"] == names
 
 
-def test_a_tool_that_does_not_answer_is_told_of(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_nvidia_smi_is_reported(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_cards.write_text("#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(versions, "NVIDIA_SMI_S", 0.1)
     assert visible_cards() == ["unknown card (nvidia-smi did not answer within 0.1 s)"]
 
 
-def test_a_tool_that_cannot_be_ended_is_not_waited_for(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unkillable_nvidia_smi_is_not_waited_for(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one is that stands in a call of the driver."""
     pids: list[int] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: pids.append(process.pid))
@@ -72,7 +70,7 @@ def test_a_tool_that_cannot_be_ended_is_not_waited_for(two_cards: Path, monkeypa
         ("#!/bin/sh\necho 'has failed: no driver'; exit 9\n", "nvidia-smi listed none, exit code 9"),
     ],
 )
-def test_a_card_that_the_tool_does_not_tell_of_is_no_processor(
+def test_failing_nvidia_smi_is_reported_as_unknown_card(
     two_cards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool: str | None, why: str
 ) -> None:
     if tool is None:

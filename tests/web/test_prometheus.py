@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtpctl.web.prometheus import Series, text_of
 
 
-def test_its_own_parser_reads_back_what_was_written() -> None:
+def test_prometheus_parser_reads_output() -> None:
     odd = 'a "b"\n\\c'
     series = [
         Series("steps", "gauge", "Updates.", 3.0, {"run": odd, "stage": "rl"}),

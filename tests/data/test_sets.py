@@ -137,7 +137,7 @@ def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None
         read_problems(tmp_path / "latin.parquet")
 
 
-def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
+def test_answers_are_optional_if_not_required(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "name a fish"}, {"prompt": "x", "answer": None}, {"prompt": "2+2=", "answer": 4}]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
@@ -160,7 +160,7 @@ def test_prompts_alone_where_answers_are_not_asked_for(tmp_path: Path) -> None:
         ("p.txt", "hello", r"--prompts: .*p\.txt is neither"),
     ],
 )
-def test_what_is_wrong_with_prompts_alone(name: str, text: str, told: str, tmp_path: Path) -> None:
+def test_invalid_prompt_file_is_reported(name: str, text: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UserError, match=told):
