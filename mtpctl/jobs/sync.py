@@ -74,8 +74,8 @@ def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: boo
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
     placement = place(recipe)
-    bundles = placement.of("trainer") if engines else placement.actors
-    cpus, gpus = sum(first.cpus for first in bundles), sum(first.gpus for first in bundles)
+    actors = placement.of("trainer") if engines else placement.actors
+    cpus, gpus = sum(actor.cpus for actor in actors), sum(actor.gpus for actor in actors)
     with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
         return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat))
 
