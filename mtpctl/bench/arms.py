@@ -1,6 +1,6 @@
 """Arms of an experiment: the same recipe trained several times from one warm start, each time with a few keys changed.
 
-Every arm is a whole run in a process of its own, started by `mtpctl train` and evaluated from its run directory. If the recipe has a
+Every arm is a whole run in a separate process, started by `mtpctl train` and evaluated from its run directory. If the recipe has a
 supervised stage, that stage runs once for each seed and is converted to a Hugging Face folder, drafter included, from which trainer and
 engines of every arm start.
 """

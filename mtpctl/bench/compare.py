@@ -100,7 +100,7 @@ def figures(document: object, path: str = "") -> dict[str, float]:
 
 
 def better(name: str) -> Better | None:
-    """Whether higher or lower values of a figure are better, by its name; None if the name does not tell."""
+    """Whether higher or lower values of a figure are better, by its name; None if the name does not determine it."""
     last = name.rsplit(".", 1)[-1]
     if _HIGHER.search(last):
         return "higher"

@@ -74,7 +74,7 @@ class Diagnosis:
         states = {check.finding.state for check in self.checks}
         if "failed" in states:
             return self.failure
-        return "the machine is too loaded to tell" if "loaded" in states else "all well"
+        return "the machine is too loaded for a verdict" if "loaded" in states else "all well"
 
     @property
     def error(self) -> MtpctlError | None:
@@ -152,7 +152,7 @@ async def _run_lane(lane: dict[str, Callable[[], Awaitable[Finding]]], done: Rep
 def _failure(error: MtpctlError) -> Finding:
     """The finding of a failed check: `loaded` if it timed out on a busy machine."""
     load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    # Ray has a deadline of its own for its processes and reports it in its own words.
+    # Ray has a separate deadline for its processes, with another message.
     timed_out = isinstance(error, PartTimeout) or "timed out" in str(error)
     if not timed_out or load - LANES < cpus:
         return Finding("failed", str(error), error=error)

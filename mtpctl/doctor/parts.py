@@ -1,7 +1,7 @@
-"""Parts of the examination that run in processes of their own: `python -m mtpctl.doctor.parts NAME FOLDER`.
+"""Parts of the examination that run in separate processes: `python -m mtpctl.doctor.parts NAME FOLDER`.
 
 A part may hang, crash or patch torch without affecting the others. It writes `NAME.json` into the folder, and its output goes to
-`NAME.log`. `sample` and `score` compare vLLM's log-probs of its own tokens with the trainer's, at a sampling temperature and with
+`NAME.log`. `sample` and `score` compare vLLM's log-probs of sampled tokens with the trainer's, at a sampling temperature and with
 speculation: a policy gradient is correct only if both engines compute the same distribution. They are two parts because the patches
 that let either engine run on a CPU exclude each other.
 """
@@ -51,7 +51,7 @@ class PartTimeout(RuntimeFailure):
 
 
 async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]:
-    """Run a part in a process of its own and return its result.
+    """Run a part in a separate process and return its result.
 
     Raises:
         UserError, EnvironmentMissing, RuntimeFailure: as the part raised them.

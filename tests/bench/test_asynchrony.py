@@ -140,9 +140,9 @@ def test_noise_of_256_problems_does_not_bias_when_a_level_is_held() -> None:
     for _ in range(300):
         noisy = [generator.gauss(p, math.sqrt(p * (1 - p) / 256)) for p in heights]
         updates.append(summarise([outcome("synchronous", run(1, noisy))])[0][0].held_updates)
-    held = [x for x in updates if x is not None]
-    assert len(held) > 0.97 * len(updates)
-    assert truth is not None and statistics.mean(held) == pytest.approx(truth, abs=0.6) and statistics.stdev(held) < 2
+    moments = [x for x in updates if x is not None]
+    assert len(moments) > 0.97 * len(updates)
+    assert truth is not None and statistics.mean(moments) == pytest.approx(truth, abs=0.6) and statistics.stdev(moments) < 2
 
 
 def test_given_level_applies_to_every_seed() -> None:

@@ -50,11 +50,11 @@ def test_tolerance_changes_when_a_level_is_held(tmp_path: Path) -> None:
     recorded(tmp_path, "synchronous-0", STEADY, 2.0)
     recorded(tmp_path, "partial-0", [0.4, 0.8, 0.7, 0.8, 0.8, 0.8, 0.8], 1.0)
     assert bench(tmp_path, "--accuracy", "0.75") == 0
-    held = {r["name"]: r["held_updates"] for r in json.loads((tmp_path / "result.json").read_text())["results"]}
-    assert held == {"synchronous": pytest.approx(5), "partial": pytest.approx(5)}
+    updates = {r["name"]: r["held_updates"] for r in json.loads((tmp_path / "result.json").read_text())["results"]}
+    assert updates == {"synchronous": pytest.approx(5), "partial": pytest.approx(5)}
     assert bench(tmp_path, "--accuracy", "0.75", "--tolerance", "0.06") == 0
-    held = {r["name"]: r["held_updates"] for r in json.loads((tmp_path / "result.json").read_text())["results"]}
-    assert held["partial"] == pytest.approx(2 * 0.35 / 0.4)
+    updates = {r["name"]: r["held_updates"] for r in json.loads((tmp_path / "result.json").read_text())["results"]}
+    assert updates["partial"] == pytest.approx(2 * 0.35 / 0.4)
 
 
 def test_runs_of_custom_arms_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ def test_timeout_on_a_loaded_machine_is_reported_as_loaded(error: Exception, exa
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     diagnosis = examined({"ray": error})
     assert finding(diagnosis, "ray").state == "loaded"
-    assert diagnosis.verdict == "the machine is too loaded to tell"
+    assert diagnosis.verdict == "the machine is too loaded for a verdict"
     assert f"{error}; the machine is loaded (20.0 processes want its 2 CPUs)" in str(diagnosis.error)
     assert type(diagnosis.error) is type(error)
 
