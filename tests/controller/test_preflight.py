@@ -68,11 +68,17 @@ def test_reward_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path: Path
 
 def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> None:
     """Loss, environment, reward, rewards of held-out sets: mended one after the other, each is the next to be told by both."""
-    (tmp_path / "own.py").write_text("def loss(logprob): ...\ndef score(response, problem, sample): return 1 / 0\n")
+    functions = (
+        "def loss(logprob): ...",
+        "def score(response, problem, sample): return 1 / 0",
+        "def advantage(rewards, *_): return rewards[:2]",
+    )
+    (tmp_path / "own.py").write_text("\n".join(functions))
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     own = f"{tmp_path}/own.py"
     mistakes = {
         f"train.rl.loss={own}:loss": r"^train\.rl\.loss: ",
+        f"train.rl.advantage={own}:advantage": r"^train\.rl\.advantage: own\.py:3: it returned a tensor of shape \[2\] for 6 responses",
         f"rollout.environment={MODULE}:Raises": TOLD,
         f"reward.function={own}:score": r"^reward\.function: own\.py:2: ",
         f"evaluation.sets={{held: {{path: {tmp_path}/held.jsonl, reward: {{function: '{own}:score'}}}}}}": r"^evaluation\.sets\.held\.",
