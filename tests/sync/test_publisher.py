@@ -15,23 +15,18 @@ from mtpctl.sync.receiver import pieces
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import open_reader
-
-
-def model(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"model.embed.weight": (40, 8), "model.layers.0.w": (8, 8), "model.norm.weight": (8,), "model.mtp_layers.0.w": (5, 3)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+from tests.fakes.pushing import model
 
 
 def unpacked(manifest: Manifest) -> dict[str, torch.Tensor]:
     reader = open_reader(manifest.transport, manifest.address)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for section, plan in manifest.sections.items():
         for bucket, data in reader.stream(section, plan.buckets):
             for entry, piece in pieces(bucket, data):
-                whole = found.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
+                whole = tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
                 whole.reshape(-1)[entry.part_start : entry.part_stop] = piece
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 400, 1 << 20])
@@ -39,10 +34,10 @@ def test_every_tensor_is_unpacked_byte_equal(tmp_path: Path, bucket_bytes: int) 
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=bucket_bytes)
     for version in (1, 2):
         manifest = publisher.publish(model(version).items(), version)
-        found = unpacked(manifest)
-        assert found.keys() == model(version).keys()
+        tensors = unpacked(manifest)
+        assert tensors.keys() == model(version).keys()
         for name, tensor in model(version).items():
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(tensors[name], tensor), name
         assert all(bucket.nbytes <= bucket_bytes for plan in manifest.sections.values() for bucket in plan.buckets)
 
 
@@ -68,21 +63,21 @@ def test_floats_are_cast_to_the_wire_dtype(tmp_path: Path) -> None:
 
 
 def test_a_planned_export_streams(tmp_path: Path) -> None:
-    seen: list[weakref.ref[torch.Tensor]] = []
+    exported: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal most
         for number in range(20):
             tensor = torch.full((16,), float(number))
-            seen.append(weakref.ref(tensor))
-            most = max(most, sum(ref() is not None for ref in seen))
+            exported.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in exported))
             yield f"w{number}", tensor
 
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1 << 20)
     publisher.plan(TensorSpec(f"w{number}", (16,), "float32") for number in range(20))
     publisher.publish(export(), 1)
-    assert len(seen) == 20
+    assert len(exported) == 20
     assert most <= 2
 
 
