@@ -49,11 +49,11 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 class Packer:
-    """Plans buckets and packs exports into them. `moving`: the sections of the next version, by default all."""
+    """Plans buckets and packs exports into them. `next_sections`: the sections of the next version, by default all."""
 
     def __init__(self, **options: Unpack[PackingOptions]) -> None:
         self.bucket_bytes = options["bucket_bytes"]
-        self.sections = self.moving = tuple(options.get("sections", ("target", "draft")))
+        self.sections = self.next_sections = tuple(options.get("sections", ("target", "draft")))
         self.section_of = cache(options.get("section_of", default_section))
         self.dtype = options.get("dtype")
         self.config = dict(options.get("config") or {})
@@ -74,7 +74,7 @@ class Packer:
     def plan_from(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> Checksums:
         """Iterate over an export, and plan from it unless there is a plan. With `checksums`, compute and return them."""
         specs: list[TensorSpec] = []
-        sums: Checksums = {section: {} for section in self.moving}
+        sums: Checksums = {section: {} for section in self.next_sections}
         for name, tensor in self.cast(export):
             specs.append(spec_of(name, tensor))
             if checksums:
@@ -84,18 +84,18 @@ class Packer:
         return sums
 
     def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections in `moving`, cast as they are sent."""
+        """The tensors of the sections in `next_sections`, cast as they are sent."""
         for name, tensor in export:
-            if self.section_of(name) in self.moving:
+            if self.section_of(name) in self.next_sections:
                 cast = self.dtype is not None and tensor.is_floating_point()
                 yield name, tensor.to(self.dtype) if cast else tensor
 
     def section_plans(self, sums: Checksums) -> dict[Section, SectionPlan]:
-        """The plans of the sections in `moving`, with these checksums."""
+        """The plans of the sections in `next_sections`, with these checksums."""
         return {
             section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
             for section, buckets in self.plans.items()
-            if section in self.moving
+            if section in self.next_sections
         }
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class Packer:
         Tensors of two sections may be interleaved, unless the writer sends section after section. Raises PlanMismatch if the export
         differs from the plan, and SyncError if the writer cannot send its sections in this order.
         """
-        filling = {section: _SectionPacker(section, buckets) for section, buckets in self.plans.items() if section in self.moving}
+        filling = {section: _SectionPacker(section, buckets) for section, buckets in self.plans.items() if section in self.next_sections}
         sums: Checksums = {section: {} for section in filling}
         for name, tensor in tensors:
             section = self.section_of(name)

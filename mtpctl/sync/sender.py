@@ -138,7 +138,7 @@ class Sender(Packer):
         assert announced is not None, "announce comes first"
         self._store_worker.flush()
         # Sections that are sent only once (the base weights of an adapter) need no copy any more.
-        self._store_worker.copy.retain(self.moving)
+        self._store_worker.copy.retain(self.next_sections)
         self.pack(announced.version, self.cast(export), self._store_worker.copy)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

@@ -57,7 +57,7 @@ class WeightSource:
         self._sections = sections
         if self.rank == 0:
             self._sender = self._sender or self._new_sender(store)
-            self._sender.moving = sections
+            self._sender.next_sections = sections
         if self.recipe.sync.transport not in PUSHED:
             if not self._planned:
                 self._on_rank_0(lambda export: self._plan_from(export))

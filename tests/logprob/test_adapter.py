@@ -39,7 +39,7 @@ def publish(tmp_path: Path) -> Callable[..., Manifest]:
 
     def make(version: int, tensors: Tensors, sections: tuple[Any, ...]) -> Manifest:
         sends = adapters.publisher(next(roots))
-        sends.moving = sections
+        sends.next_sections = sections
         return sends.publish(tensors.items(), version, checksums=True)
 
     return make

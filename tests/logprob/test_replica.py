@@ -185,7 +185,7 @@ def test_ranks_merge_an_adapter_each_into_its_part(
     """Version after version, and after a death, over what the folder holds."""
     base = load_file(folder / "model.safetensors")
     sends = adapters.publisher(tmp_path / "versions")
-    sends.moving = ("adapter", "draft")
+    sends.next_sections = ("adapter", "draft")
 
     async def ask() -> None:
         single, split = [await started(folder, 1, sends.store, parallel=ParallelConfig(**one)) for one in ({}, layout)]

@@ -240,7 +240,7 @@ def test_a_section_that_is_sent_once_is_omitted_from_later_versions(tmp_path: Pa
     sends = adapters.publisher(tmp_path)
     whole = adapters.adapter(BASE, 0) | BASE
     first = sends.publish(whole.items(), 1, checksums=True)
-    sends.moving = ("adapter", "draft")
+    sends.next_sections = ("adapter", "draft")
     second = sends.publish(whole.items(), 2, checksums=True)
     assert (list(first.sections), list(second.sections)) == (["adapter", "target", "draft"], ["adapter", "draft"])
     assert second.sections["adapter"].buckets == first.sections["adapter"].buckets

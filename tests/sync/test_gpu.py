@@ -75,7 +75,7 @@ def _send(pipe: Any, root: Path, transport: str, card: int) -> None:
     sender.plan(spec_of(name, tensor) for name, tensor in version_of(1).items())
     while (order := pipe.recv()) is not None:
         version, sections, members = order
-        sender.moving = sections
+        sender.next_sections = sections
         tensors = {name: tensor.to(device) for name, tensor in version_of(version).items()}
         ordered = [item for section in sections for item in tensors.items() if adapters.section_of(item[0]) == section]
         send_version(pipe, sender, version, members, ordered)

@@ -213,9 +213,9 @@ def test_requests_in_flight_go_on_with_the_adapters_that_come(engine: VllmEngine
     async def during() -> list[Sample]:
         tasks = [asyncio.ensure_future(engine.generate(request(index, 200))) for index in range(3)]
         # The first over none, the second over one whose folder goes away with it; each with the weights beneath it, and without.
-        for version, moving in ((1, ("adapter", "target", "draft")), (2, ("adapter", "draft")), (3, ("adapter", "target", "draft"))):
+        for version, sections in ((1, ("adapter", "target", "draft")), (2, ("adapter", "draft")), (3, ("adapter", "target", "draft"))):
             await asyncio.sleep(0.05)
-            publisher.moving = moving
+            publisher.next_sections = sections
             tensors = adapter(10 + version) | random_tensors(CONFIG, seed)
             await engine.update(publisher.publish(tensors.items(), base + version, checksums=True), verify=True)
         return await asyncio.gather(*tasks)
