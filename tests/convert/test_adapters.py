@@ -131,7 +131,7 @@ def test_mismatched_adapters_are_rejected(tmp_path: Path) -> None:
         converted(tmp_path / "step-1", tmp_path / "merged", model=other.path, merge=True)
     with pytest.raises(UserError, match="does not tell what model it is of"):
         converted(tmp_path / "step-1", tmp_path / "merged", merge=True)
-    with pytest.raises(UserError, match="--dtype: an adapter's folder keeps the type"):
+    with pytest.raises(UserError, match="--dtype: an adapter's folder keeps the dtype of its training"):
         converted(tmp_path / "step-1", tmp_path / "adapter", model=folder.path, dtype="fp16")
     with pytest.raises(UserError, match="holds no adapter"):
         converted(folder.path, tmp_path / "checkpoint", merge=True)

@@ -117,7 +117,7 @@ class TestRefused:
         pickled(tmp_path / "hf")
         file = tmp_path / "hf" / "pytorch_model-00002-of-00002.bin"
         file.write_bytes(file.read_bytes()[:-100])
-        with pytest.raises(UserError, match=r"pytorch_model-00002-of-00002.bin: not readable as pickled tensors"):
+        with pytest.raises(UserError, match=r"pytorch_model-00002-of-00002.bin: not readable as a pickle of tensors only"):
             started()
 
     def test_missing_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
