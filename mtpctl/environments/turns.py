@@ -203,42 +203,42 @@ class ChatReplies:
             EnvironmentFailure: if the template rejects the messages, or renders more than them.
         """
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
-        behind = self._behind([question, answer, *messages], variables)
+        suffix = self._suffix([question, answer, *messages], variables)
         roles = (repr(sorted(variables.items())), *(str(message["role"]) for message in messages))
         if roles not in self._checked:
             earlier = [question, {"role": "assistant", "content": "2"}]
-            if behind != self._behind([*earlier, question, answer, *messages], variables):
+            if suffix != self._suffix([*earlier, question, answer, *messages], variables):
                 raise EnvironmentFailure(
                     "the chat template renders the same messages differently after another conversation, "
                     "so they cannot be appended to the model's tokens; reply with text instead"
                 )
             for number, message in enumerate(messages):
-                if message.get("content") and behind == self._behind_without(messages, number, variables):
+                if message.get("content") and suffix == self._suffix_without(messages, number, variables):
                     raise EnvironmentFailure(
                         f"the chat template leaves out messages of the role {message['role']!r}; reply in another role, or with text"
                     )
             if len(self._checked) >= CHECKED:  # Clients may send any roles and variables.
                 self._checked.clear()
             self._checked.add(roles)
-        ids = self._text.encode(behind)
+        ids = self._text.encode(suffix)
         return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
 
-    def _behind_without(self, messages: Sequence[Message], number: int, variables: Variables) -> str | None:
+    def _suffix_without(self, messages: Sequence[Message], number: int, variables: Variables) -> str | None:
         """The rendered text without one of the messages; None if the template rejects that."""
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
         try:
-            return self._behind([question, answer, *messages[:number], *messages[number + 1 :]], variables)
+            return self._suffix([question, answer, *messages[:number], *messages[number + 1 :]], variables)
         except EnvironmentFailure:
             return None
 
-    def _behind(self, conversation: Sequence[Message], variables: Variables) -> str:
+    def _suffix(self, conversation: Sequence[Message], variables: Variables) -> str:
         try:
-            _, mark, behind = self._text.chat_text(conversation, variables=variables).partition(MARK)
+            _, mark, suffix = self._text.chat_text(conversation, variables=variables).partition(MARK)
         except UserError as error:
             raise EnvironmentFailure(str(error)) from error
         if not mark:
             raise EnvironmentFailure("the chat template leaves an earlier turn of the model out or changes it; reply with text instead")
-        return behind
+        return suffix
 
 
 class TurnText(Text, ChatText, Protocol):

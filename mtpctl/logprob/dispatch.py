@@ -72,7 +72,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_at: dict[int, float] = {}
 
-    def held(self) -> list[int]:
+    def available_versions(self) -> list[int]:
         """Weight versions that some replica can use."""
         return sorted({version for _, replica in self.replicas.live() for version in replica.versions})
 
@@ -186,19 +186,19 @@ class Dispatcher:
         if reasons := self.replicas.all_quarantined():
             self.refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))
             return
-        held = self.held()
-        if not held or not self.queue.pinned:
+        available = self.available_versions()
+        if not available or not self.queue.pinned:
             return
 
         def gone(item: Waiting) -> bool:
             pinned = item.request.version
-            return pinned is not None and pinned < max(held) and pinned not in held
+            return pinned is not None and pinned < max(available) and pinned not in available
 
         def never(item: Waiting) -> bool:
             pinned, least = item.request.version, item.request.at_least
             return pinned is not None and least is not None and pinned < least
 
-        self.refuse(gone, VersionGone(f"version: those weights are no longer held; there are {held}"))
+        self.refuse(gone, VersionGone(f"version: those weights are no longer available; there are {available}"))
         self.refuse(never, VersionGone("at_least: is above the pinned version; leave one of them out"))
 
     def refuse(self, unwanted: Callable[[Waiting], bool], error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP routes of a log-prob server. Requests never wait for room in the queue here: a full queue is answered with 429."""
+"""The HTTP routes of a log-prob server, and its Prometheus metrics. If the queue is full, a request gets status 429."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 NUMBERS = 1 << 21
-"""Numbers that one answer may have: tokens times the numbers a token."""
+"""Maximum numbers per response: tokens times numbers per token."""
 BYTES = 4
-"""Bytes that a token counts as among them."""
+"""Numbers as which the bytes of a token count."""
 
 
 class _StrictRequest(Request):
-    """A request whose JSON is parsed strictly, because clients are not trusted."""
+    """A request with strict JSON parsing, because clients are not trusted."""
 
     async def json(self) -> object:
         try:
@@ -71,7 +71,7 @@ class _StrictRoute(APIRoute):
 
 
 def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None = None, bounds: HttpBounds) -> Guard:
-    """The ASGI application. `tokenizer` None: only token ids are accepted. `key`: the API key that clients must send."""
+    """The ASGI application. `tokenizer`: if None, only token ids are accepted. `key`: the API key of clients."""
     api = FastAPI(
         title="mtpctl log-prob server",
         version=version_of("mtpctl"),
@@ -121,7 +121,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.get("/version")
     async def version() -> dict[str, object]:
-        return {"version": server.version, "held": server.held(), "model": name, "mtpctl": version_of("mtpctl")}
+        return {"version": server.version, "held": server.available_versions(), "model": name, "mtpctl": version_of("mtpctl")}
 
     @api.get("/v1/models")
     async def models() -> dict[str, object]:
@@ -170,41 +170,41 @@ def _retry(error: MtpctlError) -> dict[str, str] | None:
 
 
 def _caller(user: str, request: Request) -> str:
-    """The caller whose share of the server a request counts against: the user that it names, else the address it comes from."""
+    """The caller for fair queueing: the request's user, or else its address."""
     return f"user {user}" if user else f"host {request.client.host if request.client else ''}"
 
 
-def _sequences(given: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
-    if isinstance(given, str) or _are_texts(given):
-        texts = [given] if isinstance(given, str) else given
+def _sequences(ids_or_texts: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
+    if isinstance(ids_or_texts, str) or _are_texts(ids_or_texts):
+        texts = [ids_or_texts] if isinstance(ids_or_texts, str) else ids_or_texts
         if tokenizer is None:
             raise RequestRefused("text: the served model has no tokenizer; send token ids")
         try:
-            # The tokenizer speaks of characters and the bound is in tokens, of which there are never more than bytes.
+            # The limit is in tokens, and a text has at most as many tokens as bytes.
             return [tokenizer.encode(text.encode().decode(), special=True) for text in texts]
         except UnicodeEncodeError as error:
-            raise RequestRefused(f"text: half of a surrogate pair stands alone at character {error.start}") from error
-    return _listed(given)
+            raise RequestRefused(f"text: lone surrogate at character {error.start}") from error
+    return _listed(ids_or_texts)
 
 
-def _are_texts(given: list[str] | list[int] | list[list[int]]) -> TypeIs[list[str]]:
-    return bool(given) and isinstance(given[0], str)
+def _are_texts(values: list[str] | list[int] | list[list[int]]) -> TypeIs[list[str]]:
+    return bool(values) and isinstance(values[0], str)
 
 
-def _are_lists(given: list[int] | list[list[int]]) -> TypeIs[list[list[int]]]:
-    return bool(given) and isinstance(given[0], list)
+def _are_lists(values: list[int] | list[list[int]]) -> TypeIs[list[list[int]]]:
+    return bool(values) and isinstance(values[0], list)
 
 
-def _listed(given: list[int] | list[list[int]]) -> list[list[int]]:
-    """One list as a list of one, several as they are."""
-    return given if _are_lists(given) else [given]
+def _listed(values: list[int] | list[list[int]]) -> list[list[int]]:
+    """A list of lists: several lists unchanged, one list as the only element."""
+    return values if _are_lists(values) else [values]
 
 
 def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokenizer: Tokenizer | None) -> list[ScoreRequest]:
-    given = body.token_ids if body.token_ids is not None else body.text
-    if given is None or (body.token_ids is not None and body.text is not None):
+    ids_or_texts = body.token_ids if body.token_ids is not None else body.text
+    if ids_or_texts is None or (body.token_ids is not None and body.text is not None):
         raise RequestRefused("token_ids, text: give one of them")
-    sequences = _sequences(given, tokenizer)
+    sequences = _sequences(ids_or_texts, tokenizer)
     starts = body.prompt_length if isinstance(body.prompt_length, list) else [body.prompt_length] * len(sequences)
     masks: list[list[int] | None] = [None] * len(sequences)
     if body.mask is not None:
@@ -236,9 +236,9 @@ def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokeniz
     return requests
 
 
-def _routes(given: RoutesField | None) -> Routes | None:
+def _routes(field: RoutesField | None) -> Routes | None:
     try:
-        return None if given is None else from_json(given.model_dump())
+        return None if field is None else from_json(field.model_dump())
     except ValueError as error:
         raise RequestRefused(f"routes: {error}") from error
 
@@ -320,7 +320,7 @@ def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionR
 
 
 def _piece(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """A token as text; as its id where it has no text of its own (special tokens, parts of a character)."""
+    """A token as text, or as its id if it has no text (special tokens, parts of a character)."""
     text = tokenizer.decode([token_id]) if tokenizer is not None else ""
     return text if text and "\ufffd" not in text else f"token_id:{token_id}"
 
@@ -330,29 +330,26 @@ def _usage(requests: list[ScoreRequest]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
 
 
-# The server's counters in Prometheus' text format.
-
-
 def prometheus(server: LogprobServer) -> str:
     """Every metric with its help and type."""
     counters = server.counters
     series = [
         Series("requests_total", "counter", "Sequences answered.", counters.requests),
         Series("failed_total", "counter", "Sequences that ended in an error.", counters.failed),
-        Series("refused_total", "counter", "Sequences refused because the queue was full.", counters.refused),
+        Series("refused_total", "counter", "Sequences rejected because the queue was full.", counters.refused),
         Series("tokens_total", "counter", "Tokens of the forward passes.", counters.tokens),
         Series("batches_total", "counter", "Forward passes.", counters.batches),
-        Series("retried_total", "counter", "Sequences that were given out once more after a pass failed.", counters.retried),
-        Series("replica_restarts_total", "counter", "Replicas replaced after they died.", server.replicas.restarts),
-        Series("updates_total", "counter", "Weight updates taken in.", counters.updates),
+        Series("retried_total", "counter", "Sequences retried after a failed pass.", counters.retried),
+        Series("replica_restarts_total", "counter", "Restarted replicas.", server.replicas.restarts),
+        Series("updates_total", "counter", "Weight updates applied.", counters.updates),
         Series("busy_seconds_total", "counter", "Replica seconds in forward passes.", counters.busy_s),
         Series("request_seconds_total", "counter", "Seconds from submission to answer, over all sequences.", counters.wait_s),
-        Series("stall_seconds_total", "counter", "Seconds that serving stood still for weight updates.", counters.stall_s),
-        Series("queue_tokens", "gauge", "Tokens that wait.", server.queue.tokens),
-        Series("queue_requests", "gauge", "Sequences that wait.", server.queue.requests),
-        Series("queue_limit_tokens", "gauge", "Tokens that may wait.", server.limits.queue_tokens),
-        Series("replicas_alive", "gauge", "Replicas that serve.", len(server.replicas.live())),
-        Series("replicas", "gauge", "Replicas there should be.", len(server.replicas.slots)),
+        Series("stall_seconds_total", "counter", "Seconds that serving was paused for weight updates.", counters.stall_s),
+        Series("queue_tokens", "gauge", "Queued tokens.", server.queue.tokens),
+        Series("queue_requests", "gauge", "Queued sequences.", server.queue.requests),
+        Series("queue_limit_tokens", "gauge", "Maximum queued tokens.", server.limits.queue_tokens),
+        Series("replicas_alive", "gauge", "Serving replicas.", len(server.replicas.live())),
+        Series("replicas", "gauge", "Configured replicas.", len(server.replicas.slots)),
         Series("version", "gauge", "Current weight version.", server.version),
     ]
     return text_of("mtpctl_logprob_", series)

@@ -116,7 +116,7 @@ class ScoreRank:
         from mtpctl.convert.bridge import StreamMap
         from mtpctl.families import tensors
         from mtpctl.families.tensors import section_of, tensor_shapes
-        from mtpctl.logprob.weights import HeldWeights
+        from mtpctl.logprob.weights import VersionedWeights
         from mtpctl.sync.transports.base import Readers
 
         shape = engine.folder.shape
@@ -128,7 +128,7 @@ class ScoreRank:
         self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
         self._readers = Readers(engine.device)
-        self.held = HeldWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
+        self.weights = VersionedWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
         return Bounds(shape.max_positions, shape.vocab, engine.depths, RouteShape.of(shape))
 
     def score(self, requests: list[ScoreRequest], version: int) -> list[Scored] | None:
@@ -145,7 +145,7 @@ class ScoreRank:
         if (rest := MIN_SCORED - sum(s.trained for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
             options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
-        with self.held.using(version):
+        with self.weights.using(version):
             scores = self.engine.score(sequences, options=options, record=any(request.record for request in requests))
         if self.rank:
             return None
@@ -156,7 +156,7 @@ class ScoreRank:
 
     def ping(self) -> list[int]:
         """Available versions, newest first."""
-        return self.held.versions
+        return self.weights.versions
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -178,13 +178,13 @@ class ScoreRank:
                 self._incoming_adapter = MergedAdapter(plan, self.adaptable, self.engine.device)
             else:
                 self._check(entries, section)
-            self.held.begin(version)
+            self.weights.begin(version)
         except SyncError as error:
             self._readers.fail(str(error))
             raise
         self._section, self._plan = section, plan
         names = {name for entry in entries.values() for name in (entry.name, *entry.aliases)}
-        self._stream = None if section == "adapter" else WeightStream(self.map, names, self.held.destination)
+        self._stream = None if section == "adapter" else WeightStream(self.map, names, self.weights.destination)
         self._partial: dict[str, Tensor] = {}
         self._taken = 0
         self._begun = True
@@ -194,14 +194,14 @@ class ScoreRank:
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
         from mtpctl.convert.mappings import names_of
 
-        held = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
+        dtypes = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
         wrong = [f"{name} is not a tensor of the served model" for name in unknown]
         for name, entry in entries.items():
             if name in self.tensors and tuple(self.tensors[name]) != entry.shape:
                 wrong.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
             # Types may differ: a MoE router keeps its bias in fp32 in a bf16 model.
-            dtype = next((held[alias] for alias in (name, *entry.aliases) if alias in held), entry.dtype)
+            dtype = next((dtypes[alias] for alias in (name, *entry.aliases) if alias in dtypes), entry.dtype)
             if entry.dtype != dtype:
                 wrong.append(f"{name} is {entry.dtype}, the served model {dtype}")
         planned = {name for name, e in entries.items() for name in (name, *e.aliases)}
@@ -213,7 +213,7 @@ class ScoreRank:
         """Write buckets of the open section. Raises SyncError for a bucket that is out of order or does not arrive."""
         due = list(range(self._taken, self._taken + len(indices)))
         if not self._begun or list(indices) != due:
-            raise SyncError(f"bucket {indices[0]} came where bucket {self._taken if self._begun else 'none'} was due")
+            raise SyncError(f"bucket {indices[0]} arrived instead of bucket {self._taken if self._begun else 'none'}")
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
                 if self._stream is None:
@@ -255,18 +255,18 @@ class ScoreRank:
         if self._finished == set(self._manifest.sections):
             whole = "target" in self._finished
             if whole:
-                self.held.forget_base()
+                self.weights.forget_base()
             if self._incoming_adapter is not None:
                 self._merge(self._incoming_adapter)
             if whole or self._incoming_adapter is not None:
                 self._adapter, self._incoming_adapter = self._incoming_adapter, None
             self._finished = set()
-            self.held.commit()
+            self.weights.commit()
 
     def _close(self, stream: WeightStream) -> None:
         try:
             # `finish` updates copies of the embedding on other pipeline stages, in the module itself.
-            with self.held.showing_incoming():
+            with self.weights.showing_incoming():
                 stream.finish()
         except ValueError as error:
             raise SyncError(str(error)) from error
@@ -277,11 +277,11 @@ class ScoreRank:
         from mtpctl.convert.mappings import names_of
 
         tasks = self.map.tasks
-        self.held.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
+        self.weights.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
         # Includes weights that an earlier adapter changed and this one does not.
-        names = {name for task in tasks if self.held.has_base(task.param_weight) for name in names_of(task)}
-        stream = WeightStream(self.map, names, self.held.destination)
-        with self.held.showing_base():
+        names = {name for task in tasks if self.weights.has_base(task.param_weight) for name in names_of(task)}
+        stream = WeightStream(self.map, names, self.weights.destination)
+        with self.weights.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in names:
                     stream.add(name, adapter.merged(name, weight))
@@ -292,7 +292,7 @@ class ScoreRank:
         self._stream, self._incoming_adapter, self._begun = None, None, False
         self._readers.fail("a log-prob replica aborted the update")
         self._finished = set()
-        self.held.abort()
+        self.weights.abort()
 
     def checksums(self) -> dict[str, str]:
         """Checksum of every exported tensor, by its Hugging Face name.
@@ -306,7 +306,7 @@ class ScoreRank:
         if self._adapter is None:
             return sums
         wrong = []
-        with self.held.showing_base():
+        with self.weights.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in self._adapter.layers:
                     if checksum(self._adapter.merged(name, weight)) != sums[name]:

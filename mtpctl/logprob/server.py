@@ -1,8 +1,7 @@
-"""The log-prob server: one queue, replicas that score its requests, and updates of their weights.
+"""The log-prob server: one queue, replicas that score its requests, and weight updates.
 
-Everything that must not be lost is here, in the process of the callers: the requests, their callers, and the versions that they ask
-for. Weights change between batches: no more batches are sent, those under way end, the replicas apply the update, and batches are sent
-again.
+The state that must not be lost (requests and callers) is here, in the callers' process. Weights change between batches: no batch is sent,
+batches in flight end, the replicas apply the update, and sending continues.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Starter = Callable[[int], Awaitable[Replica]]
 
 
 class LogprobServer:
-    """Replicas behind one queue. Build with `await LogprobServer.start(…)`, and end with `await server.close()`."""
+    """Replicas behind one queue. Create with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(
         self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, log: Log = no_log
@@ -61,9 +60,9 @@ class LogprobServer:
     async def start(
         cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, log: Log = no_log
     ) -> LogprobServer:
-        """Start `count` replicas with `start(index)`, all at once.
+        """Start `count` replicas concurrently with `start(index)`.
 
-        `published`: where a restarted one finds newer weights. `log` receives a line for each that fails, and for each that is back.
+        `published`: newer weights for restarted replicas. `log`: receives a line for each failure and each restart.
         """
         replicas = await start_all(start, Replica.end, count, dead=(ReplicaDead,), max_restarts=limits.max_restarts)
         return cls(replicas, start, published, limits, log)
@@ -71,11 +70,10 @@ class LogprobServer:
     # ------------------------------------------------------------------------------------------------------- requests
 
     async def score(self, request: ScoreRequest, *, wait: bool = True) -> Scored:
-        """The answer to one request, whatever replicas die on the way.
+        """Score one request, across failures of replicas.
 
-        Where the queue is full, waits for room, or with `wait=False` raises QueueFull. Raises RequestRefused for a request that
-        does not fit the model, VersionGone where no replica holds its weights, Late after its deadline, and RuntimeFailure
-        where no replica is left.
+        If the queue is full, waits for room, or with `wait=False` raises QueueFull. Raises RequestRefused for a request that the model
+        cannot score, VersionGone if no replica has its weights, Late after its deadline, and RuntimeFailure if no replica is left.
         """
         self.bounds.check(request)
         began = time.monotonic()
@@ -109,13 +107,13 @@ class LogprobServer:
         return result
 
     async def stream(self, requests: Iterable[ScoreRequest], *, wait: bool = True) -> AsyncIterator[tuple[int, Scored]]:
-        """Yield the answers as they finish, each with the index of its request."""
+        """Yield answers as they finish, each with the index of its request."""
         listed = list(requests)
 
-        async def one(place: int) -> tuple[int, Scored]:
-            return place, await self.score(listed[place], wait=wait)
+        async def one(index: int) -> tuple[int, Scored]:
+            return index, await self.score(listed[index], wait=wait)
 
-        tasks = [asyncio.create_task(one(place)) for place in range(len(listed))]
+        tasks = [asyncio.create_task(one(index)) for index in range(len(listed))]
         try:
             for task in asyncio.as_completed(tasks):
                 yield await task
@@ -127,9 +125,9 @@ class LogprobServer:
     # --------------------------------------------------------------------------------------------------------- control
 
     async def _bring_up(self, replica: Replica) -> bool:
-        """Apply the versions that the others serve to a restarted replica; False until those are persisted.
+        """Apply the versions of the other replicas to a restarted one. Returns False until those are persisted.
 
-        A newer version may be published already; applying that one is left to the update that is under way.
+        A newer version may already be published; the update in progress will apply it.
         """
         store = self._published
         published = store.versions() if store is not None else []
@@ -144,16 +142,16 @@ class LogprobServer:
         self._dispatcher.settle()
 
     async def pause_serving(self) -> None:
-        """Send no more batches, and return once those under way are answered. Requests are still queued."""
+        """Stop sending batches, and wait for those in flight. Requests are still queued."""
         await self._dispatcher.pause()
 
     def resume_serving(self) -> float:
-        """Send batches again. Returns the seconds since `pause_serving`; 0 where it was not called."""
+        """Continue sending batches. Returns the seconds since `pause_serving`; 0 if it was not called."""
         return self._dispatcher.resume()
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
-        """Have no batch under way and start no replica while the block runs. `apply_update`, or the end of the block, resumes serving.
+        """Run no batch and start no replica in this block. `apply_update`, or the end of the block, resumes serving.
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
@@ -170,9 +168,9 @@ class LogprobServer:
                 self.resume_serving()
 
     async def apply_update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Within `quiesce`: update all replicas to the version of `manifest`. One that dies on the way is restarted with it.
+        """In `quiesce`: update all replicas to the version of `manifest`, and resume serving. One that dies is restarted with that version.
 
-        Resumes serving, whether it succeeds or fails. Raises SyncError where a replica refuses the update and still has its old weights.
+        Raises SyncError if a replica refuses the update and keeps its old weights.
         """
         try:
             reports = await self.replicas.apply_update(
@@ -186,23 +184,20 @@ class LogprobServer:
         return [replace(report, stall_seconds=stall) for report in reports]
 
     async def update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Quiesce, and apply the update."""
+        """`quiesce` and `apply_update`."""
         async with self.quiesce(deadline_s):
             return await self.apply_update(manifest, verify=verify, deadline_s=deadline_s)
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each live replica that lacks `version`, which has `ranks` of them; no name is ever used twice.
-
-        Within `quiesce`, `apply_update` goes to exactly these replicas.
-        """
+        """A unique name for each of the `ranks` of each live replica lacking `version`. `apply_update` in `quiesce` calls these."""
         return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
 
-    def held(self) -> list[int]:
-        """Weight versions that some replica can answer under."""
-        return self._dispatcher.held()
+    def available_versions(self) -> list[int]:
+        """Weight versions that some replica can use."""
+        return self._dispatcher.available_versions()
 
     def health(self) -> list[dict[str, object]]:
-        """One entry a replica: whether it serves, its versions, and the reason where it does not."""
+        """One entry per replica: whether it serves, its versions, and if not, why."""
         return [
             {
                 "replica": slot.index,
@@ -215,7 +210,7 @@ class LogprobServer:
         ]
 
     async def watch(self, every_s: float = 5.0) -> None:
-        """Ping replicas that are idle, so that a dead one is replaced before it is needed. Runs until cancelled."""
+        """Ping idle replicas, so that a dead one is replaced before it is needed. Runs until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             for slot, replica in self.replicas.live():
@@ -223,28 +218,26 @@ class LogprobServer:
                     await self._dispatcher.check_alive(slot, replica)
 
     async def close(self) -> None:
-        """End every replica, and fail the requests that still wait."""
+        """End all replicas, and fail queued requests."""
         self._dispatcher.close()
         await self.replicas.close()
 
 
-# Starts a recipe's log-prob server on the running Ray cluster.
-
 ATTEMPTS = 2
-"""How often a run sends a sample to the server: once more where the answer is late, as a replica may have died or the queue been long."""
-MOST_S = 600.0
+"""How often a run sends a sample to the server: again if the answer is late, because a replica may have died or the queue been long."""
+MAX_ANSWER_S = 600.0
 
 
 def answer_deadline(cluster: ClusterConfig) -> float:
-    """Seconds for one answer in a run: all attempts of a sample end before the run gives up waiting for its batch.
+    """Deadline of one answer in a run, in seconds: all attempts of a sample end before the run stops waiting for its batch.
 
-    A replica that works longer on one batch hangs: its answers would be too late, and no update of its weights can begin before.
+    A replica that works longer on one batch counts as hanging: its answers would be too late, and it would delay weight updates.
     """
-    return min(MOST_S, cluster.step_deadline_s / (ATTEMPTS + 1))
+    return min(MAX_ANSWER_S, cluster.step_deadline_s / (ATTEMPTS + 1))
 
 
 NAMES = {"logprob": "log-prob", "teacher": "teacher"}
-"""What replicas are called, by role."""
+"""Names of replicas by role."""
 
 
 async def start_server(

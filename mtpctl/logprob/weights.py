@@ -21,7 +21,7 @@ from mtpctl.sync.checksums import checksum
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan, TargetDirty, VersionConflict
 
 
-class HeldWeights:
+class VersionedWeights:
     """Versions of a module's parameters and buffers (some weights are buffers). `current` is live, except within `using`."""
 
     def __init__(self, module: torch.nn.Module, version: int, *, keep_previous: bool) -> None:
@@ -47,7 +47,7 @@ class HeldWeights:
     def using(self, version: int) -> Iterator[None]:
         """Make this version live in the block. Raises VersionConflict if it is not available."""
         if version not in self.versions:
-            raise VersionConflict(f"weight version {version} is not held; there are {self.versions}")
+            raise VersionConflict(f"weight version {version} is not available; there are {self.versions}")
         if version != self.current:
             self._exchange_sets()
         try:

@@ -103,24 +103,24 @@ class SampleFile:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
-                        raise _not_ours(f"{self.path}:{number}")
+                        raise _not_a_sample(f"{self.path}:{number}")
                     break
                 self._count(line, f"{self.path}:{number}", prompts)
                 whole += len(line)
         self._file.truncate(whole)
 
-    def _count(self, line: bytes, where: str, prompts: Mapping[str, str]) -> None:
+    def _count(self, line: bytes, location: str, prompts: Mapping[str, str]) -> None:
         try:
             row = json.loads(line)
             origin, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
             self.tally.add(row)
         except (ValueError, KeyError, TypeError) as error:
-            raise _not_ours(where) from error
+            raise _not_a_sample(location) from error
         if origin != (self.origin.recipe, self.origin.fingerprint):
             what = f"recipe {origin[0]}" if origin[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
-            raise UserError(f"{where}: was made from {what}; name another --out, or remove the file")
+            raise UserError(f"{location}: was sampled from {what}; name another --out, or remove the file")
         if prompts.get(key[0], row["prompt"]) != row["prompt"]:
-            raise UserError(f"{where}: the prompt {key[0]} was another one then; name another --out, or remove the file")
+            raise UserError(f"{location}: the prompt {key[0]} has changed; name another --out, or remove the file")
         self.done.add(key)
 
     def append(self, sample: Sample, prompt: str, text: str) -> None:
@@ -167,5 +167,5 @@ class SampleFile:
         self.close()
 
 
-def _not_ours(where: str) -> UserError:
-    return UserError(f"{where}: is not a sample that mtpctl rollout wrote; fix or remove the line, or name another --out")
+def _not_a_sample(location: str) -> UserError:
+    return UserError(f"{location}: is not a sample that mtpctl rollout wrote; fix or remove the line, or name another --out")

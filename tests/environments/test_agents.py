@@ -112,7 +112,7 @@ def test_an_agents_conversation_is_one_sample(tmp_path: Path, agent: str) -> Non
         assert sample.finish_reason == "stop"
 
 
-def test_one_that_raises_hangs_or_floods_holds_nobody_else(tmp_path: Path) -> None:
+def test_failing_environments_do_not_affect_others(tmp_path: Path) -> None:
     requests = problems("raise", "hang", "flood", "silent", *["block", "1+1?"] * 5)
     began = time.monotonic()
     found = played(tmp_path, requests, agent="mixed", deadline_s=4.0)
@@ -144,7 +144,7 @@ def test_an_unwanted_trajectory_ends_at_once(tmp_path: Path) -> None:
     assert sample.finish_reason == ABORTED and not sample.response_ids
 
 
-def test_agents_from_outside_get_problems_and_say_when_they_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(agents.KEY, "s3cret")
     told: list[str] = []
 
@@ -224,6 +224,6 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
         ({"agent": "plain", "tool_parser": "klingon"}, "rollout.tool_parser: vLLM has no parser 'klingon'"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_asked(tmp_path: Path, rollout: dict[str, Any], told: str) -> None:
+def test_impossible_requests_are_rejected_before_scoring(tmp_path: Path, rollout: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         played(tmp_path, problems("1+1?"), **rollout)

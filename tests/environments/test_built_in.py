@@ -23,7 +23,7 @@ def test_the_calculator_computes(expression: str, value: float) -> None:
 @pytest.mark.parametrize(
     "turn", ["1/0", "2**999", "x", "", "__import__('os')", "1+", "(" * 150, "9" * 300, "10.0**400", "1 if 2 else 3", "True", "1j", "\x00"]
 )
-def test_whatever_the_model_writes_is_answered(turn: str) -> None:
+def test_any_expression_gets_a_reply(turn: str) -> None:
     assert asked(f"so <calc>{turn}</calc>") == "<result>error</result>"
 
 

@@ -18,7 +18,7 @@ def tokenizers() -> dict[str, HfTokenizer]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_what_a_template_writes_between_two_turns_is_appended(family: Family, tokenizers: dict[str, HfTokenizer]) -> None:
+def test_template_text_between_turns_is_appended(family: Family, tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers[family.name]
     replies = ChatReplies(tokenizer)
     for roles in family.replies:
@@ -30,7 +30,7 @@ def test_what_a_template_writes_between_two_turns_is_appended(family: Family, to
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_it_is_what_the_template_writes_in_the_whole_conversation(family: Family, tokenizers: dict[str, HfTokenizer]) -> None:
+def test_rendered_reply_equals_the_template_of_the_whole_conversation(family: Family, tokenizers: dict[str, HfTokenizer]) -> None:
     """Where the model wrote what the template would have tokenised, and the template changes nothing in it."""
     tokenizer = tokenizers[family.name]
     question, answer = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
@@ -53,7 +53,7 @@ def test_it_is_what_the_template_writes_in_the_whole_conversation(family: Family
         ("{{ raise_exception('no tools here') }}", r"rejects a conversation of .* \(no tools here"),
     ],
 )
-def test_a_template_whose_text_is_not_the_new_messages_alone_is_refused_in_one_line(template: str, told: str) -> None:
+def test_template_that_renders_more_than_the_new_messages_is_rejected(template: str, told: str) -> None:
     tokenizer = tokenizer_of(BY_NAME["chatml"])
     tokenizer.inner.chat_template = template
     with pytest.raises(EnvironmentFailure, match=told) as caught:

@@ -12,17 +12,17 @@ def sample(reward: float | None, **use: int) -> Sample:
     return Sample("p", "g", [1], environment=EnvironmentUse(**use), environment_reward=reward)
 
 
-def test_what_it_gave_is_the_reward_and_a_response_that_it_failed_in_has_none() -> None:
+def test_environment_reward_is_used_and_is_zero_after_a_failure() -> None:
     assert environment_reward("", None, sample(0.75)) == {"reward": 0.75}
     assert environment_reward("", None, sample(None, errors=1)) == environment_reward("", None, sample(None, timeouts=1)) == 0.0
 
 
-def test_an_environment_without_a_reward_is_told() -> None:
+def test_environment_without_a_reward_raises() -> None:
     with pytest.raises(ValueError, match=r"have its `reward\(\)`"):
         environment_reward("", None, sample(None, turns=2))
 
 
-def test_the_parts_that_an_agent_returned_go_with_its_reward() -> None:
+def test_agents_reward_parts_are_included() -> None:
     given = sample(0.75)
     given.reward_parts = {"calls": 2.0}
     assert environment_reward("", None, given) == {"reward": 0.75, "calls": 2.0}

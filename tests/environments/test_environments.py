@@ -70,7 +70,7 @@ async def answers(tokenizer: Tokenizer, name: str, problems: list[Any], *, secon
         await pool.close()
 
 
-def test_each_response_has_an_instance_of_its_own_which_is_closed(tokenizer: Tokenizer) -> None:
+def test_each_response_has_its_own_instance_which_is_closed(tokenizer: Tokenizer) -> None:
     CLOSED.clear()
     samples = asyncio.run(answers(tokenizer, "Echo", [*"abcdef"], times=2))
     assert {tokenizer.decode(sample.response_ids) for sample in samples} == {f"{CALL}[{CALL}][{CALL}]" * 2 + CALL}
@@ -103,7 +103,7 @@ def test_an_environment_may_give_the_reward(tokenizer: Tokenizer) -> None:
         ("Messages", r"data\.chat_template: the tokenizer .* has no chat template; set it to false .*"),
     ],
 )
-def test_a_reply_that_fails_ends_its_response_is_counted_and_told(tokenizer: Tokenizer, name: str, told: str) -> None:
+def test_failed_reply_ends_its_response_and_is_counted_and_reported(tokenizer: Tokenizer, name: str, told: str) -> None:
     CLOSED.clear()
     samples = asyncio.run(answers(tokenizer, name, [1, 2]))
     for sample in samples:
@@ -122,20 +122,20 @@ def test_a_reply_that_fails_ends_its_response_is_counted_and_told(tokenizer: Tok
         ("StopOfText", r"user_environments\.py:\d+: StopOfText\.stop must be a list of texts, got '</call>'"),
     ],
 )
-def test_an_environment_that_cannot_be_made_ends_its_response_at_once(tokenizer: Tokenizer, name: str, told: str) -> None:
+def test_environment_that_fails_to_start_ends_its_response(tokenizer: Tokenizer, name: str, told: str) -> None:
     (sample,) = asyncio.run(answers(tokenizer, name, [None]))
     assert (sample.finish_reason, len(sample.response_ids)) == (ENVIRONMENT_ERROR, 0)
     assert sample.environment is not None and re.fullmatch(told, sample.environment.failure)
 
 
-def test_a_reward_that_is_no_number_is_counted_and_the_response_stays(tokenizer: Tokenizer) -> None:
+def test_non_numeric_reward_is_counted_and_the_response_is_kept(tokenizer: Tokenizer) -> None:
     (sample,) = asyncio.run(answers(tokenizer, "NaN", [None]))
     assert (sample.finish_reason, sample.environment_reward) == ("stop", None)
     assert sample.environment is not None and sample.environment.errors == 1
     assert "NaN.reward returned nan; return a finite number, or None" in sample.environment.failure
 
 
-def test_a_method_that_does_not_return_is_cut_at_the_deadline_and_closed(tokenizer: Tokenizer) -> None:
+def test_hanging_method_ends_at_the_deadline_and_is_closed(tokenizer: Tokenizer) -> None:
     CLOSED.clear()
     began = time.monotonic()
     samples = asyncio.run(answers(tokenizer, "Hangs", [*range(8)], seconds=0.3))
@@ -179,7 +179,7 @@ def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_aft
     assert longest < 0.3
 
 
-def test_a_response_that_is_given_up_closes_its_environment(tokenizer: Tokenizer) -> None:
+def test_cancelled_response_closes_its_environment(tokenizer: Tokenizer) -> None:
     CLOSED.clear()
 
     async def drive() -> Sample:
@@ -201,7 +201,7 @@ def test_a_response_that_is_given_up_closes_its_environment(tokenizer: Tokenizer
     assert sorted(map(str, CLOSED)) == ["cancelled", "unwanted"]
 
 
-def test_of_many_failures_the_first_from_each_place_is_told() -> None:
+def test_first_failure_of_each_line_is_reported() -> None:
     failures = Failures()
 
     def told(failure: str) -> str | None:
@@ -225,7 +225,7 @@ def test_of_many_failures_the_first_from_each_place_is_told() -> None:
         ("browser", "mtpctl has no environment 'browser'; built in are single, calculator"),
     ],
 )
-def test_a_name_that_is_not_there_is_told_with_the_nearest_one(name: str, said: str) -> None:
+def test_unknown_name_is_reported_with_the_closest_one(name: str, said: str) -> None:
     (complaint,) = check_environment(VllmConfig(environment=name))
     assert complaint.startswith(f"rollout.environment: {said}")
 
@@ -247,7 +247,7 @@ def test_arguments_without_an_environment_are_refused() -> None:
         (f"{FILE}:Echo", {"tims": 3}, r"Echo\(.*\).* cannot be called as Echo\(problem, tims=3\): .*tims.*"),
     ],
 )
-def test_a_class_that_cannot_serve_is_one_line(reference: str, args: dict[str, object], told: str) -> None:
+def test_invalid_environment_class_gives_a_one_line_error(reference: str, args: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=rf"^rollout\.environment: {told}") as caught:
         environment_of(VllmConfig(environment=reference, environment_args=args))
     assert "\n" not in str(caught.value)
@@ -266,7 +266,7 @@ def test_a_class_that_cannot_serve_is_one_line(reference: str, args: dict[str, o
         ("SpecialStop", r"stop: '<eos>' is a special token, .* with stop = \[\] the end token ends turns"),
     ],
 )
-def test_an_environment_is_tried_on_rows_and_refused_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:
+def test_failing_environment_is_rejected_in_the_trial_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:
     with pytest.raises(UserError, match=rf"^rollout\.environment: {told}$"):
         try_environment(found(name), ["a", "b", "c", "d"], chat=False).check_text(tokenizer)
 
@@ -277,7 +277,7 @@ def test_three_rows_are_tried_and_closed() -> None:
     assert CLOSED == ["a", "b", "c"]
 
 
-def test_one_that_hangs_in_the_trial_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_environment_is_reported_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.environments.trial.TRIAL_S", 0.2)
     with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s; make it return"):
         try_environment(found("Hangs"), ["a"], chat=False)
@@ -288,6 +288,6 @@ def test_the_trial_takes_no_longer_than_a_response_may() -> None:
         try_environment(found("Hangs"), ["a"], chat=False, deadline_s=0.2)
 
 
-def test_tools_are_asked_for_once() -> None:
+def test_tools_are_requested_once() -> None:
     (tool,) = try_environment(found("WithTools"), ["a", "b"], chat=True).tools
     assert tool["function"]["name"] == "echo"  # type: ignore[index]

@@ -73,7 +73,7 @@ def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> Non
     assert (last_turn(sample), turns(sample)) == (18 + answer, 1)
 
 
-def test_what_was_written_behind_the_call_is_dropped() -> None:
+def test_text_after_the_call_is_dropped() -> None:
     sample = sample_of("<calc>1</calc>xyz")
     assert go_on(sample)
     assert Bytes().decode(sample.response_ids) == "<calc>1</calc><result>1</result>"
@@ -87,7 +87,7 @@ def test_a_turn_without_a_call_ends_the_response() -> None:
 
 
 @pytest.mark.parametrize(("limit", "ends"), [(38, False), (37, True), (20, True), (18, True)])
-def test_a_reply_beyond_max_tokens_is_cut_there_and_ends_the_response(limit: int, ends: bool) -> None:
+def test_reply_beyond_max_tokens_is_truncated_and_ends_the_response(limit: int, ends: bool) -> None:
     """18 tokens of the model and 19 of the reply: with exactly 37 there is no room for another turn either."""
     sample = sample_of("a <calc>6*7</calc>")
     assert go_on(sample, max_tokens=limit) is not ends
@@ -98,7 +98,7 @@ def test_a_reply_beyond_max_tokens_is_cut_there_and_ends_the_response(limit: int
 
 
 @pytest.mark.parametrize("said", [None, ""])
-def test_an_environment_that_says_nothing_ends_the_response(said: str | None) -> None:
+def test_empty_reply_ends_the_response(said: str | None) -> None:
     class Silent(Calculator):
         async def reply(self, turn: str) -> str | None:  # type: ignore[override]
             return said
@@ -107,7 +107,7 @@ def test_an_environment_that_says_nothing_ends_the_response(said: str | None) ->
     assert (Bytes().decode(sample.response_ids), sample.finish_reason) == ("<calc>1</calc>", "stop")
 
 
-def test_there_are_so_many_turns_and_no_more() -> None:
+def test_response_ends_after_max_turns() -> None:
     sample = sample_of("<calc>1</calc>")
     assert go_on(sample, 2)
     sample.append(list(b"<calc>2</calc>"), [-1.0] * 14, 3)
@@ -213,7 +213,7 @@ def teller(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory:
     return Teller(start_engine(cpu_settings(folder, k=2, stop=["="])), folder)
 
 
-def test_a_real_engine_hands_over_at_the_stop_string_and_goes_on_behind_the_answer(teller: Teller, run: Loop) -> None:
+def test_real_engine_stops_at_the_stop_string_and_continues_after_the_reply(teller: Teller, run: Loop) -> None:
     environment = EnvironmentClass("tests:it", Calculator, {"opening": "", "closing": "=", "answer": "{}\n"})
 
     async def drive() -> Sample:
@@ -241,7 +241,7 @@ def test_drafts_behind_a_stop_string_are_not_counted(teller: Teller, run: Loop, 
     assert (sample.speculation.drafted, sample.speculation.accepted) == (taken, taken)
 
 
-def test_a_stop_string_counts_that_begins_in_one_stretch_and_ends_in_the_next(teller: Teller, run: Loop) -> None:
+def test_stop_string_across_two_chunks_ends_the_response(teller: Teller, run: Loop) -> None:
     def go_on(said: bytes, answered: bytes = b"", max_tokens: int = 40) -> Sample:
         sample = Sample("p", "g", [*b"Qa"])
         sample.append([*said], [-0.5] * len(said), 0)

@@ -164,12 +164,12 @@ def test_an_episode_ends_with_its_turns_and_is_rewarded() -> None:
         assert (found.outcome["reward"], found.answers) == (reward, 2)
 
 
-def test_a_trajectory_without_room_counts_as_nothing_and_as_no_failure() -> None:
+def test_trajectory_without_room_has_no_sample_and_no_failure() -> None:
     rollout = rollout_of("guess_number", environment_args={})
     assert episodes(rollout, problem_sets(rollout).train[4], lambda before, call: "2", max_tokens=20)[0].outcome == {"reward": 0.0}
 
 
-def test_an_episode_that_fails_is_told() -> None:
+def test_failed_episode_is_reported() -> None:
     args = {"agent": {**HERE["agent"], "harness": {"id": "last_letter", "fails": True}}}
     rollout = rollout_of("last_letter", environment_args=args)
     problems = problem_sets(rollout).train
@@ -187,7 +187,7 @@ def test_the_trial_plays_three_problems_with_their_own_answers() -> None:
         try_episodes(bad, problem_sets(bad).train[:1])
 
 
-def test_what_is_held_out() -> None:
+def test_held_out_tasks_follow_the_recipe() -> None:
     plain = rollout_of("last_letter")
     sets = problem_sets(plain, train_size=4, eval_size=3)
     assert [problem.answer for problem in sets.evaluation] == ["d", "r", "n"]
@@ -220,12 +220,12 @@ def test_tasks_without_end_need_a_size() -> None:
         ("last_letter", {"environment_eval_args": {"taskset": {"split": 3}}}, r"rollout\.environment_eval_args\.taskset\.split: "),
     ],
 )
-def test_mistakes_are_one_line_with_their_key(name: str, fields: dict[str, Any], told: str) -> None:
+def test_errors_are_one_line_with_the_recipe_key(name: str, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(Exception, match=told):
         problem_sets(rollout_of(name, **fields))
 
 
-def test_a_seat_that_is_not_trained_needs_a_model_of_its_own() -> None:
+def test_untrained_agent_needs_its_own_model() -> None:
     seats = {"assistant": HERE["agent"], "user": {**HERE["agent"], "harness": {"id": "last_letter"}}}
     rollout = rollout_of("last_letter", environment_args={"id": "user-sim", **seats})
     with pytest.raises(UserError, match="user is not to be trained, and asks the policy"):
@@ -238,7 +238,7 @@ def test_several_plays_in_one_episode_are_refused() -> None:
         episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d")
 
 
-def test_no_client_stays_of_an_episode_that_is_over() -> None:
+def test_finished_episode_leaves_no_http_client() -> None:
     from verifiers.v1.clients.eval import EvalClient
 
     rollout = rollout_of("last_letter")
@@ -254,7 +254,7 @@ def test_rows_of_a_file_are_tasks_too() -> None:
 
 
 @pytest.mark.parametrize("found", [None, "0.3.1"])
-def test_without_the_package_the_line_to_install_it_is_told(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_has_the_install_command(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if found is None:
             raise importlib.metadata.PackageNotFoundError(name)
@@ -266,7 +266,7 @@ def test_without_the_package_the_line_to_install_it_is_told(found: str | None, m
     assert caught.value.exit_code == 3 and (found or "not installed") in str(caught.value)
 
 
-def test_an_outcome_keeps_the_names_of_metrics_apart() -> None:
+def test_outcome_renames_metrics_with_reserved_names() -> None:
     from types import SimpleNamespace as Made
 
     from mtpctl.environments.verifiers import outcome_of

@@ -166,7 +166,7 @@ def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, 
     answer(made, prompts, tmp_path / "o")
     assert [prompt.prompt_id for prompt, _ in generated[0][1]] == ["p.jsonl:2"]
     leave_checkpoint(run, "rl-000003", 3)
-    with pytest.raises(UserError, match="was made from other weights or sampling settings of this recipe"):
+    with pytest.raises(UserError, match="was sampled from other weights or sampling settings of this recipe"):
         answer(made, prompts, tmp_path / "o")
 
 

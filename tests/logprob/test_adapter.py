@@ -104,7 +104,7 @@ def test_an_adapter_of_other_layers_leaves_nothing_of_the_one_before(
         assert_holds(made, adapters.merged(base, part))
 
 
-def test_whole_weights_end_the_adapter_and_lie_beneath_the_next(
+def test_full_weights_remove_the_adapter_and_are_the_next_base(
     run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica], other_folder: Path
 ) -> None:
     made, delta, others = replica(), adapters.adapter(base, 1), load_file(other_folder / "model.safetensors")
@@ -115,7 +115,7 @@ def test_whole_weights_end_the_adapter_and_lie_beneath_the_next(
     assert_holds(made, adapters.merged(others, delta))
 
 
-def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
+def test_weight_without_the_merged_adapter_is_reported(
     run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica]
 ) -> None:
     made = replica()
@@ -128,7 +128,7 @@ def test_a_weight_that_the_adapter_was_not_merged_into_is_told(
 
 @pytest.mark.parametrize("fault", ["adapter", "target", "draft", "merge"])
 @pytest.mark.parametrize("keep_previous", [False, True])
-def test_a_sync_that_breaks_off_leaves_the_old_version_or_ends_the_replica(
+def test_aborted_sync_keeps_the_old_version_or_ends_the_replica(
     fault: str,
     keep_previous: bool,
     run: Loop,
@@ -174,7 +174,7 @@ def breaks_off_at(merge: Callable[..., torch.Tensor], at: str) -> Callable[..., 
     return over
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_mismatched_weights_are_rejected_without_changes(
     run: Loop, base: Tensors, publish: Callable[..., Manifest], replica: Callable[..., Replica], folder: Path
 ) -> None:
     made, before = replica(), exported(replica())

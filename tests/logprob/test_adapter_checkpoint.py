@@ -46,7 +46,7 @@ def scored(rank: ScoreRank, version: int) -> list[float]:
     return list(found[0].logprobs)
 
 
-def test_it_scores_what_was_trained(folder: Path, tmp_path: Path) -> None:
+def test_server_scores_match_the_trainers_checkpoint(folder: Path, tmp_path: Path) -> None:
     config = replica_config(folder)
     engine = trainer(folder, "fp32")
     trained = ScoreRank(config, 0)
@@ -72,7 +72,7 @@ def test_it_scores_what_was_trained(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_is_rounded_as_the_trainers_own_merge_is(precision: str, run: Loop, folder: Path, tmp_path: Path) -> None:
+def test_merge_rounds_like_the_trainers_export(precision: str, run: Loop, folder: Path, tmp_path: Path) -> None:
     """To the bit: what the replica holds is what a trainer with this adapter would export merged."""
     engine = trainer(folder, precision)
     sent = {name: tensor.clone() for name, tensor in (*engine.export_adapter(), *engine.export(("draft",)))}

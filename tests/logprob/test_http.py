@@ -179,7 +179,7 @@ def test_masked_tokens_are_null_and_change_nothing_else(client: httpx.Client) ->
         assert masked[field][0] == pytest.approx(whole[field][0], abs=1e-6) and masked[field][2] == pytest.approx(whole[field][2], abs=1e-6)
 
 
-def test_answers_are_not_held_back_until_the_client_acknowledges_their_head() -> None:
+def test_answers_are_sent_without_waiting_for_an_ack_of_the_head() -> None:
     """asyncio turns Nagle's algorithm off for sockets that say that they speak TCP, and only for those."""
     from mtpctl.web.server import listen
 
@@ -270,7 +270,7 @@ def test_health_version_metrics_and_the_openapi_page(served: Served, client: htt
         (b'{"token_ids": [1, 2], "temperature": NaN}', 400, "temperature"),
         (b'{"token_ids": [1, 2], "temperature": 1e-40}', 400, "temperature: must be 1e-06 to 1e+06, got 1e-40"),
         (b'{"token_ids": [1, 2], "temperature": 1e40}', 400, "temperature: must be 1e-06 to 1e+06"),
-        (b'{"text": "\\ud800"}', 400, "text: half of a surrogate pair stands alone at character 0"),
+        (b'{"text": "\\ud800"}', 400, "text: lone surrogate at character 0"),
         (b'{"token_ids": [1, 2], "top_logprobs": 1000}', 400, "top_logprobs"),
         (b'{"token_ids": [1, 2], "mask": [2]}', 400, "mask"),
         (b'{"token_ids": [[1, 2], [3, 4]], "mask": [[1]]}', 400, "mask: has 1 entries for 2"),
@@ -280,14 +280,14 @@ def test_health_version_metrics_and_the_openapi_page(served: Served, client: htt
         (b'{"token_ids": [' + b"1," * 10_000_000 + b"1]}", 413, "bytes"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_reason(client: httpx.Client, body: bytes, status: int, reason: str) -> None:
+def test_invalid_requests_are_rejected_with_a_reason(client: httpx.Client, body: bytes, status: int, reason: str) -> None:
     response = client.post("/v1/logprobs", content=body, headers={"content-type": "application/json"})
     assert response.status_code == status
     assert reason in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pass_that_fails_is_told_as_every_error_is(stream: bool) -> None:
+def test_failed_pass_is_reported_like_other_errors(stream: bool) -> None:
     async def drive() -> httpx.Response:
         server = await serve(Started(poison=310))
         app = make_app(server, None, "tiny", bounds=BOUNDS)
@@ -314,7 +314,7 @@ def test_this_server_does_not_generate(client: httpx.Client, body: dict[str, Any
     assert response.status_code == 400 and reason in response.json()["error"]["message"]
 
 
-def test_without_the_key_nothing_is_read(served: Served) -> None:
+def test_requests_without_the_key_are_not_read(served: Served) -> None:
     for key in (None, "wrong", KEY[:-1]):
         with served.client(key) as stranger:
             response = stranger.post("/v1/logprobs", json={"token_ids": [1, 2]})
@@ -326,7 +326,7 @@ def test_a_body_of_unknown_length_is_bounded_too(client: httpx.Client) -> None:
     assert response.status_code == 413
 
 
-def test_slow_clients_are_let_go_and_keep_nobody_waiting(served: Served, client: httpx.Client) -> None:
+def test_slow_clients_are_disconnected_without_delaying_others(served: Served, client: httpx.Client) -> None:
     head = f"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 50\r\n\r\n{{".encode()
     with socket.create_connection(("127.0.0.1", served.port)) as silent, socket.create_connection(("127.0.0.1", served.port)) as slow:
         slow.sendall(head)
@@ -352,7 +352,7 @@ def test_connections_opened_and_dropped_leave_nothing_behind(served: Served, cli
     assert len(served._web.server_state.connections) <= 2 and served.server.queue.requests == 0
 
 
-def test_a_client_that_goes_away_gives_its_place_free(served: Served, client: httpx.Client) -> None:
+def test_disconnected_client_frees_its_slot(served: Served, client: httpx.Client) -> None:
     served.call(served.server.pause_serving())
     try:
         with pytest.raises(httpx.ReadTimeout):
@@ -365,7 +365,7 @@ def test_a_client_that_goes_away_gives_its_place_free(served: Served, client: ht
         served.loop.call_soon_threadsafe(served.server.resume_serving)
 
 
-def test_a_full_queue_says_when_to_come_back(served: Served, client: httpx.Client) -> None:
+def test_full_queue_returns_a_retry_delay(served: Served, client: httpx.Client) -> None:
     served.call(served.server.pause_serving())
     answers: list[int] = []
     clients = [

@@ -28,7 +28,7 @@ def test_a_batch_is_filled_up_to_its_budget_in_order() -> None:
     assert queue.take(100, always) == [] and (queue.tokens, queue.requests) == (0, 0)
 
 
-def test_one_that_is_longer_than_the_budget_goes_alone() -> None:
+def test_request_longer_than_the_budget_gets_its_own_batch() -> None:
     queue = FairQueue()
     long, short = waiting(500), waiting(10)
     queue.put(long)
@@ -50,7 +50,7 @@ def test_callers_share_by_tokens_however_many_requests_one_has() -> None:
     assert abs(served["greedy"] - served["modest"]) <= 100
 
 
-def test_one_that_comes_late_is_not_behind_those_that_wait() -> None:
+def test_late_request_of_another_caller_is_served_fairly() -> None:
     queue = FairQueue()
     for _ in range(100):
         queue.put(waiting(100, "first"))
@@ -62,7 +62,7 @@ def test_one_that_comes_late_is_not_behind_those_that_wait() -> None:
 
 
 @pytest.mark.parametrize("served_before", [0, 1])
-def test_a_rest_saves_up_nothing(served_before: int) -> None:
+def test_idle_caller_saves_up_no_share(served_before: int) -> None:
     """Neither for who was never there nor for who was served before the rest."""
     queue = FairQueue()
     for _ in range(served_before):
@@ -77,7 +77,7 @@ def test_a_rest_saves_up_nothing(served_before: int) -> None:
     assert 8 <= callers.count("rested") <= 12
 
 
-def test_a_long_one_is_served_although_short_ones_keep_coming() -> None:
+def test_long_request_is_served_among_many_short_ones() -> None:
     queue = FairQueue()
     long = waiting(100, "long")
     queue.put(waiting(60, "short"))
@@ -89,7 +89,7 @@ def test_a_long_one_is_served_although_short_ones_keep_coming() -> None:
     assert any(long in batch for batch in batches[:3])
 
 
-def test_what_is_not_ready_keeps_its_place() -> None:
+def test_request_that_is_not_ready_keeps_its_position() -> None:
     queue = FairQueue()
     pinned, free = waiting(10, version=7), waiting(10)
     queue.put(pinned)
@@ -98,7 +98,7 @@ def test_what_is_not_ready_keeps_its_place() -> None:
     assert queue.take(100, lambda request: request.allows(7)) == [pinned]
 
 
-def test_what_goes_back_is_first_again_and_alone_where_it_should_be() -> None:
+def test_returned_requests_are_first_and_alone_if_marked() -> None:
     queue = FairQueue()
     items = [waiting(10) for _ in range(4)]
     for item in items:
@@ -110,7 +110,7 @@ def test_what_goes_back_is_first_again_and_alone_where_it_should_be() -> None:
     assert [queue.take(100, always) for _ in range(3)] == [[items[0]], [items[1]], items[2:]]
 
 
-def test_callers_that_left_are_forgotten() -> None:
+def test_accounts_of_absent_callers_are_dropped() -> None:
     queue = FairQueue()
     queue.put(waiting(1, "stays"))
     for number in range(3 * CALLERS):

@@ -68,14 +68,14 @@ def test_each_request_is_scored_under_its_own_routes_whatever_it_shares_a_pass_w
         assert (scored.logprobs == pytest.approx(free[place].logprobs, abs=1e-6)) == (routes is None)
 
 
-def test_what_does_not_fit_is_refused_with_the_samples_name(server: LogprobServer, run: Loop) -> None:
+def test_mismatched_routes_are_rejected_with_the_samples_name(server: LogprobServer, run: Loop) -> None:
     with pytest.raises(RequestRefused, match=r"routes: sample p1/2: routes contain expert 6, but the model has 6"):
         run(server.score(ScoreRequest(TOKENS[0], routes=np.full((3, 1, 2), 6, np.uint8), name="p1/2")))
     with pytest.raises(RequestRefused, match=r"routes: routes have 31 tokens, but the sequence has 30"):
         run(server.score(ScoreRequest(TOKENS[0], routes=routes_of(server, 0, 31))))
 
 
-def test_http_takes_and_tells_them_as_json(server: LogprobServer, run: Loop) -> None:
+def test_http_accepts_and_returns_routes_as_json(server: LogprobServer, run: Loop) -> None:
     app = make_app(server, None, "toy", key=None, bounds=HttpBounds())
 
     async def post(**body: Any) -> httpx.Response:

@@ -50,7 +50,7 @@ async def test_weights_that_are_not_what_was_sent_end_the_sync_and_score_no_more
 
 
 @settled
-async def test_what_waits_for_weights_that_are_not_what_was_sent_is_refused_and_the_sync_says_why() -> None:
+async def test_requests_for_wrong_weights_fail_and_the_sync_reports_why() -> None:
     server = await serve(Started(), 1)
     sent = Manifest(1, "shm", "nowhere", {"target": SectionPlan((), {"w": "this"})})
     async with server.quiesce():
@@ -75,7 +75,7 @@ async def test_answers_belong_to_their_requests() -> None:
 
 
 @settled
-async def test_what_waits_is_batched_and_what_comes_to_an_idle_server_is_not_kept() -> None:
+async def test_queued_requests_are_batched_and_an_idle_server_starts_immediately() -> None:
     start = Started(seconds=1e-4)
     server = await serve(start, tokens_per_batch=100)
     await server.score(request(10))
@@ -100,7 +100,7 @@ async def test_free_replicas_share_what_waits() -> None:
 
 
 @settled
-async def test_a_full_queue_refuses_over_http_and_makes_callers_wait_inside() -> None:
+async def test_full_queue_rejects_http_requests_and_delays_callers() -> None:
     server = await serve(Started(seconds=1e-4), tokens_per_batch=50, queue_tokens=100)
     tasks = [asyncio.create_task(server.score(request(50))) for _ in range(20)]
     await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ async def test_many_may_wait_for_room() -> None:
 
 
 @settled
-async def test_who_stops_waiting_leaves_the_queue() -> None:
+async def test_cancelled_caller_leaves_the_queue() -> None:
     server = await serve(Started(seconds=1e-3), tokens_per_batch=50, queue_tokens=100)
     tasks = [asyncio.create_task(server.score(request(50))) for _ in range(8)]
     await asyncio.sleep(0.01)
@@ -153,13 +153,13 @@ async def test_queued_requests_survive_an_update_and_name_the_version_that_answe
 
 
 @settled
-async def test_pins_wait_for_their_version_and_are_refused_once_it_is_gone() -> None:
+async def test_pinned_requests_wait_for_their_version_and_fail_when_it_is_gone() -> None:
     server = await serve(Started())
     future = [asyncio.create_task(server.score(request(version=1))), asyncio.create_task(server.score(request(at_least=1)))]
     assert (await server.score(request(version=0))).version == 0
     await server.update(manifest(1))
     assert [answer.version for answer in await asyncio.gather(*future)] == [1, 1]
-    with pytest.raises(VersionGone, match=r"no longer held; there are \[1\]"):
+    with pytest.raises(VersionGone, match=r"no longer available; there are \[1\]"):
         await server.score(request(version=0))
     with pytest.raises(Late, match="the newest weights are 1"):
         await server.score(request(at_least=9, deadline_s=0.02))
@@ -241,7 +241,7 @@ async def test_one_bad_request_fails_alone() -> None:
 
 
 @settled
-async def test_when_no_replica_can_be_started_any_more_requests_end() -> None:
+async def test_requests_fail_when_no_replica_can_start() -> None:
     start = Started(seconds=1e-3)
     server = await serve(start, max_restarts=2)
     task = asyncio.create_task(server.score(request(100)))
@@ -255,7 +255,7 @@ async def test_when_no_replica_can_be_started_any_more_requests_end() -> None:
 
 
 @settled
-async def test_a_replica_is_busy_for_as_long_as_it_works_also_with_a_batch_ahead() -> None:
+async def test_replica_busy_time_excludes_waiting_with_a_batch_in_advance() -> None:
     server = await serve(Started(seconds=2e-4), tokens_per_batch=50)
     began = time.monotonic()
     await asyncio.gather(*(server.score(request(50)) for _ in range(20)))
@@ -264,7 +264,7 @@ async def test_a_replica_is_busy_for_as_long_as_it_works_also_with_a_batch_ahead
 
 
 @settled
-async def test_nobody_waits_for_a_server_that_has_ended() -> None:
+async def test_requests_to_an_ended_server_fail() -> None:
     server = await serve(Started(seconds=1e-3), tokens_per_batch=100, queue_tokens=100)
     tasks = [asyncio.create_task(server.score(request(100))) for _ in range(4)]
     await asyncio.sleep(0.02)
@@ -275,7 +275,7 @@ async def test_nobody_waits_for_a_server_that_has_ended() -> None:
 
 
 @settled
-async def test_a_replica_that_dies_at_rest_is_noticed() -> None:
+async def test_idle_replica_that_dies_is_detected() -> None:
     start = Started()
     server = await serve(start)
     watching = asyncio.create_task(server.watch(every_s=0.01))
@@ -286,7 +286,7 @@ async def test_a_replica_that_dies_at_rest_is_noticed() -> None:
 
 
 @settled
-async def test_a_stream_gives_answers_as_they_come() -> None:
+async def test_stream_yields_answers_as_they_finish() -> None:
     server = await serve(Started(seconds=1e-5), tokens_per_batch=64)
     found = {place: answer async for place, answer in server.stream([request(n) for n in range(2, 40)])}
     assert sorted(found) == list(range(38)) and [len(found[n].logprobs) for n in range(38)] == list(range(1, 39))
@@ -306,7 +306,7 @@ async def test_a_stream_gives_answers_as_they_come() -> None:
         ({"token_ids": [1, 2], "topk": 321}, "topk: must be 0 to 320"),
     ],
 )
-def test_what_no_pass_could_serve_is_refused(fields: dict[str, Any], message: str, run: Loop) -> None:
+def test_request_that_no_pass_can_score_is_rejected(fields: dict[str, Any], message: str, run: Loop) -> None:
     async def ask() -> LogprobServer:
         server = await serve(Started())
         with pytest.raises(RequestRefused, match=message):

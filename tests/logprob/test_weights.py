@@ -15,7 +15,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.families.tensors import section_of
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.replica import Replica
-from mtpctl.logprob.weights import HeldWeights
+from mtpctl.logprob.weights import VersionedWeights
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, VersionConflict
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
@@ -151,7 +151,7 @@ def test_a_server_answers_under_the_pinned_version(run: Loop, tensors: Tensors, 
         (lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.bfloat16)}), "is bfloat16"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_is_written(
+def test_mismatched_weights_are_rejected_before_writing(
     change: Any, message: str, run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any
 ) -> None:
     one = replica()
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(
 
 
 @pytest.mark.parametrize("keep_previous", [False, True])
-def test_an_update_that_breaks_off_is_given_up(
+def test_interrupted_update_is_aborted(
     keep_previous: bool, run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any
 ) -> None:
     one = replica(keep_previous=keep_previous)
@@ -221,7 +221,7 @@ def test_a_mixed_replica_is_replaced_by_one_at_the_published_version(
 def test_a_buffer_is_a_weight_like_others(keep_previous: bool) -> None:
     """A router's bias is one."""
     module = torch.nn.BatchNorm1d(2)
-    held = HeldWeights(module, 0, keep_previous=keep_previous)
+    held = VersionedWeights(module, 0, keep_previous=keep_previous)
     held.begin(1)
     held.destination(module.running_mean).fill_(7)  # type: ignore[arg-type]
     held.commit()

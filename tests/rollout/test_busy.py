@@ -99,7 +99,7 @@ async def busy(kind: type | None) -> float:
 
 
 @pytest.mark.parametrize("kind", [Slow, SlowInThreads])
-def test_an_environment_of_a_second_a_turn_leaves_engines_as_busy_as_none(kind: type) -> None:
+def test_slow_environment_leaves_engines_busy(kind: type) -> None:
     async def both() -> tuple[float, float]:
         return await busy(None), await busy(kind)
 
@@ -109,7 +109,7 @@ def test_an_environment_of_a_second_a_turn_leaves_engines_as_busy_as_none(kind: 
 
 
 @in_loop
-async def test_an_environment_that_never_replies_does_not_take_in_the_whole_data_set() -> None:
+async def test_hanging_environment_does_not_admit_unlimited_requests() -> None:
     class Never(Slow):
         async def reply(self, turn: str) -> str:
             await asyncio.Event().wait()

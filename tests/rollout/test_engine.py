@@ -105,7 +105,7 @@ class InLine(Made):
 
 
 @in_loop
-async def test_a_deadline_begins_when_the_engine_has_a_place() -> None:
+async def test_deadline_starts_when_the_request_gets_a_slot() -> None:
     """The pool sends a few requests more than an engine has places for."""
     engine = InLine()
     held = engine.generate(GenerationRequest(Sample("p0", "g", [1]), 120))  # 1.2 s
@@ -116,7 +116,7 @@ async def test_a_deadline_begins_when_the_engine_has_a_place() -> None:
 
 
 @in_loop
-async def test_a_response_that_is_worked_on_for_too_long_is_cut_and_the_next_one_is_not() -> None:
+async def test_response_over_its_deadline_is_aborted_and_the_next_one_is_not() -> None:
     engine = InLine()
     asked = [GenerationRequest(Sample(f"p{index}", "g", [1]), tokens, deadline_s=1.0) for index, tokens in enumerate((200, 5))]
     late, next_one = await asyncio.gather(*(engine.generate(request) for request in asked))
@@ -157,7 +157,7 @@ def test_weights_may_take_as_long_as_the_sync_has(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("dies_in", ["pause", "start", "begin", "buckets", "finish", "resume"])
-def test_an_engine_that_dies_in_an_update_says_so_and_of_what(tmp_path: Path, dies_in: str) -> None:
+def test_engine_that_dies_in_an_update_reports_the_cause(tmp_path: Path, dies_in: str) -> None:
     @in_loop
     async def drive() -> None:
         engine = Made(Core(dies_in=dies_in))

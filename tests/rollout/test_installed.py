@@ -35,7 +35,7 @@ def test_reading_them_imports_neither_vllm_nor_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_name_that_vllm_lacks_is_refused_with_the_nearest_one() -> None:
+def test_unknown_vllm_option_is_rejected_with_the_closest_one() -> None:
     check_engine(recipe("rollout.engine_args={max_num_batched_tokens: 64}"))
     with pytest.raises(UserError, match=r"^rollout\.engine_args\.max_num_seq: vLLM has no such option; did you mean max_num_seqs\?$"):
         check_engine(recipe("rollout.engine_args={max_num_seq: 1}"))
@@ -43,7 +43,7 @@ def test_a_name_that_vllm_lacks_is_refused_with_the_nearest_one() -> None:
         check_engine(recipe("rollout.engine_args={foo: 1}"))
 
 
-def test_the_engines_of_another_cluster_are_not_judged_by_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_not_checked_for_a_joined_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     check_engine(recipe("rollout.engine_args={foo: 1}", "cluster.address=host:6379"))
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     check_engine_args(recipe("rollout.engine_args={foo: 1}"))
@@ -64,7 +64,7 @@ def test_sglangs_options_are_read_beside_the_interpreter_that_the_recipe_names(t
     assert not installed_options(SglangConfig(engine="sglang", python=str(tmp_path / "elsewhere" / "bin" / "python")))
 
 
-def test_bases_in_the_file_are_read_and_with_one_from_elsewhere_nothing_is_claimed(tmp_path: Path) -> None:
+def test_base_class_from_another_file_makes_options_unknown(tmp_path: Path) -> None:
     source = tmp_path / "args.py"
     source.write_text("class A(msgspec.Struct):\n    a: int\nclass B(A):\n    b: int = 0\nclass C(A, Elsewhere):\n    c: int\n")
     assert fields_of(source, "B") == {"a", "b"}

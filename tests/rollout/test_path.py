@@ -39,7 +39,7 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_places_are_filled_as_vllm_itself_fills_them(fixed_steps: Path, tmp_path: Path) -> None:
+def test_slots_are_filled_as_by_vllm(fixed_steps: Path, tmp_path: Path) -> None:
     options = engines.Options("tiny", tmp_path / "model", (BATCH,), 128, 64, 1, 0.75, 3, "cpu")
     made = engines.Bench(options, print, 2)
     table = bench.Table(print)

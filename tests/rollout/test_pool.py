@@ -123,7 +123,7 @@ async def test_a_group_stays_on_one_replica() -> None:
 
 
 @in_loop
-async def test_of_those_that_have_a_groups_prefix_the_least_busy_one_goes_on() -> None:
+async def test_least_busy_replica_with_the_cached_prompt_is_chosen() -> None:
     """A group that outgrew one replica is on several: they share what comes."""
     fleet = Fleet(lambda index: FakeReplica(tick_s=1))
     pool = await fleet.pool(3, max_in_flight=64)
@@ -136,7 +136,7 @@ async def test_of_those_that_have_a_groups_prefix_the_least_busy_one_goes_on() -
 
 
 @in_loop
-async def test_a_place_is_free_again_however_often_a_request_is_given_up() -> None:
+async def test_slot_is_freed_once_for_repeatedly_cancelled_requests() -> None:
     fleet = Fleet(lambda index: FakeReplica(tick_s=5))
     pool = await fleet.pool(1)
     tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(4)]
@@ -151,7 +151,7 @@ async def test_a_place_is_free_again_however_often_a_request_is_given_up() -> No
 
 
 @in_loop
-async def test_what_is_unwanted_comes_back_at_once_as_it_was_and_leaves_its_place_to_others() -> None:
+async def test_unwanted_request_returns_unchanged_and_frees_its_slot() -> None:
     fleet = Fleet(lambda index: FakeReplica(tick_s=0.005))
     pool = await fleet.pool(1, max_in_flight=2)
     wanted, unwanted = requests(4), asyncio.Event()
@@ -220,7 +220,7 @@ def pushed(version: int, deadline_s: float = 5.0) -> Iterator[Callable[[list[str
 
 
 @in_loop
-async def test_a_replica_that_comes_back_while_a_push_is_announced_takes_no_part_in_it() -> None:
+async def test_replica_restarted_during_a_push_is_not_a_member() -> None:
     fleet = Fleet()
     pool = await fleet.pool(2)
     fleet.live[1].die()
@@ -240,7 +240,7 @@ async def test_a_replica_that_comes_back_while_a_push_is_announced_takes_no_part
 
 
 @in_loop
-async def test_nobody_waits_for_a_named_replica_that_died_before_the_push() -> None:
+async def test_push_does_not_wait_for_a_dead_member() -> None:
     fleet = Fleet()
     pool = await fleet.pool(2)
     began = time.monotonic()
@@ -256,7 +256,7 @@ async def test_nobody_waits_for_a_named_replica_that_died_before_the_push() -> N
 
 
 @in_loop
-async def test_a_version_that_waits_for_responses_waits_for_all_their_turns_wherever_they_go_on() -> None:
+async def test_pause_wait_waits_for_all_turns_on_any_replica() -> None:
     class Slow:
         stop = ()
 
@@ -299,7 +299,7 @@ async def test_a_replica_that_hangs_in_an_update_is_replaced_and_the_others_go_o
 
 
 @in_loop
-async def test_a_replica_that_comes_back_takes_what_the_others_serve_and_not_what_is_on_its_way() -> None:
+async def test_restarted_replica_applies_the_served_version_not_the_incoming_one() -> None:
     """What is published next is sent to all of them, and would not be new to one that has it."""
     fleet = Fleet()
     pool = await fleet.pool(2)
@@ -346,7 +346,7 @@ async def test_deadline_counts_all_attempts_of_a_response_together() -> None:
 
 
 @in_loop
-async def test_an_environment_has_what_the_model_left_of_the_deadline() -> None:
+async def test_environment_gets_the_rest_of_the_deadline() -> None:
     class Slow:
         stop = ()
 
@@ -389,7 +389,7 @@ async def test_a_deadline_that_falls_into_a_long_update_does_not_count_against_t
 
 
 @in_loop
-async def test_a_refused_update_is_told() -> None:
+async def test_refused_update_raises() -> None:
     class Refusing(FakeReplica):
         async def update(self, manifest: Manifest, **_: Any) -> SyncReport:
             raise SyncError("lm_head.weight does not fit")
@@ -431,7 +431,7 @@ async def test_without_any_replica_the_run_ends_with_the_reason() -> None:
 
 
 @in_loop
-async def test_a_users_mistake_is_nobodys_death() -> None:
+async def test_user_error_does_not_restart_the_replica() -> None:
     class Strict(FakeReplica):
         async def generate(self, request: GenerationRequest) -> Sample:
             raise UserError("the prompt is too long: raise rollout.context")
@@ -444,7 +444,7 @@ async def test_a_users_mistake_is_nobodys_death() -> None:
 
 
 @in_loop
-async def test_a_long_response_holds_no_other() -> None:
+async def test_long_response_does_not_delay_others() -> None:
     pool = await Fleet().pool(1)
     long = GenerationRequest(Sample("long", "g", [0]), 400)
     order = [sample.prompt_id for sample in await collect(pool, [long, *requests(30)])]

@@ -92,7 +92,7 @@ def request(name: str = "p", tokens: int = 3) -> GenerationRequest:
 
 
 @in_loop
-async def test_requests_of_one_turn_go_in_one_call_and_their_answers_come_in_one() -> None:
+async def test_concurrent_requests_share_one_call_and_their_answers_too() -> None:
     handle = Handle()
     replica = RayReplica(handle, "null")
     samples = await asyncio.gather(*(replica.generate(request(f"p{index}")) for index in range(200)))
@@ -101,7 +101,7 @@ async def test_requests_of_one_turn_go_in_one_call_and_their_answers_come_in_one
     assert handle.calls.count("collect") <= 2
 
 
-def test_the_process_of_an_engine_that_hangs_is_ended_when_its_shutdown_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_shutdown_kills_the_process_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it holds, a card, is what the one that takes its place waits for."""
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
@@ -120,14 +120,14 @@ def test_the_process_of_an_engine_that_hangs_is_ended_when_its_shutdown_is_given
 
 
 @in_loop
-async def test_an_error_reaches_the_one_who_asked() -> None:
+async def test_error_reaches_its_caller() -> None:
     replica = RayReplica(Handle(), "null")
     bad, good = await asyncio.gather(replica.generate(request("bad")), replica.generate(request()), return_exceptions=True)
     assert isinstance(bad, UserError)
     assert isinstance(good, Sample)
 
 
-def test_an_error_of_a_package_that_the_caller_may_not_have_comes_as_its_words() -> None:
+def test_error_of_a_foreign_package_becomes_a_runtime_error() -> None:
     foreign = type("OutOfBlocks", (ValueError,), {"__module__": "sglang.srt"})
     for error, kind, told in ((foreign("none left"), RuntimeError, "OutOfBlocks: none left"), (UserError("no room"), UserError, "no room")):
         try:
@@ -139,7 +139,7 @@ def test_an_error_of_a_package_that_the_caller_may_not_have_comes_as_its_words()
 
 
 @in_loop
-async def test_a_dead_actor_leaves_nobody_waiting() -> None:
+async def test_dead_actor_fails_all_waiting_requests() -> None:
     handle = Handle()
     replica = RayReplica(handle, "null")
     waiting = [asyncio.ensure_future(replica.generate(request("late"))) for _ in range(5)]
@@ -152,7 +152,7 @@ async def test_a_dead_actor_leaves_nobody_waiting() -> None:
 
 
 @in_loop
-async def test_what_nobody_awaits_any_more_is_ended_in_the_engine() -> None:
+async def test_cancelled_request_is_cancelled_in_the_engine() -> None:
     handle = Handle()
     replica = RayReplica(handle, "null")
     given_up = [asyncio.ensure_future(replica.generate(request("late"))) for _ in range(50)]
@@ -169,7 +169,7 @@ async def test_what_nobody_awaits_any_more_is_ended_in_the_engine() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_request_costs_beside_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_and_actor_overhead_per_request(capsys: pytest.CaptureFixture[str]) -> None:
     """Through the pool and a Ray actor whose engine answers at once: 256 requests together, 128 prompt and 256 response tokens."""
     import ray
 
@@ -221,7 +221,7 @@ def test_error_of_a_dead_actor_is_one_line_with_the_name_of_its_log() -> None:
     assert said == "Ray's logs on its host, worker-*-22353.err"
 
 
-def test_what_an_actor_refuses_comes_in_its_own_words() -> None:
+def test_actors_mtpctl_error_is_raised_without_rays_traceback() -> None:
     """Without the traceback that Ray puts into the message."""
     from ray.exceptions import RayTaskError
 

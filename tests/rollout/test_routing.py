@@ -24,7 +24,7 @@ async def until_serving(membership: Membership, count: int) -> None:
 
 
 @in_loop
-async def test_who_leaves_hands_its_responses_over_and_no_token_is_sampled_twice() -> None:
+async def test_leaving_replica_hands_over_without_sampling_a_token_twice() -> None:
     fleet, sampled = Fleet(lambda index: FakeReplica(tick_s=0.001)), 0
 
     def count(sample: Sample) -> int:
@@ -51,7 +51,7 @@ async def test_who_leaves_hands_its_responses_over_and_no_token_is_sampled_twice
 
 
 @in_loop
-async def test_a_request_on_its_way_to_one_that_leaves_is_handed_over_too() -> None:
+async def test_request_in_flight_to_a_leaving_replica_is_handed_over() -> None:
     class Late(FakeReplica):
         """Gets what it is sent a while later, when it has been told to abort once."""
 
@@ -70,7 +70,7 @@ async def test_a_request_on_its_way_to_one_that_leaves_is_handed_over_too() -> N
 
 
 @in_loop
-async def test_what_one_that_hangs_does_not_return_goes_on_as_after_a_death() -> None:
+async def test_responses_of_a_hanging_leaver_continue_elsewhere() -> None:
     class Hanging(FakeReplica):
         async def pause(self, mode: PauseMode) -> None:
             await asyncio.Event().wait()
@@ -91,7 +91,7 @@ async def test_what_one_that_hangs_does_not_return_goes_on_as_after_a_death() ->
 
 
 @in_loop
-async def test_one_that_dies_while_it_leaves_is_not_started_anew() -> None:
+async def test_replica_that_dies_while_leaving_is_not_restarted() -> None:
     class Dying(FakeReplica):
         async def pause(self, mode: PauseMode) -> None:
             self.die()
@@ -107,7 +107,7 @@ async def test_one_that_dies_while_it_leaves_is_not_started_anew() -> None:
 
 
 @in_loop
-async def test_who_joins_has_the_version_of_the_others_before_it_answers_anything() -> None:
+async def test_joining_replica_has_the_served_version_before_it_answers() -> None:
     fleet = Fleet()
     pool = await fleet.pool(1)
     await pool.update(MANIFESTS[3])
@@ -149,7 +149,7 @@ async def test_capacity_follows_those_that_serve() -> None:
 
 
 @in_loop
-async def test_an_update_and_one_who_leaves_wait_for_each_other() -> None:
+async def test_update_and_leave_exclude_each_other() -> None:
     """One that was named for an update takes part in it; the next one names it no more."""
     fleet = Fleet()
     pool = await fleet.pool(2)
@@ -170,7 +170,7 @@ async def test_an_update_and_one_who_leaves_wait_for_each_other() -> None:
 
 
 @in_loop
-async def test_one_that_waits_for_an_update_to_leave_gets_no_request_and_is_not_started_anew_where_it_dies() -> None:
+async def test_replica_waiting_to_leave_gets_no_request_and_is_not_restarted() -> None:
     fleet = Fleet()
     pool = await fleet.pool(3)
     async with pool.quiesce():
@@ -186,7 +186,7 @@ async def test_one_that_waits_for_an_update_to_leave_gets_no_request_and_is_not_
 
 
 @in_loop
-async def test_with_none_left_requests_wait_for_the_next_one() -> None:
+async def test_requests_wait_for_a_replica_if_none_serves() -> None:
     fleet = Fleet()
     pool = await fleet.pool(1)
     task = asyncio.ensure_future(collect(pool, requests(8)))
@@ -199,7 +199,7 @@ async def test_with_none_left_requests_wait_for_the_next_one() -> None:
 
 
 @in_loop
-async def test_those_of_the_least_use_are_named_first() -> None:
+async def test_slots_to_vacate_are_ordered_by_use() -> None:
     fleet = Fleet()
     pool = await fleet.pool(3, max_restarts=0)
     fleet.live[1].die()
@@ -211,7 +211,7 @@ async def test_those_of_the_least_use_are_named_first() -> None:
 
 
 @in_loop
-async def test_coming_and_going_at_random_with_deaths_and_updates_loses_and_doubles_nothing() -> None:
+async def test_random_joins_leaves_deaths_and_updates_lose_no_sample() -> None:
     """Versions change all the while; every token is under a version that its replica had."""
     for seed in range(5):
         dice = random.Random(seed)

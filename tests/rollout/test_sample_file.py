@@ -29,7 +29,7 @@ def write(path: Path, *samples: Sample) -> None:
             file.append(each, PROMPTS[each.prompt_id], "two")
 
 
-def test_a_line_holds_all_of_a_sample(tmp_path: Path) -> None:
+def test_line_contains_the_complete_sample(tmp_path: Path) -> None:
     write(tmp_path / "o", sample(index=2))
     row = json.loads((tmp_path / "o").read_text())
     assert (row["prompt_id"], row["index"], row["prompt"], row["text"]) == ("p:1", 2, "1+1=", "two")
@@ -39,7 +39,7 @@ def test_a_line_holds_all_of_a_sample(tmp_path: Path) -> None:
     assert (row["finish_reason"], row["reward"]) == ("stop", 1.0)
 
 
-def test_a_file_is_taken_up_with_its_keys_and_sums(tmp_path: Path) -> None:
+def test_existing_file_is_continued_with_its_keys_and_sums(tmp_path: Path) -> None:
     write(tmp_path / "o", sample("p:1"), sample("p:2", 1, reward=0.0))
     with SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS) as file:
         assert file.done == {("p:1", 0), ("p:2", 1)}
@@ -51,7 +51,7 @@ def test_a_file_is_taken_up_with_its_keys_and_sums(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10, 300])
-def test_a_last_line_that_was_cut_short_is_dropped_and_made_again(tmp_path: Path, cut: int) -> None:
+def test_incomplete_last_line_is_dropped_and_generated_again(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "o"
     write(path, sample("p:1"), sample("p:2"))
     first, second = path.read_bytes().splitlines(keepends=True)
@@ -63,7 +63,7 @@ def test_a_last_line_that_was_cut_short_is_dropped_and_made_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["hello", "hello\n", '{"a": 1}\n', "[1]\n", '{"prompt_id": "p:1", "index": 0}\n'])
-def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
+def test_file_with_other_content_is_rejected_and_unchanged(tmp_path: Path, text: str) -> None:
     (tmp_path / "o").write_text(text)
     with pytest.raises(UserError, match="o:1: is not a sample that mtpctl rollout wrote"):
         SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS)
@@ -73,9 +73,9 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("origin", "prompts", "told"),
     [
-        (Origin("other", ORIGIN.decides), PROMPTS, "o:2: was made from recipe tiny"),
-        (Origin("tiny", {"temperature": 0.5, "checkpoint": None}), PROMPTS, "o:2: was made from other weights or sampling settings"),
-        (ORIGIN, {"p:1": "1+1=", "p:2": "3+3="}, "o:2: the prompt p:2 was another one"),
+        (Origin("other", ORIGIN.decides), PROMPTS, "o:2: was sampled from recipe tiny"),
+        (Origin("tiny", {"temperature": 0.5, "checkpoint": None}), PROMPTS, "o:2: was sampled from other weights or sampling settings"),
+        (ORIGIN, {"p:1": "1+1=", "p:2": "3+3="}, "o:2: the prompt p:2 has changed"),
     ],
 )
 def test_a_file_never_mixes_origins(tmp_path: Path, origin: Origin, prompts: dict[str, str], told: str) -> None:
@@ -91,19 +91,19 @@ def test_a_file_never_mixes_origins(tmp_path: Path, origin: Origin, prompts: dic
     assert (tmp_path / "o").read_bytes() == b"".join(lines)
 
 
-def test_two_writers_are_refused(tmp_path: Path) -> None:
+def test_second_writer_is_rejected(tmp_path: Path) -> None:
     with SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS), pytest.raises(UserError, match="another process is writing"):
         SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS)
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_path_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out: .* cannot be written \(No such file or directory\)"):
         SampleFile.open(tmp_path / "no" / "o", ORIGIN, PROMPTS)
     with pytest.raises(UserError, match=r"--out: .* cannot be written \(Is a directory\)"):
         SampleFile.open(tmp_path, ORIGIN, PROMPTS)
 
 
-def test_a_full_disk_is_told_in_one_line() -> None:
+def test_full_disk_gives_a_one_line_error() -> None:
     # /dev/full takes an open and refuses every byte.
     with (
         pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\); make room"),
@@ -112,6 +112,6 @@ def test_a_full_disk_is_told_in_one_line() -> None:
         SampleFile(Path("/dev/full"), ORIGIN, full).append(sample(), "1+1=", "two")
 
 
-def test_a_file_without_a_sample_is_not_left_behind(tmp_path: Path) -> None:
+def test_file_without_samples_is_deleted(tmp_path: Path) -> None:
     write(tmp_path / "o")
     assert not (tmp_path / "o").exists()

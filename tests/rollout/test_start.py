@@ -26,7 +26,7 @@ from tests.fakes.scripted_engine import byte_tokenizer
         (["rollout.gateway=true"], True),
     ],
 )
-def test_engines_have_a_tokenizer_where_stop_strings_may_be_asked_for(
+def test_engines_have_a_tokenizer_if_stop_strings_are_possible(
     sets: list[str], reads_text: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "agent.py").write_text("async def run(problem, base_url): ...\n")

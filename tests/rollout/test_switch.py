@@ -59,7 +59,7 @@ class Simulated:
 
 
 @pytest.mark.parametrize(("accept", "best"), [(0.0, 0), (0.1, 0), (0.3, 1), (0.9, 3)])
-def test_what_pays_is_found_and_kept(accept: float, best: int) -> None:
+def test_fastest_number_of_drafts_is_chosen_and_kept(accept: float, best: int) -> None:
     engine = Simulated(accept=accept)
     assert max(range(4), key=lambda drafts: engine.rate(drafts, 32)) == best
     engine.run(200, 32)
@@ -68,12 +68,12 @@ def test_what_pays_is_found_and_kept(accept: float, best: int) -> None:
     assert reached > 0.98 * engine.rate(best, 32)
 
 
-def test_speculation_that_never_pays_costs_less_than_a_fiftieth_from_the_start() -> None:
+def test_useless_speculation_costs_less_than_two_percent() -> None:
     engine = Simulated(accept=0.0, draft_s=0.010)
     assert engine.run(6000, 64) > 0.98 * engine.rate(0, 64)
 
 
-def test_a_decision_is_told_with_its_figures() -> None:
+def test_decision_is_reported_with_its_measurements() -> None:
     engine = Simulated(limit=1, accept=0.05)
     engine.run(300, 8)
     (choice,) = engine.said
@@ -89,7 +89,7 @@ class Crowded(Simulated):
         return self.base_s * (1 + drafts * min(1.0, requests / 256))
 
 
-def test_it_looks_again_when_the_load_changes() -> None:
+def test_new_load_triggers_a_look() -> None:
     engine = Crowded()
     engine.run(1000, 8)
     assert engine.settled() == 3
@@ -100,7 +100,7 @@ def test_it_looks_again_when_the_load_changes() -> None:
     assert back > 0.95 * engine.rate(3, 8), "what was seen at a load is remembered"
 
 
-def test_acceptance_that_falls_is_seen_without_a_look() -> None:
+def test_falling_acceptance_is_detected_without_a_look() -> None:
     engine = Simulated(limit=1)
     engine.run(500, 32)
     looks = engine.switch.looks
@@ -128,7 +128,7 @@ def test_new_weights_alone_do_not_switch_speculation_off() -> None:
     assert engine.settled() == 1
 
 
-def test_looking_is_rationed_however_often_weights_change() -> None:
+def test_looks_are_limited_with_frequent_updates() -> None:
     engine = Simulated(accept=0.0)
     seconds = 0.0
     for _ in range(60):
@@ -137,7 +137,7 @@ def test_looking_is_rationed_however_often_weights_change() -> None:
     assert 60 / seconds > 0.98 * engine.rate(0, 32)
 
 
-def test_a_load_that_passes_by_is_not_looked_at() -> None:
+def test_short_lived_load_gets_no_look() -> None:
     engine = Simulated(accept=0.0, draft_s=0.010)
     engine.run(300, 64)
     looks, seconds, tokens = engine.switch.looks, 0.0, 0.0
@@ -150,7 +150,7 @@ def test_a_load_that_passes_by_is_not_looked_at() -> None:
     assert tokens / seconds > 0.98 * sum(s * r for s, r in ((4, 5), (4, 30), (120, 64), (6, 20), (3, 3))) / (137 * 0.020)
 
 
-def test_a_look_that_the_load_outruns_is_given_up_and_paid_for() -> None:
+def test_look_is_aborted_and_counted_if_the_load_grows() -> None:
     engine = Simulated(accept=0.0)
     engine.run(200, 64)
     engine.switch.look_again()
@@ -174,7 +174,7 @@ def test_drafts_that_are_never_right_stop_before_the_first_look() -> None:
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.7])
-def test_a_first_look_that_is_outrun_goes_on_with_the_next_batch(accept: float) -> None:
+def test_interrupted_first_look_continues_with_the_next_batch(accept: float) -> None:
     # Batches of so few steps that no look fits into one.
     engine = Simulated(accept=accept)
     for _ in range(8):
@@ -195,7 +195,7 @@ class Growing(Simulated):
         return (self.base_s + self.draft_s * drafts) * (1 + self.age / 400)
 
 
-def test_contexts_that_grow_do_not_bring_back_what_does_not_pay() -> None:
+def test_growing_contexts_do_not_re_enable_slow_drafting() -> None:
     engine = Growing(limit=1, accept=0.0)
     engine.run(100, 64)
     looks = engine.switch.looks
@@ -215,7 +215,7 @@ class Nearly(Simulated):
         return 0.005 + 0.001 * drafts + per_request * requests
 
 
-def test_a_narrow_choice_is_kept_through_batches_that_end() -> None:
+def test_close_decision_is_stable_while_batches_end() -> None:
     engine = Nearly(accept=0.75)
     assert 0.97 < engine.rate(2, 256) / engine.rate(1, 256) < 1.03
     engine.run(160, 256)
@@ -229,7 +229,7 @@ def test_a_narrow_choice_is_kept_through_batches_that_end() -> None:
     assert changes == 0 and engine.switch.looks == 1
 
 
-def test_a_fixed_number_is_not_questioned() -> None:
+def test_fixed_number_of_drafts_never_changes() -> None:
     engine = Simulated(accept=0.0)
     engine.switch.fix(2)
     engine.run(1000, 32)

@@ -236,8 +236,8 @@ class ServedEngines:
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         """Take every server to the version. Raises the first error, after all have answered."""
         calls = (cancel_on_error(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for result in found:
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
-        return [result for result in found if isinstance(result, SyncReport)]
+        return [result for result in results if isinstance(result, SyncReport)]

@@ -112,7 +112,7 @@ def test_a_reward_comes_by_call_or_by_header() -> None:
         (b'{"a":' * 5000, "body"),
     ],
 )
-def test_bad_bodies_are_told_and_leave_no_sample(body: bytes, told: str) -> None:
+def test_invalid_bodies_are_rejected_without_a_sample(body: bytes, told: str) -> None:
     async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
         async with httpx.AsyncClient() as web:
             found = await web.post(f"{url}/chat/completions", content=body, headers=JSON)
@@ -122,7 +122,7 @@ def test_bad_bodies_are_told_and_leave_no_sample(body: bytes, told: str) -> None
     assert served(Scripted(lambda text, call: "yes"), drive) == []
 
 
-def test_a_trajectory_that_is_not_there_is_gone_and_problems_need_the_key() -> None:
+def test_unknown_trajectory_is_410_and_problems_need_the_key() -> None:
     async def run() -> None:
         async with gateway_of(Scripted(lambda text, call: "yes"), key="s3cret") as gateway, httpx.AsyncClient() as web:
             found = await web.post(f"{gateway.address}/t/none/v1/chat/completions", json={"messages": ASK})
@@ -135,7 +135,7 @@ def test_a_trajectory_that_is_not_there_is_gone_and_problems_need_the_key() -> N
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_ends_its_answer() -> None:
+def test_disconnected_client_cancels_its_answer() -> None:
     engine = Scripted(lambda text, call: "late", delay_s=5.0)
 
     async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
@@ -166,7 +166,7 @@ def test_single_requests_belong_to_no_trajectory() -> None:
     asyncio.run(run())
 
 
-def test_paths_that_are_not_there_are_errors_as_clients_read_them() -> None:
+def test_unknown_paths_return_openai_errors() -> None:
     async def run() -> None:
         async with gateway_of(Scripted(lambda text, call: "yes")) as gateway, httpx.AsyncClient() as web:
             for found in (await web.get(f"{gateway.address}/v1/embeddings"), await web.get(f"{gateway.address}/v1/trajectories")):

@@ -62,7 +62,7 @@ def test_a_conversation_goes_on_from_its_own_tokens() -> None:
     assert sample.behaviour_logprobs.tolist()[0] == -0.25 and sample.behaviour_logprobs.tolist()[-1] == -1.25
 
 
-def test_what_was_only_written_differently_counts_as_the_same() -> None:
+def test_equivalent_messages_are_equal() -> None:
     """Parts in the place of text, other spaces in a call's arguments, no ids: clients do that."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     engine = Scripted(lambda text, call: 'CALL add {"a": 1,  "b": 2}' if not call else "3")
@@ -101,7 +101,7 @@ def test_another_conversation_is_a_sample_and_no_rewriting() -> None:
     assert len(trajectory.end()) == 2 and trajectory.rewritten == 0
 
 
-def test_going_on_from_an_earlier_turn_keeps_its_tokens_as_the_prompt() -> None:
+def test_continuing_an_earlier_turn_keeps_its_tokens_as_the_prompt() -> None:
     engine = Scripted(lambda text, call: f"answer {call}")
     trajectory = trajectory_of(engine)
     first = one(trajectory, ASK).message
@@ -113,7 +113,7 @@ def test_going_on_from_an_earlier_turn_keeps_its_tokens_as_the_prompt() -> None:
     assert read(right.prompt_ids) == "user: 1+1?\nassistant: answer 0<eos>user: right\nassistant: " and trajectory.rewritten == 0
 
 
-def test_further_choices_are_samples_of_their_own_and_either_may_go_on() -> None:
+def test_further_choices_are_separate_samples_that_can_continue() -> None:
     engine = Scripted(lambda text, call: f"answer {call}")
     trajectory = trajectory_of(engine)
     answers = asyncio.run(trajectory.answer(asked(ASK, n=3)))
@@ -124,7 +124,7 @@ def test_further_choices_are_samples_of_their_own_and_either_may_go_on() -> None
     assert all(read(each.prompt_ids) == "user: 1+1?\nassistant: " for each in samples)
 
 
-def test_two_requests_at_once_on_one_conversation_do_not_mix() -> None:
+def test_concurrent_requests_on_one_conversation_do_not_mix() -> None:
     engine = Scripted(lambda text, call: f"answer {call}", delay_s=0.02)
     trajectory = trajectory_of(engine)
 
@@ -151,7 +151,7 @@ def test_a_stop_string_ends_an_answer_and_is_in_the_tokens_alone() -> None:
     assert sampled(sample) == [*b"one STOP", *engine.answered[1]]
 
 
-def test_a_given_up_answer_leaves_no_token() -> None:
+def test_cancelled_answer_leaves_no_tokens() -> None:
     engine = Scripted(lambda text, call: f"answer {call}", delay_s=0.05)
     trajectory = trajectory_of(engine)
 
@@ -179,7 +179,7 @@ def test_a_given_up_answer_leaves_no_token() -> None:
         ({}, {"response_format": {"type": "json_object"}}, "invalid_request", "response_format"),
     ],
 )
-def test_budgets_and_what_cannot_be_done_are_told(fields: dict[str, Any], given: dict[str, Any], code: str, told: str) -> None:
+def test_exhausted_budgets_and_invalid_requests_are_rejected(fields: dict[str, Any], given: dict[str, Any], code: str, told: str) -> None:
     trajectory = trajectory_of(Scripted(lambda text, call: "answer 0", delay_s=0.03), **fields)
     first = one(trajectory, ASK).message
     with pytest.raises(RequestInvalid, match=told) as caught:
@@ -190,7 +190,7 @@ def test_budgets_and_what_cannot_be_done_are_told(fields: dict[str, Any], given:
     assert len(trajectory.end()) == 1
 
 
-def test_an_ended_trajectory_answers_nothing_and_ends_what_is_under_way() -> None:
+def test_ended_trajectory_rejects_requests_and_cancels_running_ones() -> None:
     trajectory = trajectory_of(Scripted(lambda text, call: "late", delay_s=5.0))
 
     async def drive() -> None:
@@ -205,7 +205,7 @@ def test_an_ended_trajectory_answers_nothing_and_ends_what_is_under_way() -> Non
     asyncio.run(drive())
 
 
-def test_an_answer_cut_by_its_length_goes_on() -> None:
+def test_truncated_answer_can_be_continued() -> None:
     engine = Scripted(lambda text, call: "a long answer")
     trajectory = trajectory_of(engine)
     first = one(trajectory, ASK, max_tokens=4)

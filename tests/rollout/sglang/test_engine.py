@@ -95,7 +95,7 @@ def test_an_update_reaches_target_and_drafter(
         assert [span.version for span in sample.version_spans] == [engine.version]
 
 
-def test_a_response_goes_on_under_new_weights(engine: SglangEngine, run: Loop, publish: Callable[[Tensors], Manifest]) -> None:
+def test_response_continues_with_new_weights(engine: SglangEngine, run: Loop, publish: Callable[[Tensors], Manifest]) -> None:
     async def drive() -> list[Sample]:
         task = asyncio.ensure_future(answers(engine, 4, LONG))
         await asyncio.sleep(0.3)
@@ -109,7 +109,7 @@ def test_a_response_goes_on_under_new_weights(engine: SglangEngine, run: Loop, p
         assert steps == [STEP] * cut + [STEP + 2] * (LONG - cut)
 
 
-def test_an_aborted_response_goes_on_where_it_was(engine: SglangEngine, run: Loop) -> None:
+def test_aborted_response_is_continued(engine: SglangEngine, run: Loop) -> None:
     async def cut() -> Sample:
         task = asyncio.ensure_future(engine.generate(request(0, LONG)))
         await asyncio.sleep(0.2)

@@ -79,7 +79,7 @@ def test_the_drafter_has_the_state_before_the_norm(sglang: type[MiMo]) -> None:
     assert sglang().forward(ids, None, batch(drafts=True)) is ids
 
 
-def test_a_graph_that_passes_the_norm_by_is_told_where_there_are_drafts(sglang: type[MiMo]) -> None:
+def test_graph_that_bypasses_the_norm_is_reported_with_drafts(sglang: type[MiMo]) -> None:
     plugin.register()
     model = sglang()
     model.model.replayed = True
@@ -101,7 +101,7 @@ def test_a_processor_that_takes_no_such_state_is_refused(sglang: type[MiMo], mon
         plugin.register()
 
 
-def test_an_environment_without_the_plugin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_without_the_plugin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [EntryPoint("mtpctl", "mtpctl.rollout.sglang.plugin:register", plugin.GROUP)]
     monkeypatch.setattr(plugin, "entry_points", lambda group: found if group == plugin.GROUP else [])
     plugin.check_plugin()

@@ -121,7 +121,7 @@ def test_pushed_sections_reach_target_and_drafter(process: Process, tmp_path: Pa
     assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
 
 
-def test_a_section_that_an_engine_without_a_drafter_does_not_hold_passes_by(process: Process, tmp_path: Path) -> None:
+def test_engine_without_a_drafter_ignores_the_draft_section(process: Process, tmp_path: Path) -> None:
     push(target_of(process, ("target",)), tmp_path / "store", 1)
     wanted = pushing.model(1)
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in process.target.named_parameters())

@@ -37,7 +37,7 @@ def test_no_drafts() -> None:
     assert not [name for name in args(speculation={"num_tokens": 0}) if name.startswith("speculative")]
 
 
-def test_engine_args_win() -> None:
+def test_engine_args_override_settings() -> None:
     assert args(gpu_memory=0.5, engine_args={"mem_fraction_static": 0.3})["mem_fraction_static"] == 0.3
 
 
@@ -56,7 +56,7 @@ BASE: dict[str, Any] = {"engine": "sglang"}
         ({"python": "/nowhere/python"}, "rollout.python: there is no interpreter /nowhere/python"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_the_recipes_checks(rollout: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_rejected_by_the_recipe(rollout: dict[str, Any], message: str) -> None:
     recipe = Recipe.model_validate({"model": {"path": "XiaomiMiMo/MiMo-7B-RL"}, "rollout": BASE | rollout})
     assert any(complaint.startswith(message) for complaint in complaints_of(recipe))
 
@@ -98,7 +98,7 @@ def answer(upstream: Upstream, prompt: int, response: int = 0, max_tokens: int =
 
 
 @pytest.mark.parametrize(("reserved", "room"), [(0, 254), (2, 254), (3, 253), (8, 248)])
-def test_a_response_ends_where_sglangs_context_does(reserved: int, room: int) -> None:
+def test_response_ends_at_sglangs_context_limit(reserved: int, room: int) -> None:
     """As it does with vLLM, which keeps nothing of the context back; asked for more, SGLang would refuse the request."""
     for prompt in (3, 200, 240):
         found = answer(Upstream(256, reserved), prompt)
@@ -107,12 +107,12 @@ def test_a_response_ends_where_sglangs_context_does(reserved: int, room: int) ->
 
 
 @pytest.mark.parametrize("response", [247, 250, 254])
-def test_a_response_that_was_aborted_near_the_end_of_the_context_is_over(response: int) -> None:
+def test_response_aborted_near_the_end_of_the_context_is_finished(response: int) -> None:
     found = answer(Upstream(256, 0), 3, response)
     assert (found.finish_reason, len(found.response_ids)) == ("length", response)
 
 
 @pytest.mark.parametrize(("prompt", "capacity"), [(250, 1 << 16), (256, 1 << 16), (94, 100)])
-def test_a_prompt_that_leaves_no_room_is_named(prompt: int, capacity: int) -> None:
+def test_prompt_that_fills_the_context_is_named_in_the_error(prompt: int, capacity: int) -> None:
     with pytest.raises(UserError, match=rf"prompt p0 has {prompt} tokens"):
         answer(Upstream(256, 2, capacity), prompt)

@@ -60,7 +60,7 @@ def test_logprobs_stay_those_of_the_policy_while_the_number_of_drafts_changes(en
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 2])
-def test_a_fixed_number_is_what_is_drafted_and_none_runs_no_drafter(
+def test_fixed_number_is_drafted_and_zero_skips_the_drafter(
     engine: VllmEngine, run: Loop, load: Callable[[Tensors], None], monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
     load(cycle_tensors(CONFIG, STEP, STEP))
@@ -123,12 +123,12 @@ def test_new_weights_make_it_look_again(engine: VllmEngine, run: Loop, load: Cal
     assert scheduler.switch._look_at == scheduler.switch._steps
 
 
-def test_an_engine_with_a_fixed_number_says_so(run: Loop) -> None:
+def test_engine_without_auto_rejects_speculate(run: Loop) -> None:
     settings = engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu")
     assert "scheduler_cls" not in settings.args
 
 
-def test_more_drafts_than_requests_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_max_in_flight_must_exceed_the_number_of_drafts(tmp_path: Path) -> None:
     config = VllmConfig(speculation=SpeculationConfig(num_tokens=3, auto=True), max_in_flight=3)
     with pytest.raises(UserError, match=r"rollout\.max_in_flight: 3 is too small for speculation.auto with num_tokens: 3"):
         engine_settings(config, model="m", precision="fp32", device="cpu")

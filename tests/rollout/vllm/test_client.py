@@ -71,7 +71,7 @@ async def update(server: Server, sent: Manifest = SENT) -> None:
     await engine.update(sent, mode="wait", verify=False, deadline_s=10)
 
 
-def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_that_times_out_is_undone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses that have to end first may take longer than anybody waits."""
     monkeypatch.setattr(client, "_ANSWER_S", 0.5)
     server.slow.add("/pause")
@@ -80,7 +80,7 @@ def test_a_pause_that_takes_too_long_is_taken_back(server: Server, monkeypatch: 
     assert not server.paused, server.asked
 
 
-def test_a_server_that_stood_before_goes_on_with_whole_weights_alone(server: Server) -> None:
+def test_paused_server_resumes_only_with_complete_weights(server: Server) -> None:
     """Whoever paused it may have been killed when its weights were halfway another version's."""
     server.paused = True
     server.refused |= {"/start_weight_update", "/update_weights"}
@@ -92,7 +92,7 @@ def test_a_server_that_stood_before_goes_on_with_whole_weights_alone(server: Ser
     assert not server.paused and server.asked.count("/update_weights") == 2, "what was left of that sync is ended first"
 
 
-def test_a_server_that_refuses_weights_goes_on_with_those_it_has(server: Server) -> None:
+def test_server_that_refuses_weights_keeps_serving_the_old_ones(server: Server) -> None:
     server.refused.add("/start_weight_update")
     with pytest.raises(SyncError):
         asyncio.run(update(server))

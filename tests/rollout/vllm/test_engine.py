@@ -110,7 +110,7 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
     assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
 
 
-def test_others_in_the_engine_get_what_they_ask_for(engine: VllmEngine, run: Loop) -> None:
+def test_other_requests_keep_their_own_logprobs(engine: VllmEngine, run: Loop) -> None:
     """Several responses, log-probs of the prompt and of the likeliest tokens: alone, and beside requests whose log-probs come late."""
     from vllm import SamplingParams
 
@@ -157,12 +157,12 @@ def test_a_full_context_ends_a_response(engine: VllmEngine, run: Loop) -> None:
     assert sample.length == 256
 
 
-def test_a_prompt_beyond_the_context_is_the_users_mistake(engine: VllmEngine, run: Loop) -> None:
+def test_prompt_beyond_the_context_is_a_user_error(engine: VllmEngine, run: Loop) -> None:
     with pytest.raises(UserError, match=r"has 256 tokens, the context 256: raise rollout.context"):
         run(engine.generate(GenerationRequest(Sample("p", "g", [3] * 256), 8)))
 
 
-def test_a_deadline_keeps_what_was_made(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+def test_deadline_keeps_the_generated_tokens(engine: VllmEngine, run: Loop, weights: Weights) -> None:
     run(engine.pause("keep"))
     task = asyncio.ensure_future(engine.generate(request(0, deadline_s=0.2)), loop=run._loop)
     late = run(task)
@@ -171,7 +171,7 @@ def test_a_deadline_keeps_what_was_made(engine: VllmEngine, run: Loop, weights: 
     assert late.response_ids.tolist() == []
 
 
-def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+def test_aborted_response_is_continued(engine: VllmEngine, run: Loop, weights: Weights) -> None:
     async def cut() -> Sample:
         task = asyncio.ensure_future(engine.generate(request(5, max_tokens=200)))
         await asyncio.sleep(0.1)
@@ -193,7 +193,7 @@ def test_an_aborted_response_goes_on_where_it_was(engine: VllmEngine, run: Loop,
     assert_matches(whole, weights.made.__getitem__)
 
 
-def test_an_abort_that_takes_its_time_to_reach_the_core(
+def test_delayed_abort_keeps_the_response_consistent(
     engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
@@ -335,7 +335,7 @@ def test_weights_that_do_not_fit_change_nothing(engine: VllmEngine, run: Loop, w
     assert_matches(run(engine.generate(request(31))), weights.made.__getitem__)
 
 
-def test_versions_do_not_go_back(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+def test_version_must_increase(engine: VllmEngine, run: Loop, weights: Weights) -> None:
     with pytest.raises(VersionConflict, match="is not newer than the live"):
         run(engine.update(weights.store.open(engine.version)))
 
@@ -383,7 +383,7 @@ def test_a_step_takes_as_many_prompt_tokens_as_in_offline_generation(engine: Vll
     assert found == tokens[UsageContext.LLM_CLASS] > tokens[UsageContext.OPENAI_API_SERVER]
 
 
-def test_a_target_is_what_the_protocol_says(engine: VllmEngine, run: Loop, weights: Weights) -> None:
+def test_engine_implements_the_weight_target_protocol(engine: VllmEngine, run: Loop, weights: Weights) -> None:
     async def drive() -> int:
         await engine.pause("wait")
         report = await update_target(engine, weights.publish(), verify=True)
@@ -393,14 +393,14 @@ def test_a_target_is_what_the_protocol_says(engine: VllmEngine, run: Loop, weigh
     assert run(drive()) == len(weights.made[0])
 
 
-def test_heads_without_an_attention_are_refused_before_anything_is_loaded(run: Loop, tmp_path: Path) -> None:
+def test_unsupported_head_size_is_rejected_before_loading(run: Loop, tmp_path: Path) -> None:
     config = tiny_config(num_attention_heads=8, num_key_value_heads=4)
     folder = write_checkpoint(tmp_path, config, random_tensors(config, 0))
     with pytest.raises(UserError, match=r"model: on a CPU vLLM has no attention for heads of 16; use a model with 32, 64, "):
         run(VllmEngine.start(cpu_settings(folder)))
 
 
-def test_a_dead_engine_names_the_error_that_says_something(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine_reports_the_first_error_with_a_message(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_failure", "")
     error = RuntimeError()
     error.__cause__ = ValueError("no room")

@@ -120,7 +120,7 @@ def test_syncs_of_the_target_alone_leave_the_drafter_of_the_folder(served: Any, 
         assert all(torch.equal(before[name], after[name]) for name in before) == (turn == 0), "the target moves"
 
 
-def test_what_is_missing_is_listed(served: Any, loop: Loop) -> None:
+def test_missing_responses_are_listed(served: Any, loop: Loop) -> None:
     engine, tensors, store, section = served
     less = dict(tensors[0])
     gone = [name for name in less if name.endswith(MISSING)]

@@ -53,7 +53,7 @@ print(json.dumps(found))
 """
 
 
-def test_only_engines_that_ask_for_our_weight_transfer_are_touched(tmp_path: Path) -> None:
+def test_only_engines_with_our_weight_transfer_are_patched(tmp_path: Path) -> None:
     """Of a process of somebody's, by release and who asks: whether weights stay on a CPU, our calls are there, MiMo is known; the error."""
     config = tiny_config(model_type="qwen2")
     folder = write_checkpoint(tmp_path, config, random_tensors(config, 0))
@@ -68,7 +68,7 @@ def test_only_engines_that_ask_for_our_weight_transfer_are_touched(tmp_path: Pat
         assert ours[0] and not others[0]
 
 
-def test_processes_of_engines_that_we_start_are_told_by_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_our_engines_are_marked_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[bool] = []
     monkeypatch.setattr(plugin, "install", lambda: done.append(True))
     monkeypatch.setenv(OURS, "1")

@@ -78,7 +78,7 @@ def test_sampled_drafts_do_not_change_the_distribution(generate: Generate, case:
     check_acceptance(samples, logits, draft, CASES[case])
 
 
-def test_beside_requests_that_want_the_likeliest_token(generate: Generate) -> None:
+def test_routes_are_right_next_to_greedy_requests(generate: Generate) -> None:
     """A batch of both kinds: greedy requests take the target's first choice, the others follow their distribution."""
     _, logits, _ = unlike_tensors()
     greedy = requests(8, 60, temperature=0.0)

@@ -148,7 +148,7 @@ def test_weights_are_pushed_during_generation_and_after_a_fault(engine: VllmEngi
     assert_matches(run(engine.generate(request(9))), seeds)
 
 
-def test_whoever_is_killed_in_a_bucket_leaves_the_engine_on_one_version(engine: VllmEngine, run: Loop, pushing: Pushing) -> None:
+def test_kill_during_a_bucket_leaves_one_version(engine: VllmEngine, run: Loop, pushing: Pushing) -> None:
     base = engine.version
 
     async def push(version: int, doomed: Receiver | None = None, **options: Any) -> Any:
@@ -270,7 +270,7 @@ def test_after_an_adapter_that_vllm_refuses_tokens_are_named_after_the_one_befor
     assert_policies(sample, {live: merged(seed, 13)}, 1e-4)
 
 
-def test_what_is_no_adapter_is_refused(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
+def test_section_without_an_adapter_is_rejected(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sections": ["adapter"], "section_of": lambda _: "adapter", "config": {"adapter": PEFT}}
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1024, **options)
     manifest = publisher.publish([("model.norm.weight", torch.zeros(4))], engine.version + 1)

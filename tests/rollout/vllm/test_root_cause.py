@@ -51,11 +51,11 @@ KeyError: '/psm_5bf0'
     ],
     ids=["alone", "logged", "a worker's", "none"],
 )
-def test_the_exception_that_a_failure_goes_back_to(text: str, cause: str | None) -> None:
+def test_root_cause_is_the_last_exception_before_a_referring_error(text: str, cause: str | None) -> None:
     assert root_cause(text) == cause
 
 
-def test_only_what_is_written_meanwhile_counts(tmp_path: Path) -> None:
+def test_only_output_of_the_block_is_searched(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.write_text(ALONE)
     with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), root_cause_in_failures(stderr):
@@ -67,7 +67,7 @@ def test_only_what_is_written_meanwhile_counts(tmp_path: Path) -> None:
         raise RuntimeError(FAILED)
 
 
-def test_other_errors_and_other_places_of_stderr_are_left_alone(tmp_path: Path) -> None:
+def test_other_errors_and_other_kinds_of_stderr_are_unchanged(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.touch()
     with pytest.raises(RuntimeError, match=r"^no such model$"), root_cause_in_failures(stderr):
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_core_that_fails_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_failure_of_a_separate_core_process_names_the_root_cause(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", tiny_config(), random_tensors(tiny_config(), 0))
     script = tmp_path / "start.py"
     script.write_text(START)

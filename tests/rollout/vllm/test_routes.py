@@ -156,7 +156,7 @@ def test_turns_of_an_environment_have_their_routes(glm: Served, cuts: int) -> No
     glm.check([sample])
 
 
-def test_a_response_that_ends_within_a_step_has_no_rows_behind_it(glm: Served) -> None:
+def test_response_that_ends_within_a_step_has_no_extra_rows(glm: Served) -> None:
     (sample,) = prompts(1, "ended")
     found = glm.loop(glm.engine.generate(GenerationRequest(sample, 30, seed=1, stop_token_ids=list(range(3, 60)))))
     assert found.finish_reason == "stop"

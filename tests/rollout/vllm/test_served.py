@@ -176,7 +176,7 @@ def test_requests_choose_between_base_and_adapter(server: Server, folder: Path, 
         assert_answers(server, str(folder), BASE)
 
 
-def test_what_a_killed_sync_left_behind_is_ended_by_the_next_one(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_session_of_a_killed_sync_is_ended_by_the_next_one(server: Server, folder: Path, tmp_path: Path) -> None:
     """A server that stands, its session open: one that fails leaves it standing, one that succeeds has it go on."""
     sends = adapters.publisher(tmp_path, sections=("adapter",))
     server.ask("/pause?mode=keep&clear_cache=true", {})
@@ -221,7 +221,7 @@ def too_much_rank() -> tuple[adapters.Tensors, int]:
         (too_much_rank, r"the adapter has rank 16, this engine was started with max_lora_rank 8"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(adapted: Server, tmp_path: Path, made: Any, said: str) -> None:
+def test_mismatched_adapter_is_rejected_without_changes(adapted: Server, tmp_path: Path, made: Any, said: str) -> None:
     server = adapted
     before, (live, _) = version(server), server.continuation("mtpctl")
     delta, rank = made()
@@ -233,12 +233,12 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(adapted: Se
     assert server.continuation("mtpctl")[0] == live
 
 
-def test_whole_weights_under_an_adapter_are_refused(adapted: Server) -> None:
+def test_full_weights_with_a_loaded_adapter_are_rejected(adapted: Server) -> None:
     with pytest.raises(UserError, match=rf"--to: {adapted.url} has the adapter mtpctl loaded, which would apply on top of whole weights"):
         asyncio.run(ServedEngine.find(adapted.url, ("target", "draft")))
 
 
-def test_what_is_no_server_or_lacks_the_routes(server: Server) -> None:
+def test_unreachable_server_and_missing_routes_are_reported(server: Server) -> None:
     for url, said in (("localhost:1", "is not a URL"), ("http://127.0.0.1:9", "does not answer")):
         with pytest.raises(UserError, match=f"--to: {url} {said}"):
             asyncio.run(ServedEngine.find(url))

@@ -17,18 +17,18 @@ def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str
 
 
 @pytest.mark.parametrize(("threads", "told"), [(0, "1"), (4, "4")])
-def test_beside_a_card_a_launchers_threads_are_not_taken_over(threads: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_set_by_a_launcher_are_ignored_on_gpus(threads: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     assert environment("cuda", threads=threads)["OMP_NUM_THREADS"] == told
 
 
-def test_on_a_cpu_the_number_is_its_own_choice_unless_named() -> None:
+def test_cpu_threads_default_to_torch_unless_set() -> None:
     assert "OMP_NUM_THREADS" not in environment("cpu")
     named = environment("cpu", threads=2)
     assert (named["OMP_NUM_THREADS"], named["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
 
 
-def test_workers_on_cards_are_not_forked_and_cores_on_cpus_live_with_the_actor() -> None:
+def test_gpu_workers_are_spawned_and_cpu_cores_run_in_the_actor() -> None:
     assert environment("cuda")["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment("cuda")
     assert environment("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

@@ -1,1 +1,1 @@
-"""Changes to vLLM's behaviour, made at run time; each patch is guarded by the pinned release."""
+"""Patches of vLLM, applied at run time. Each patch checks the installed release."""

@@ -29,7 +29,7 @@ def test_drafts_behind_the_end_are_not_counted(accepted: int, kept: int, drafted
     assert sum(taken * times for taken, times in enumerate(counts.histogram)) == 2 + counted
 
 
-def test_cutting_twice_is_cutting_to_the_shorter() -> None:
+def test_trimming_twice_keeps_the_shorter_length() -> None:
     """Where the scheduler ended a response by its length, and the front end finds a stop string before that."""
     draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
@@ -39,7 +39,7 @@ def test_cutting_twice_is_cutting_to_the_shorter() -> None:
     assert (counts.num_draft_tokens, counts.histogram) == (1, [0, 1, 0, 0])
 
 
-def test_every_step_is_kept_where_that_is_asked_for() -> None:
+def test_detailed_level_keeps_every_step() -> None:
     draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 1, detailed=True)

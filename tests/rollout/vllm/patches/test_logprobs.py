@@ -32,7 +32,7 @@ def rows(count: int, columns: int = 1) -> LogprobsLists:
 
 
 @pytest.mark.parametrize("counts", [(5,), (1, 1, 3), (2, 7)])
-def test_as_vllm_takes_them(counts: tuple[int, ...]) -> None:
+def test_deferred_logprobs_equal_vllms(counts: tuple[int, ...]) -> None:
     ours, theirs = processor(late=True), processor(late=False)
     for count in counts:
         for each in (ours, theirs):
@@ -41,7 +41,7 @@ def test_as_vllm_takes_them(counts: tuple[int, ...]) -> None:
     assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-12)
 
 
-def test_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_logprobs_are_appended_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*row: Any) -> None:
         raise AssertionError("a position by itself")
 
@@ -51,20 +51,20 @@ def test_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
         processor(late=False)._update_sample_logprobs(rows(5))
 
 
-def test_the_sampled_token_alone_where_others_asked_for_more() -> None:
+def test_only_the_sampled_token_is_stored_in_mixed_batches() -> None:
     mine, wide = processor(late=True), rows(4, columns=3)
     mine._update_sample_logprobs(wide)
     assert mine.logprobs.token_ids == wide.logprob_token_ids[:, 0].tolist()
     assert [list(each) for each in mine.logprobs] == [[token] for token in mine.logprobs.token_ids]
 
 
-def test_without_flat_lists_as_vllm_does() -> None:
+def test_without_flat_logprobs_vllms_path_is_used() -> None:
     mine = processor(late=True, flat=False)
     mine._update_sample_logprobs(rows(2))
     assert isinstance(mine.logprobs, list) and len(mine.logprobs) == 2
 
 
-def test_what_is_kept_for_a_response_stays_kept_until_it_ends() -> None:
+def test_stored_logprobs_stay_until_the_response_ends() -> None:
     mine, scheduler = logprobs.PendingLogprobs(), SimpleNamespace(mtpctl_pending_logprobs={})
     mine.tokens.extend([7, 8])
     mine.logprobs.extend([-0.5, -0.25])
@@ -73,7 +73,7 @@ def test_what_is_kept_for_a_response_stays_kept_until_it_ends() -> None:
         assert logprobs.pending_of(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
 
 
-def test_an_aborted_response_has_what_was_kept_for_it() -> None:
+def test_aborted_response_gets_its_stored_logprobs() -> None:
     mine = processor(late=True)
     for _ in range(2):
         logprobs.replace(mine, [7, 8, 9], [-0.5, -0.25, -1.0])

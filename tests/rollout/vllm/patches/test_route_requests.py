@@ -141,7 +141,7 @@ def test_a_preempted_request_keeps_the_rows_of_the_pass_that_sampled_its_tokens(
     assert not card.connector._saved and not card.connector._sent
 
 
-def test_a_request_that_ends_by_a_step_that_was_under_way() -> None:
+def test_request_that_ends_by_a_step_in_flight_has_its_rows() -> None:
     card = Card(1)
     request, tokens = request_of(3), [10, 11, 12, 20]
     card.run(request, 0, tokens[:3])
@@ -152,7 +152,7 @@ def test_a_request_that_ends_by_a_step_that_was_under_way() -> None:
     assert np.array_equal(card.delivered(request), rows_of(tokens))
 
 
-def test_what_an_abort_is_given() -> None:
+def test_pending_rows_are_read_before_an_abort() -> None:
     card = Card(2)
     request, tokens = request_of(5, start=2), [10, 11, 12, 13, 14, 20]
     card.run(request, 0, tokens[:5])
@@ -166,7 +166,7 @@ def test_what_an_abort_is_given() -> None:
     assert np.array_equal(card.connector.pending(request), rows_of(tokens[2:5]))
 
 
-def test_what_an_abort_is_given_passes_between_processes_as_bytes() -> None:
+def test_pending_rows_survive_serialization() -> None:
     card = Card(4)
     request, tokens = request_of(3), [10, 11, 12, 20]
     card.run(request, 0, tokens[:3])
@@ -192,6 +192,6 @@ def test_the_group_that_attends_to_every_token_is_taken() -> None:
         group_of(cache_of(state))
 
 
-def test_too_few_blocks_are_told() -> None:
+def test_too_few_blocks_raise() -> None:
     with pytest.raises(UpstreamMoved, match="tokens 3 to 9 have 2 blocks of 4"):
         slots_of([5, 6], 3, 9, 4)
