@@ -154,7 +154,7 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
         point_to(run_dir / CHECKPOINTS / name)
         return name
     if checkpoints:
-        raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another place")
+        raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another URL")
     return None
 
 

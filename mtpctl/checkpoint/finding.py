@@ -1,4 +1,4 @@
-"""Finds the newest whole checkpoint of a run, and the damage of newer ones. Reads no tensors and does not import torch.
+"""Finds the newest complete checkpoint of a run, and the damage of newer ones. Reads no tensors and does not import torch.
 
 Checkpoints are ordered by the number in their listing, which counts the checkpoints of a run. Older checkpoints without a listing are
 ordered by the progress of their run. Neither the file `latest` nor file times are used.
@@ -31,7 +31,7 @@ type Order = tuple[float, int, int, bool]
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest whole checkpoint of a folder; None if it has no checkpoint.
+    """The newest complete checkpoint of a folder; None if it has no checkpoint.
 
     damaged: the newer checkpoints, each with its damage. verified: False if the checkpoint has no checksums.
     """
@@ -56,7 +56,7 @@ def saved_in(root: Path) -> list[Path]:
 
 
 def choose(root: Path, *, contents: bool) -> Choice:
-    """The newest whole checkpoint under `root`. If `contents` is set, files are read and compared with their checksums.
+    """The newest complete checkpoint under `root`. If `contents` is set, files are read and compared with their checksums.
 
     Raises UserError if every checkpoint is damaged.
     """
@@ -87,7 +87,7 @@ def newest(root: Path) -> Path | None:
 
 
 def check(path: Path, *, contents: bool, of_run: bool = False) -> bool:
-    """Check that a checkpoint is whole. Returns whether it has checksums. `of_run`: it must have what a run resumes from.
+    """Check that a checkpoint is complete. Returns whether it has checksums. `of_run`: it must have what a run resumes from.
 
     Raises Damaged, and UserError if its metadata may run code.
     """
@@ -147,11 +147,11 @@ def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is kept but never used. Returns its new path."""
-    places = (path.with_name(f"{path.name}{DAMAGED}{'' if count == 1 else f'-{count}'}") for count in range(1, 1 << 16))
-    place = next(place for place in places if not place.exists())
-    path.rename(place)
-    flush(place.parent)
-    return place
+    names = (f"{path.name}{DAMAGED}{'' if count == 1 else f'-{count}'}" for count in range(1, 1 << 16))
+    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(target)
+    flush(target.parent)
+    return target
 
 
 def damaged_in(root: Path) -> list[Path]:

@@ -102,7 +102,7 @@ class ObjectStore:
             self.read(_PROBE)
             self.remove([_PROBE])
         except Absent as error:
-            raise UserError(f"{FIELD}: there is no place {self.url} ({error.reason}); make the bucket, or name another") from error
+            raise UserError(f"{FIELD}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
         except Refused as error:
             raise EnvironmentMissing(f"{FIELD}: {self.url} may not be written with the credentials here ({error.reason})") from error
 

@@ -110,7 +110,7 @@ class Slot:
 class Contents:
     """The source of a checkpoint that is written, or the target of one that is restored.
 
-    slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters that the checkpoint holds, None
+    slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters in the checkpoint, None
     for all. adapter: set if these parameters are adapters.
     """
 
@@ -297,7 +297,7 @@ def restore(path: Path, contents: Contents) -> EngineRecord:
     record = _record(path)
     _check_adapter(path, record["adapter"], contents.adapter)
     if contents.slots is not None and not record["optimizer"]:
-        raise UserError(f"{path} was saved without an optimizer; it holds weights alone")
+        raise UserError(f"{path} was saved without an optimizer; it contains only weights")
     tree = contents.tree(reading=True)
     _check_fit(path, tree)
     with reading(path):

@@ -1,6 +1,4 @@
-"""Hugging Face folders and Megatron modules, both ways, through one mapping; and offline conversion of whole checkpoints.
-Runs in trainer processes, log-prob servers and `mtpctl convert-hf`.
-"""
+"""Conversion between Hugging Face folders and Megatron modules or checkpoints, by one mapping."""
 
 from mtpctl.compat import megatron_core
 

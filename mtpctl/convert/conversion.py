@@ -77,7 +77,7 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, report: R
     if options.merge and adapter is None:
         raise UserError(f"--merge: {source} holds no adapter")
     if options.dtype and adapter is not None and not options.merge:
-        raise UserError("--dtype: an adapter's folder keeps the type that it was trained in; leave it out, or write the model with --merge")
+        raise UserError("--dtype: an adapter's folder keeps the dtype of its training; remove --dtype, or write the model with --merge")
     check_target(source, target, force=options.force)
     if target.is_symlink():
         target = target.resolve()  # The folder is written or replaced, and the link is kept.
@@ -189,7 +189,7 @@ def _to_peft(
     checkpoint: Path, reference: Reference, adapter: AdapterRecord, target: Path, options: ConversionOptions, report: Report
 ) -> _Written:
     if has_mtp(checkpoint):
-        report("an adapter's folder has no place for the MTP layers that were trained beside it; --merge writes both")
+        report("a PEFT folder cannot contain the trained MTP layers; --merge writes both")
     with _Output(target) as output:
         weights = needed_weights(checkpoint, reference.weights)
         with adapted(checkpoint, weights.folder, adapter) as skeleton:
@@ -234,11 +234,11 @@ class _Output:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
         except OSError as error:
-            raise UserError(f"{target}: cannot be made ({error.strerror}); name another DST") from error
+            raise UserError(f"{target}: cannot be created ({error.strerror}); name another DST") from error
         try:
             leftover = list(self.folder.iterdir())
             if (existed or leftover) and not (self.folder / MARKER).is_file():
-                raise UserError(f"{self.folder}: is in the way, and no conversion of this command's; remove it or name another DST")
+                raise UserError(f"{self.folder}: exists, and was not created by a conversion; remove it or name another DST")
             for path in leftover:
                 _remove(path)
             (self.folder / MARKER).touch()

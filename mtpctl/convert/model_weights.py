@@ -187,7 +187,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         if all(map(self._drafts, lacks)):
             fix = "add them, train with mtp.mode: off, or take the layers out of config.json"
             raise UserError(f"{self.folder.path}: config.json names MTP layers, and the weights lack {listed}; {fix}")
-        raise UserError(f"{self.folder.path}: the config asks for {listed}, which the weights lack")
+        raise UserError(f"{self.folder.path}: the config requires {listed}, which the weights lack")
 
     def _check_sizes(self) -> None:
         for name in self._sizes:
@@ -221,7 +221,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
                 if layer.isdigit() and int(layer) >= self.shape.layers:
                     stated = f"config.json says num_hidden_layers {self.shape.layers}"
                     raise UserError(f"{self.folder.path}: {stated}, the weights hold a layer {layer} ({name})")
-                raise UserError(f"{self.folder.path}: the weights hold {name}, for which config.json has no place")
+                raise UserError(f"{self.folder.path}: the weights have {name}, which config.json does not include")
 
     def _dequantized(self, location: Location, weight: Tensor) -> Tensor:
         """FP8 times the scale of each block (DeepSeek-V3 report, arXiv 2412.19437, section 3.3), in the config's dtype."""

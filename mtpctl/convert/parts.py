@@ -152,7 +152,7 @@ class PartReader:
         for piece in pieces:
             saved = self._saved.get(piece.key)
             if saved is None:
-                raise UserError(f"{self.path}: lacks {piece.key}, which its model's config asks for")
+                raise UserError(f"{self.path}: lacks {piece.key}, which its model's config requires")
             size, wanted = list(saved.size), list(piece.global_shape)
             # The rows of a vocabulary may have been padded.
             if size != wanted and not (piece.allow_shape_mismatch and size[1:] == wanted[1:] and size[0] > wanted[0]):

@@ -91,7 +91,7 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
     run = checkpoint.parent.parent
     file = run / "recipe.resolved.yaml"
     if not file.is_file():
-        raise UserError(f"{checkpoint}: does not tell what model it is of; name the model's folder with --model")
+        raise UserError(f"{checkpoint}: does not name its model; name the model's folder with --model")
     recipe = load_recipe(file).recipe
     model = run / "model" if recipe.model.drawn else Path(recipe.model.path or "")
     if not (model / "config.json").is_file():
@@ -127,7 +127,7 @@ def _folder(path: Path) -> dict[str, object]:
     raw = weights.raw
     types = sorted({str(entry.dtype).removeprefix("torch.") for entry in raw.entries.values()})
     facts = {"kind": "Hugging Face folder", **_sizes(weights.shape), "dtype": types, "bytes": raw.nbytes, "files": len(raw.files)}
-    return facts | {"carried": f"{len(weights.extras)} tensors beside the language model", "missing": "nothing"}
+    return facts | {"carried": f"{len(weights.extras)} tensors outside the language model", "missing": "nothing"}
 
 
 def _checkpoint(path: Path, model: Path | None) -> dict[str, object]:

@@ -152,7 +152,7 @@ def _listed(index: Path) -> list[Path]:
         raise UserError(f"{index}: is no index of weights (a JSON object with weight_map)") from error
     for name in names:
         if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
-            raise UserError(f"{index}: {name!r} leads out of the folder; an index may name files of its own folder alone")
+            raise UserError(f"{index}: {name!r} leads out of the folder; an index may only name files of its own folder")
     missing = sorted(name for name in names if not (index.parent / name).is_file())
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -194,7 +194,7 @@ def _safetensors_entries(file: Path) -> dict[str, Entry]:
     end = first
     for entry in sorted(entries.values(), key=lambda each: (each.start or 0, each.nbytes)):
         if entry.start != end:
-            raise UserError(f"{file}: {entry.name}: its data is said to begin at byte {entry.start}, the one before it ends at {end}")
+            raise UserError(f"{file}: {entry.name}: its data should begin at byte {entry.start}, the one before it ends at {end}")
         end += entry.nbytes
         if end > size:
             raise UserError(f"{file}: {entry.name}: its data ends at byte {end}, the file at {size}; the file is cut, fetch it again")
@@ -228,10 +228,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"{file}: not readable as pickled tensors alone ({reason}); convert it to safetensors where it came from"
-        ) from error
+        raise UserError(f"{file}: not readable as a pickle of tensors only ({reason}); convert it to safetensors at its source") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(f"{file}: holds other things than named tensors; convert it to safetensors where it came from")
+        raise UserError(f"{file}: contains more than named tensors; convert it to safetensors at its source")
     return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -24,16 +24,11 @@ from mtpctl.trainer.share import BatchTable, Minibatch, Share
 
 if TYPE_CHECKING:
     import torch
-    from torch.autograd.profiler_util import EventList
 
     from mtpctl.checkpoint.sharded import Save
     from mtpctl.trainer import batch
     from mtpctl.trainer.engine import MegatronEngine
-
-PLANNED_UPDATE, PROFILED_UPDATE = 2, 3
-"""The updates of a stage of which `telemetry.profile` records the collectives and the times, after shapes and caches have settled."""
-_PHASE = "mtpctl/"
-_LISTED_OPERATIONS = 20
+    from mtpctl.trainer.profile import UpdateProfile
 
 
 def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
@@ -48,7 +43,7 @@ def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
 
 
 class Parameters(TypedDict):
-    """How many parameters a rank holds, and how many of them train."""
+    """Numbers of parameters of a rank, and of those that are trained."""
 
     parameters: int
     trained: int
@@ -69,7 +64,11 @@ class TrainerRank(WeightSource):
         self.reference: list[torch.Tensor] | None = None
         self.ahead = False  # Whether the weights were updated since the last published version.
         self.saving: Save
-        self.profile = UpdateProfile(self.recipe.run_path / "logs", rank) if self.recipe.telemetry.profile else None
+        self.profile: UpdateProfile | None = None
+        if self.recipe.telemetry.profile:
+            from mtpctl.trainer.profile import UpdateProfile
+
+            self.profile = UpdateProfile(self.recipe.run_path / "logs", rank)
 
     def here(self) -> ActorLocation:
         """Where the rank runs. Returns after the preceding calls have ended."""
@@ -369,65 +368,3 @@ def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
     """Mean of each metric over the parts that have it."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(values) / len(values) for name in names if (values := [p[name] for p in parts if name in p])}
-
-
-class UpdateProfile:
-    """`telemetry.profile`: profiles one update of each stage on this rank.
-
-    Writes `profile-STAGE-rankN.json.gz` (Chrome trace) and `profile-STAGE-rankN.txt` (two tables) to `folder`, and with several ranks
-    `collectives-STAGE-rankN.txt` (`CollectivePlan`). Phases are the ranges named `mtpctl/…`; they nest, so their times do not add up. On a
-    GPU the device time of a phase is that of its kernels.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
-        self._updates: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def update(self, stage: str) -> Iterator[None]:
-        """Wraps one update of `stage`."""
-        import torch
-
-        count = self._updates[stage] = self._updates.get(stage, 0) + 1
-        if count == PLANNED_UPDATE and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            from mtpctl.trainer.collectives import CollectivePlan
-
-            with CollectivePlan() as plan:
-                yield
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"collectives-{stage}-rank{self.rank}.txt").write_text(str(plan))
-            return
-        if count != PROFILED_UPDATE:
-            yield
-            return
-
-        cuda = torch.cuda.is_available()
-        activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if cuda else [])
-        with torch.profiler.profile(activities=activities) as profile:
-            yield
-            if cuda:
-                torch.cuda.synchronize()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"profile-{stage}-rank{self.rank}"
-        profile.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
-        (self.folder / f"{name}.txt").write_text(_profile_tables(profile.key_averages(), cuda=cuda))
-
-
-def _profile_tables(averages: EventList, *, cuda: bool) -> str:
-    """Two Markdown tables, in ms: phases by time, and the operations with the most self time."""
-    total_time = "device_time_total" if cuda else "cpu_time_total"
-    self_time = "self_device_time_total" if cuda else "self_cpu_time_total"
-    phases = sorted((e for e in averages if e.key.startswith(_PHASE)), key=lambda e: -e.cpu_time_total)
-    lines = ["| phase | times | host ms | device ms |", "|---|---|---|---|"]
-    lines += [
-        f"| {e.key.removeprefix(_PHASE)} | {e.count} | {e.cpu_time_total / 1000:.2f} | {getattr(e, total_time) / 1000:.2f} |"
-        for e in phases
-    ]
-    operations = sorted((e for e in averages if not e.key.startswith(_PHASE)), key=lambda e: -getattr(e, self_time))
-    total = sum(getattr(e, self_time) for e in operations) or 1.0
-    lines += ["", f"| operation | times | {'device' if cuda else 'host'} ms of its own | share |", "|---|---|---|---|"]
-    lines += [
-        f"| {e.key[:90]} | {e.count} | {getattr(e, self_time) / 1000:.2f} | {getattr(e, self_time) / total:.1%} |"
-        for e in operations[:_LISTED_OPERATIONS]
-    ]
-    return "\n".join(lines) + "\n"

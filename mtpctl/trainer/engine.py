@@ -115,7 +115,7 @@ class MegatronEngine:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """How many parameters this rank holds, and how many of them train."""
+        """Numbers of parameters of this rank, and of those that are trained."""
         sizes = [(p.numel(), p.requires_grad) for p in self.module.parameters()]
         return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 

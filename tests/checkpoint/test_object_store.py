@@ -46,8 +46,8 @@ def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_pat
 
 
 def test_missing_bucket_is_a_user_error(server: S3Server) -> None:
-    lines = r"train.checkpoint_copy: there is no place s3://elsewhere/run \(The specified bucket does not exist\); make the bucket"
-    with pytest.raises(UserError, match=lines):
+    message = r"train.checkpoint_copy: s3://elsewhere/run does not exist \(The specified bucket does not exist\); create the bucket"
+    with pytest.raises(UserError, match=message):
         ObjectStore("s3://elsewhere/run").check()
 
 
@@ -64,16 +64,16 @@ def test_unreachable_server_is_reported_at_once() -> None:
 def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    lines = "^train.checkpoint_copy: s3:// needs the package s3fs, which is not installed; install it, or remove the key$"
-    with pytest.raises(EnvironmentMissing, match=lines):
+    message = "^train.checkpoint_copy: s3:// needs the package s3fs, which is not installed; install it, or remove the key$"
+    with pytest.raises(EnvironmentMissing, match=message):
         ObjectStore("s3://bucket/run")
 
 
 def test_rejected_credentials_are_an_environment_error() -> None:
     with serving() as server:
         server.refuse()
-        lines = rf"train.checkpoint_copy: s3://{BUCKET}/run may not be written with the credentials here \(The AWS Access Key Id"
-        with pytest.raises(EnvironmentMissing, match=lines):
+        message = rf"train.checkpoint_copy: s3://{BUCKET}/run may not be written with the credentials here \(The AWS Access Key Id"
+        with pytest.raises(EnvironmentMissing, match=message):
             ObjectStore(f"s3://{BUCKET}/run").check()
 
 

@@ -129,7 +129,7 @@ def test_mismatched_adapters_are_rejected(tmp_path: Path) -> None:
     other = mimo(tmp_path / "other", initializer_range=0.3)
     with pytest.raises(UserError, match="was trained on other weights"):
         converted(tmp_path / "step-1", tmp_path / "merged", model=other.path, merge=True)
-    with pytest.raises(UserError, match="does not tell what model it is of"):
+    with pytest.raises(UserError, match="does not name its model"):
         converted(tmp_path / "step-1", tmp_path / "merged", merge=True)
     with pytest.raises(UserError, match="--dtype: an adapter's folder keeps the dtype of its training"):
         converted(tmp_path / "step-1", tmp_path / "adapter", model=folder.path, dtype="fp16")

@@ -22,7 +22,7 @@ def test_missing_tensor(tmp_path):
     folder = mimo(tmp_path / "model")
     drop(folder, "layers.1.self_attn.q_proj.weight", "model.norm.weight")
     with (
-        pytest.raises(UserError, match=r"asks for model.layers.1.self_attn.q_proj.weight, model.norm.weight, which the weights lack$"),
+        pytest.raises(UserError, match=r"requires model.layers.1.self_attn.q_proj.weight, model.norm.weight, which the weights lack$"),
         engine(folder),
     ):
         pass

@@ -110,7 +110,7 @@ def test_missing_head_is_an_error(tmp_path: Path) -> None:
     """If the config does not state it, the head is tied; if it says that they differ, the head is missing."""
     folder = mimo(tmp_path / "hf").path
     write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
-    with pytest.raises(UserError, match=r"asks for lm_head\.weight, which the weights lack"):
+    with pytest.raises(UserError, match=r"requires lm_head\.weight, which the weights lack"):
         converted(folder, tmp_path / "checkpoint")
     change_config(folder, tie_word_embeddings=None)
     assert_same_tensors(there_and_back(tmp_path), folder)

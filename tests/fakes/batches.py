@@ -1,4 +1,4 @@
-"""Micro-batches by the masks of their responses."""
+"""Microbatches of responses with given masks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from mtpctl.trainer.batch import MicroBatch, Sequence, pack
 
 
 def packed(masks: list[list[int]], *, depths: int) -> MicroBatch:
-    """Responses with these masks, each behind a prompt of two tokens."""
+    """Responses with these masks, each after a prompt of two tokens."""
     sequences = [Sequence([1] * (2 + len(mask)), 2, mask) for mask in masks]
     return pack(sequences, list(range(len(sequences))), depths, "cpu")

@@ -1,4 +1,4 @@
-"""Checkpoints as a run leaves them, without tensors: every file that is looked at before a trainer starts."""
+"""Checkpoints of a run without tensors: all files that are read before a trainer starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 
 
 def stored_metadata(sizes: dict[str, int]) -> bytes:
-    """A `.metadata` that says how long each file with shards is, as torch pickles it."""
+    """A `.metadata` with the size of each shard file, as torch pickles it."""
     stored = [
         _value(name) + _object("filesystem", "_StorageInfo", _dict(relative_path=_value(name), offset=_value(0), length=_value(size)))
         for name, size in sizes.items()
@@ -38,7 +38,7 @@ def _value(value: object) -> bytes:
 
 
 def write_checkpoint(run: Path, name: str, *, number: int | None = None, buffer: str = "", **state: Any) -> Path:
-    """A whole checkpoint of a run with a shard of its own contents, in `run/checkpoints`.
+    """A complete checkpoint of a run with a unique shard, in `run/checkpoints`.
 
     state: of the controller; by default it follows from the name. number: in its listing and record; by default the next one.
     """
@@ -56,7 +56,7 @@ def write_checkpoint(run: Path, name: str, *, number: int | None = None, buffer:
 
 
 def add_engine_files(path: Path, number: int | None = None) -> None:
-    """Write what the trainer adds to a checkpoint, the listing last. `number` 0: as before there were listings."""
+    """Write the trainer's files of a checkpoint, the listing last. number: 0 for the format without listings."""
     number = next_number(path.parent) if number is None else number
     shard = (path.name * BYTES)[:BYTES]
     (path / SHARD).write_text(shard)
@@ -69,12 +69,12 @@ def add_engine_files(path: Path, number: int | None = None) -> None:
 
 
 def without_checksum(listing: dict[str, Any]) -> dict[str, Any]:
-    """A listing in the format that has no checksum of itself."""
+    """A listing in the format without its own checksum."""
     return {"format": 2, "number": listing["number"], "files": listing["files"]}
 
 
 def flip(file: Path, at: int = -100) -> None:
-    """Change one byte of a file, and leave its size and times as they are."""
+    """Change one byte of a file, but not its size and times."""
     contents, stat = bytearray(file.read_bytes()), file.stat()
     contents[at] ^= 1
     file.write_bytes(contents)

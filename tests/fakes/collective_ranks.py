@@ -16,8 +16,8 @@ import torch
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.trainer.collectives import CollectivePlan
 from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.profile import CollectivePlan
 from tests.fakes.forked import run_ranks
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 

@@ -1,4 +1,4 @@
-"""A tiny MiMo is trained, saved and converted, and what its MTP head would have got right is counted.
+"""Trains, saves and converts a tiny MiMo, and counts the correct drafts of its MTP head.
 
 `python -m tests.fakes.convert_drafting train ROOT` leaves the trainer's checkpoint and the converted folder; `… accept ROOT` prints the
 trainer's acceptance metric on the samples in `ROOT/samples.json`.
@@ -29,7 +29,7 @@ UPDATES, BATCH, LENGTH, VOCAB = 25, 32, 32, 128
 
 
 def text(draw: random.Random) -> list[int]:
-    """Steps of 5, with a random token now and then."""
+    """Steps of 5, with occasional random tokens."""
     tokens = [draw.randrange(VOCAB)]
     while len(tokens) < LENGTH:
         tokens.append((tokens[-1] + 5) % VOCAB if draw.random() < 0.9 else draw.randrange(VOCAB))
@@ -51,7 +51,7 @@ def train(root: Path) -> None:
 
 @torch.no_grad()
 def spoil(made: MegatronEngine, batch: list[Sequence]) -> None:
-    """Blur the MTP head's projection until it is right about half of the time: where it always is, nothing is compared."""
+    """Add noise to the MTP head's projection until about half of its drafts are correct."""
     weight = next(value for name, value in made.module.named_parameters() if name.endswith("eh_proj.weight"))
     generator = torch.Generator().manual_seed(0)
     accepted = 1.0
@@ -62,7 +62,7 @@ def spoil(made: MegatronEngine, batch: list[Sequence]) -> None:
 
 
 def accept(root: Path) -> None:
-    """The share of right drafts at the places where a drafter of one token is asked: behind what it was right about it skips one."""
+    """The share of correct drafts of one token per step: after a correct draft, one token is skipped."""
     samples = json.loads((root / "samples.json").read_text())
     with engine(HfFolder.open(root / "hf"), mtp=JOINT, train=False) as made:
         made.restore(root / "step")

@@ -1,4 +1,4 @@
-"""Folders as they are found: each keeps a toy model in a way of its own."""
+"""Variants of published folders, each with a toy model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Held = dict[str, Tensor]
 
 
 def pack(held: Held, experts: int, suffix: str = "") -> Held:
-    """Experts of each layer in one tensor."""
+    """Pack the experts of each layer into one tensor."""
     kept = {name: value for name, value in held.items() if ".mlp.experts." not in name}
     for at in sorted({name.partition(".mlp.experts.")[0] for name in held if ".mlp.experts." in name}):
         part = {kind: [held[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
@@ -26,7 +26,7 @@ def pack(held: Held, experts: int, suffix: str = "") -> Held:
 
 
 def quantize(path: Path, block: int = 16) -> Held:
-    """Make the folder's projections FP8 with a scale for each block. Returns what they stand for, and the rest, in bf16."""
+    """Quantize the folder's projections to FP8 with a scale per block. Returns the dequantized tensors and all others, in bf16."""
     held = {name: value.bfloat16() for name, value in tensors(path).items()}
     stored, meant = dict(held), dict(held)
     generator = torch.Generator().manual_seed(3)
@@ -65,7 +65,7 @@ def pickled(folder: Path) -> None:
 
 
 def prefixed(folder: Path) -> None:
-    """Behind a wrapper's prefix, with a tower beside it."""
+    """With a wrapper's prefix and a vision tower."""
     mimo(folder)
     held = {f"language_model.{name}": value for name, value in tensors(folder).items()}
     write(folder, held | {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2)})
@@ -77,7 +77,7 @@ def packed(folder: Path) -> None:
 
 
 def unnamed(folder: Path) -> None:
-    """A head that is the embedding, and MTP layers, without the config's saying so."""
+    """A tied head and MTP layers that the config does not mention."""
     model("qwen3-next", folder)
     write(folder, {name: value for name, value in tensors(folder).items() if name != "lm_head.weight"})
     change_config(folder, num_nextn_predict_layers=None, tie_word_embeddings=None)

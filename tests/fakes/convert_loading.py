@@ -1,4 +1,4 @@
-"""What it costs to read a folder into an engine: `python -m tests.fakes.convert_loading FOLDER [--make]` prints JSON.
+"""Measures the cost of loading a folder into an engine: `python -m tests.fakes.convert_loading FOLDER [--make]` prints JSON.
 
 Three times in turn: seconds, and anonymous memory beyond that of the model itself. `--make` first makes the folder: layers
 of MiMo-7B's width, four of them and one of MTP, in bf16 (2.9 GB).
@@ -32,13 +32,13 @@ LARGE = {
 
 
 def anonymous() -> int:
-    """Bytes of this process's memory that no file backs."""
+    """Anonymous memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def reading(made: MegatronEngine, folder: Path) -> tuple[float, int]:
-    """Seconds, and the most anonymous bytes beyond those before."""
+    """Seconds, and the peak increase of anonymous memory in bytes."""
     before, peak, done = anonymous(), [0], threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Toy models of every family for conversion: made by transformers, with MTP layers drawn where the family has them."""
+"""Toy models of every family for conversion, by transformers, with random MTP layers if the family has them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MTP_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-m
 
 
 def model(case: str, path: Path) -> Any:
-    """A folder at `path`; returns the model of transformers, None where it has none."""
+    """Create a folder at `path`. Returns the model of transformers, None if transformers lacks it."""
     if case == "mimo":
         mimo(path)
         return None
@@ -56,7 +56,7 @@ def model(case: str, path: Path) -> Any:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """All of a folder's."""
+    """All tensors of a folder."""
     return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
@@ -65,18 +65,18 @@ def write(path: Path, held: dict[str, Tensor]) -> None:
 
 
 def change_config(path: Path, **fields: Any) -> None:
-    """None takes a field out."""
+    """Change fields of the config; None removes a field."""
     config = json.loads((path / "config.json").read_text()) | fields
     (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
 
 def converted(source: Path, target: Path, **wanted: Any) -> ConversionResult:
-    """Convert, and forget what is told on the way."""
+    """Convert without reports and progress."""
     return convert(source, target, ConversionOptions(**wanted), report=lambda _: None, progress=lambda _done, _total: None)
 
 
 def assert_same_tensors(there: Path, here: Path) -> None:
-    """The same names, and every tensor the same to the bit."""
+    """Equal names, and bit-equal tensors."""
     found, expected = tensors(there), tensors(here)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

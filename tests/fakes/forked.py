@@ -1,4 +1,4 @@
-"""Ranks of one case, forked from a process that has imported what they need, so that each begins at once."""
+"""Ranks forked from a process that has imported their modules, so that they start at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtpctl.model.parallel import Rank
 
 
 def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tuple[list[Any], str]:
-    """What `work` found on each rank; or nothing, and the error of the first that failed."""
+    """The results of `work` by rank; or an empty list and the error of the first failed rank."""
     fork = multiprocessing.get_context("fork")
     ends, processes = [], []
     for number in range(world):
@@ -50,7 +50,7 @@ def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: floa
 
 
 def in_gloo_group[T](work: Callable[[Rank], T]) -> Callable[[Rank], T]:
-    """`work` inside a gloo process group of all ranks."""
+    """Run `work` in a gloo process group of all ranks."""
 
     def joined(rank: Rank) -> T:
         store = join_store(rank.master, rank.deadline_s)

@@ -1,4 +1,4 @@
-"""A disk that is full, for this process."""
+"""A full disk, for this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(most: int = 0) -> Iterator[None]:
-    """No file takes a byte beyond its first `most` while the block runs."""
+    """Limit files to `most` bytes in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:

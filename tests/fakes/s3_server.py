@@ -1,4 +1,4 @@
-"""An S3 server of this machine, in a process of its own."""
+"""A local S3 server in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 60.0
 
 
 class S3Server:
-    """A server that takes any credentials until it is told otherwise."""
+    """A server that accepts any credentials until `refuse` is called."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -28,7 +28,7 @@ class S3Server:
         self.start()
 
     def start(self) -> None:
-        """Start it at its port, with nothing in it."""
+        """Start it at its port, empty."""
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         end = time.monotonic() + START_S
@@ -41,7 +41,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its clients need. They try once, since nothing stands between them and the server."""
+        """Options of its clients, which do not retry."""
         keys = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "secret"}
         return {"AWS_ENDPOINT_URL": self.url, "AWS_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", **keys}
 
@@ -51,7 +51,7 @@ class S3Server:
         fsspec.filesystem("s3").mkdir(BUCKET)
 
     def refuse(self) -> None:
-        """From now on, take no credentials: none were given to anybody."""
+        """Reject all credentials from now on."""
         plain = {"Content-Type": "text/plain"}  # of a form the server would read nothing
         urllib.request.urlopen(urllib.request.Request(f"{self.url}/moto-api/reset-auth", data=b"0", headers=plain, method="POST"))
 
@@ -62,7 +62,7 @@ class S3Server:
 
 @contextmanager
 def serving() -> Iterator[S3Server]:
-    """A server with one bucket; this process's environment is set to use it."""
+    """A server with one bucket, used by this process through its environment."""
     server = S3Server()
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A MiMo of toy size, sequences for it, and engines that are closed when done."""
+"""A toy MiMo, sequences for it, and engines that are closed after use."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ MIMO: dict[str, Any] = {
 
 
 def mimo(path: Path, **fields: Any) -> HfFolder:
-    """A folder with a toy MiMo, whose weights are large enough for its logits to differ, norms and biases included."""
+    """A folder with a toy MiMo whose random weights, norms and biases are large enough for logits to differ."""
     return varied(create_hf_folder({**MIMO, **fields}, path, seed=0))
 
 
 def varied(folder: HfFolder) -> HfFolder:
-    """Draw norms and biases as well, so that a test can see them mixed up."""
+    """Randomize norms and biases too, so that tests detect swapped ones."""
     from safetensors.torch import load_file, save_file
 
     file = folder.path / "model.safetensors"
@@ -63,7 +63,7 @@ def varied(folder: HfFolder) -> HfFolder:
 
 
 def sequences(count: int = 7, *, seed: int = 0, vocab: int = 64, low: int = 5, high: int = 20) -> list[Sequence]:
-    """Random prompts and responses; every sixth response token was sampled by nobody."""
+    """Random prompts and responses; every sixth response token is masked."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
@@ -75,7 +75,7 @@ def sequences(count: int = 7, *, seed: int = 0, vocab: int = 64, low: int = 5, h
 
 
 def drawn_routes(shape: RouteShape, tokens: int, seed: int = 0) -> Routes:
-    """Routes that no router has chosen: of each token and layer, experts that are drawn."""
+    """Random routes."""
     draw = np.random.default_rng(seed)
     keys = draw.random((tokens, len(shape.layers), shape.experts))
     return keys.argsort(-1)[..., : shape.per_token].astype(shape.dtype)
@@ -85,7 +85,7 @@ def drawn_routes(shape: RouteShape, tokens: int, seed: int = 0) -> Routes:
 def engine(
     folder: HfFolder, *, rank: Rank | None = None, parallel: ParallelConfig | None = None, **fields: Any
 ) -> Iterator[MegatronEngine]:
-    """An fp32 engine, closed at the end; `fields` are those of `EngineConfig`."""
+    """An fp32 engine, closed at the end. fields: of `EngineConfig`."""
     cpu_device.install()
     torch.set_num_threads(1)
     fields.setdefault("mtp", MtpConfig(mode="isolated"))
@@ -97,7 +97,7 @@ def engine(
 
 
 def gradients(made: MegatronEngine) -> dict[str, torch.Tensor]:
-    """The last update's gradients under Hugging Face names (PEFT's, of adapters). The engine's weights are gone afterwards."""
+    """The last update's gradients under Hugging Face names (PEFT's for adapters). Overwrites the engine's weights."""
     with made.resident(), torch.no_grad():
         for parameter in made.module.parameters():
             if parameter.requires_grad:
@@ -117,4 +117,4 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 GENTLE = OptimizerConfig(lr=1e-3, clip_grad=0.0)
-"""Clips nothing, so that gradients can be compared after a step."""
+"""Without clipping, so that gradients can be compared after a step."""

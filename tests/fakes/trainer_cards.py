@@ -1,4 +1,4 @@
-"""Runs cases over two cards, in one pair of processes, and tells of each as it ends: `python -m tests.fakes.trainer_cards OUT [NAME …]`.
+"""Runs cases over two GPUs, in one pair of processes, and prints their progress: `python -m tests.fakes.trainer_cards OUT [NAME …]`.
 
 A case that does not end is named, with the stacks of its ranks, and those behind it are not run. Without cards: over gloo.
 """
@@ -26,18 +26,18 @@ from tests.fakes.trainer_cases import CASES, Case
 NAMES = ("tp2", "sp2", "cp2", "pp2", "deepseek-sp2", "deepseek-cp2", "deepseek-ep2", "qwen3-moe-ep2")
 
 PAIRS = [case for case in CASES if case.name in NAMES]
-"""Over two ranks; each is run in fp32 and in bf16, and so is the single process that it must equal."""
+"""Cases over two ranks, run in fp32 and in bf16, as is the single-process case that each must match."""
 
 IMPORTS_S, CASE_S, TOTAL_S = 120.0, 40.0, 200.0
-"""How long a rank may import, one case may take, and all of it: several times what they need, so that only what hangs is late."""
+"""Deadlines of imports, of a case and of all cases: several times the usual duration, to detect hangs."""
 STACKS_S = 5.0
-"""Before a case's time is up its ranks print their stacks."""
+"""Ranks print their stacks this long before a case's deadline."""
 OTHER_S = 3.0
-"""How long the other rank is listened to once one has failed."""
+"""How long messages of the other rank are read after one has failed."""
 
 
 def cases(names: Collection[str] = NAMES) -> list[Case]:
-    """What these take: single processes first, then pairs, each in fp32 and in bf16."""
+    """The cases to run: single processes first, then pairs, each in fp32 and in bf16."""
     pairs = [case for case in PAIRS if case.name in names]
     single = {case.like for case in pairs}
     whole = [replace(case, saved=False) for case in [*(case for case in CASES if case.name in single), *pairs]]
@@ -51,25 +51,25 @@ def in_bf16(case: Case) -> Case:
 
 @dataclass
 class Progress:
-    """What the ranks told: `found` of whole cases, and where each rank is since when."""
+    """Messages of the ranks: `found` has the results of cases; `at` and `since` the current case of each rank."""
 
     found: dict[str, Any] = field(default_factory=dict)
     at: dict[int, str] = field(default_factory=lambda: dict.fromkeys(range(2), "imports"))
     since: dict[int, float] = field(default_factory=lambda: dict.fromkeys(range(2), time.monotonic()))
 
     def late(self) -> list[int]:
-        """Ranks that have been at one thing for longer than it may take."""
+        """Ranks whose current case exceeds its deadline."""
         now = time.monotonic()
         return [rank for rank, what in self.at.items() if what and now - self.since[rank] > (IMPORTS_S if what == "imports" else CASE_S)]
 
     def where(self) -> str:
-        """For a message: what each rank is at."""
+        """The current case of each rank, for a message."""
         now = time.monotonic()
         return ", ".join(f"rank {rank}: {what or 'between cases'} for {now - self.since[rank]:.0f} s" for rank, what in self.at.items())
 
 
 def run(root: Path, names: Collection[str] = NAMES) -> dict[str, Any]:
-    """What was found by case name; for a case that failed, did not end, or was not reached, why as a string."""
+    """Results by case name; for a case that failed, hung or was not reached, the reason as a string."""
     context, began = mp.get_context("spawn"), time.monotonic()
     to_other, from_first = context.Pipe()
     progress, processes, ends = Progress(), [], {}
@@ -100,7 +100,7 @@ def run(root: Path, names: Collection[str] = NAMES) -> dict[str, Any]:
 
 
 def _hear(end: Any, ends: dict[Any, int], progress: Progress) -> str:
-    """Take one message of a rank. Returns what went wrong, if anything did."""
+    """Process one message of a rank. Returns an error, or an empty string."""
     rank = ends[end]
     try:
         kind, what, content = end.recv()
@@ -149,7 +149,7 @@ def _rank(number: int, names: Collection[str], root: Path, parent: Any, other: A
 
 
 def _turns(number: int, names: Collection[str], other: Any) -> Iterator[tuple[Case, Rank]]:
-    """This rank's cases. Single ones are shared out: fp32 to the first, bf16 to the second."""
+    """This rank's cases. Single-process cases are divided: fp32 on the first rank, bf16 on the second."""
     import tests.fakes.trainer_ranks  # noqa: F401
 
     for case in cases(names):
@@ -179,7 +179,7 @@ def _found(case: Case, place: Rank, root: Path) -> bytes:
 
 
 def main(out: str, *names: str) -> None:
-    """Write down what was found. Exit code 1 where a case has none."""
+    """Save the results. Exit code 1 if a case has none."""
     found = run(Path(out).parent / "models", names or NAMES)
     torch.save(found, out)
     sys.exit(any(isinstance(value, str) for value in found.values()))

@@ -1,4 +1,4 @@
-"""Layouts that an update is compared over, each with the single process that it must equal."""
+"""Layouts of an update, each with the single-process case that it must match."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """like: the case of one process that it must equal; restore: the case whose checkpoint it begins from;
+    """like: the single-process case that it must match; restore: the case whose checkpoint it starts from;
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
     packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
     policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens';
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Of gradients, relative; the recurrence of linear attention amplifies rounding."""
+        """Relative bound of gradients. The recurrence of linear attention amplifies rounding."""
         return 5e-5 if self.model == "qwen3.5" else 1e-5
 
 
@@ -127,10 +127,10 @@ def _case(
 
 
 FEW_ROWS = 5 * 3 * 4 * 64
-"""Bytes of workspace in which half the toy's logits fit for five rows at a time."""
+"""Workspace for five rows of half of the toy's logits, in bytes."""
 SHARDED = {"distributed_optimizer": True}
 BALANCED = {"moe": MoeConfig(aux_loss=0.1, z_loss=0.1, bias_update=0.01), "recompute": "full", "tokens_per_microbatch": 33}
-"""In micro-batches that are the same for two dp ranks and for one: the loss that spreads tokens is a micro-batch's."""
+"""With equal microbatches on one and two dp ranks, because router losses are per microbatch."""
 POLICIES = {
     "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
     "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant"),
@@ -162,7 +162,7 @@ def _replay(name: str, model: str, **settings: Any) -> Case:
 
 
 def _uneven(model: str, loss: Literal["ce", "soft_ce", "tv"], layout: str) -> Case:
-    """MTP losses and their counts where ranks have few tokens or none."""
+    """MTP losses and their counts if ranks have few tokens or none."""
     mtp, one = MtpConfig(mode="joint", loss=loss, loss_scale=0.3, clip_grad=0), f"uneven-{model}-{loss}"
     name = one if layout == "one" else f"{one}-{layout}"
     return replace(_case(name, model, fields={"mtp": mtp}, like=one, **LAYOUTS[layout]), uneven=True)
@@ -173,7 +173,7 @@ def _crowded(name: str, **settings: Any) -> Case:
 
 
 def _crowded_lora(name: str, **settings: Any) -> Case:
-    """Adapters of experts alone, so that those of the first layer have an input that takes no gradient."""
+    """Adapters of experts only, so that the input of the first layer's adapters has no gradient."""
     lora = LoraConfig(rank=4, targets=["linear_fc1", "linear_fc2"])
     made = _case(name, "qwen3-moe", "off", fields={"lora": lora}, like="crowded-lora", **settings)
     return replace(made, replay=True, crowded=True)
@@ -314,11 +314,11 @@ DEFAULT = frozenset(
         *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
     }
 )
-"""Cases of the default suite: each way to split, and each road through an update, once. The others are slow."""
+"""Cases of the default suite: each kind of parallelism and each path through an update once. The others are slow."""
 
 
 def with_origins(names: frozenset[str]) -> list[Case]:
-    """The cases of these names with those that they are compared with or begin from, in the order in which they must run."""
+    """The cases of these names and those that they are compared with or start from, in execution order."""
     known = {case.name: case for case in CASES}
     wanted: set[str] = set()
 

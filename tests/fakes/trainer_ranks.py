@@ -1,4 +1,4 @@
-"""Runs parallel cases in processes of their own and writes down what each found: `python -m tests.fakes.trainer_ranks OUT [NAME…]`.
+"""Runs parallel cases in separate processes and saves their results: `python -m tests.fakes.trainer_ranks OUT [NAME…]`.
 
 megatron-core is imported once; the ranks of a case are forked from there.
 """
@@ -42,13 +42,13 @@ from tests.fakes.trainer_cases import CASES, MODELS, Case, with_origins
 DEADLINE_S = 300
 
 SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
-"""An Adam whose steps do not hang on the sign of gradients that are almost nothing."""
+"""An Adam whose steps do not depend on the sign of tiny gradients."""
 
 CLIPPED = SMOOTH.model_copy(update={"clip_grad": 0.3, "mtp_lr": 5e-3, "weight_decay": 0.1})
 
 
 def failed_save(made: MegatronEngine, rank: Rank, path: Path, *, of: int) -> None:
-    """What one rank cannot write, that of this number, is given up by all, which can save again."""
+    """A save that fails on one rank fails on all ranks, which can save again."""
     try:
         with full_disk() if rank.rank == of else nullcontext():
             made.save(path, {"step": 1})
@@ -59,7 +59,7 @@ def failed_save(made: MegatronEngine, rank: Rank, path: Path, *, of: int) -> Non
 
 
 def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
-    """After a first update, or from another layout's checkpoint of that moment: scores, and a second update's metrics,
+    """After a first update, or a restore of another layout's checkpoint: scores, and a second update's metrics,
     gradients and weights. `seconds`: until the engine stood, and from then on."""
     began = time.perf_counter()
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
@@ -112,14 +112,14 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
 
 
 def uneven() -> list[Sequence]:
-    """Of 5, 33 and 7 tokens, which 2 cp ranks do not divide; the last one's only trained token is its last."""
+    """Sequences of 5, 33 and 7 tokens, which do not divide over 2 cp ranks; the last one trains only its last token."""
     draw = random.Random(11)
     lengths = ((3, 2), (5, 28), (6, 1))
     return [Sequence([draw.randrange(61) for _ in range(prompt + tokens)], prompt, [1] * tokens) for prompt, tokens in lengths]
 
 
 def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[Sequence]:
-    """The batch with routes: none for the second sequence, and of some first tokens for the fourth."""
+    """The batch with routes: none for the second sequence, and only for the first tokens of the fourth."""
     shape = RouteShape.of(folder.shape)
     assert shape is not None
     if crowded:
@@ -134,7 +134,7 @@ def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[
 
 @contextmanager
 def counted_parts() -> Iterator[list[int]]:
-    """The rows of each pass that a rank runs through its experts in parts, because too many came."""
+    """Record the rows of each pass that a rank splits because its experts received too many."""
     rows: list[int] = []
     whole = Experts.run_in_parts
 
@@ -150,7 +150,7 @@ def counted_parts() -> Iterator[list[int]]:
 
 
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
-    """One that every rank must skip, because of what only the last one holds."""
+    """An update that all ranks must skip because of a NaN on the last one."""
     weight = next(value for name, value in made.module.named_parameters() if name.endswith("linear_fc2.weight"))
     kept = weight.detach().clone()
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -160,7 +160,7 @@ def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
 
 
 def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[int]]]:
-    """What this dp rank has of a batch, and its micro-batches of that."""
+    """The sequences of this dp rank, and their microbatches."""
     rank = case.parallel.dp_rank(dist.get_rank())
     assert rank == parallel_state.get_data_parallel_rank()
     micros = partition([len(s.token_ids) for s in batch], case.fields["tokens_per_microbatch"], case.parallel.dp)[rank]
@@ -169,7 +169,7 @@ def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[in
 
 
 def check_own_scores(made: MegatronEngine, batch: list[Sequence], scores: list[Any], case: Case) -> None:
-    """A rank that scores its own sequences finds what all find together, whichever they are packed with."""
+    """Scores of a rank's own sequences match those of the whole batch."""
     members = own_part(batch, case)[0]
     own = made.score([batch[i] for i in members], record=case.replay, own=True)
     assert len(own) == len(members)
@@ -179,7 +179,7 @@ def check_own_scores(made: MegatronEngine, batch: list[Sequence], scores: list[A
 
 
 def with_columns(batch: list[Sequence], scores: list[Any]) -> list[Sequence]:
-    """The batch with old, behaviour and reference log-probs that lie about the policy's own, on both sides of every clip."""
+    """The batch with old, behaviour and reference log-probs close to the policy's, on both sides of every clip."""
     draw = random.Random(7)
 
     def beside(logprobs: list[float]) -> list[float]:
@@ -193,7 +193,7 @@ def with_columns(batch: list[Sequence], scores: list[Any]) -> list[Sequence]:
 
 
 def run(case: Case, root: Path) -> Any:
-    """What rank 0 found, or the error of the first rank that failed; every rank must find the same metrics and scores."""
+    """The results of rank 0, or the error of the first failed rank. All ranks must have equal metrics and scores."""
 
     def plain(rank: Rank) -> dict[str, Any]:
         found = found_by(case, rank, root)

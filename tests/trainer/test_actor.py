@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import record_function
 
 from mtpctl.checkpoint.finding import newest
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
@@ -19,7 +16,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.losses import token_terms
 from mtpctl.samples import Sample, logprobs_of, mask_of
-from mtpctl.trainer.actor import PROFILED_UPDATE, TrainerRank, UpdateProfile, threads_in
+from mtpctl.trainer.actor import TrainerRank, threads_in
 from mtpctl.trainer.batch import Sequence, pack
 from mtpctl.trainer.config import TokenScores
 from mtpctl.trainer.objective import PolicyObjective
@@ -287,16 +284,3 @@ def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minib
 )
 def test_sft_stage_uses_the_cores_of_idle_engines(sets: list[str], stage: str, threads: int) -> None:
     assert threads_in(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads
-
-
-def test_third_update_of_a_stage_is_profiled(tmp_path: Path) -> None:
-    profile = UpdateProfile(tmp_path / "logs", rank=1)
-    for update in range(1, PROFILED_UPDATE + 2):
-        with profile.update("rl"), record_function("mtpctl/products"):
-            torch.ones(64, 64) @ torch.ones(64, 64)
-        assert (tmp_path / "logs").exists() == (update >= PROFILED_UPDATE)
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["profile-rl-rank1.json.gz", "profile-rl-rank1.txt"]
-    trace = json.loads(gzip.decompress((tmp_path / "logs/profile-rl-rank1.json.gz").read_bytes()))
-    assert any(event.get("name") == "mtpctl/products" for event in trace["traceEvents"])
-    phases, operations = (tmp_path / "logs/profile-rl-rank1.txt").read_text().split("\n\n")
-    assert "| products | 1 |" in phases and "aten::mm" in operations and "mtpctl/" not in operations

@@ -1,7 +1,9 @@
-"""The plans of collectives of an update agree on all ranks of each process group, and include those of its backward pass."""
+"""One update of each stage is profiled, and its plans of collectives agree on all ranks of each process group."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import pickle
 import subprocess
 import sys
@@ -10,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import record_function
 
-from mtpctl.trainer.collectives import Collective
+from mtpctl.trainer.profile import PROFILED_UPDATE, Collective, UpdateProfile
 from tests.fakes.collective_ranks import LAYOUTS
 
 Plan = list[Collective]
@@ -45,3 +49,16 @@ def test_ranks_of_a_group_run_equal_collectives_in_equal_order(plans: dict[str, 
 
 def test_plan_records_collectives_of_a_backward_pass(plans: dict[str, Any]) -> None:
     assert plans["backward"] == ["default_pg [0, 1]: allreduce_ float32[3]\n"] * 2
+
+
+def test_third_update_of_a_stage_is_profiled(tmp_path: Path) -> None:
+    profile = UpdateProfile(tmp_path / "logs", rank=1)
+    for update in range(1, PROFILED_UPDATE + 2):
+        with profile.update("rl"), record_function("mtpctl/products"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        assert (tmp_path / "logs").exists() == (update >= PROFILED_UPDATE)
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["profile-rl-rank1.json.gz", "profile-rl-rank1.txt"]
+    trace = json.loads(gzip.decompress((tmp_path / "logs/profile-rl-rank1.json.gz").read_bytes()))
+    assert any(event.get("name") == "mtpctl/products" for event in trace["traceEvents"])
+    phases, operations = (tmp_path / "logs/profile-rl-rank1.txt").read_text().split("\n\n")
+    assert "| products | 1 |" in phases and "aten::mm" in operations and "mtpctl/" not in operations
