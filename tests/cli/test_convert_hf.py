@@ -174,7 +174,7 @@ def fewer_layers(folder: Path) -> str:
 
 def more_layers(folder: Path) -> str:
     change_config(folder, num_hidden_layers=3)
-    return "the config asks for model.layers.2.input_layernorm.weight"
+    return "the config requires model.layers.2.input_layernorm.weight"
 
 
 def unknown_architecture(folder: Path) -> str:
@@ -192,7 +192,7 @@ class Ran:
 def code_in_a_pickle(folder: Path) -> str:
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Ran()}, folder / "pytorch_model.bin")
-    return "pytorch_model.bin: not readable as pickled tensors alone"
+    return "pytorch_model.bin: not readable as a pickle of tensors only"
 
 
 def no_object(folder: Path) -> str:
@@ -284,7 +284,7 @@ def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[.
     assert told.code == 2 and "/checkpoint/hf/config.json is missing; name another checkpoint" in told.error
     write_listing(tmp_path / "checkpoint", 1, {})
     told = convert(tmp_path / "checkpoint", tmp_path / "back")
-    assert told.code == 2 and "does not tell what model it is of; name the model's folder with --model" in told.error
+    assert told.code == 2 and "does not name its model; name the model's folder with --model" in told.error
     wider = mimo(tmp_path / "wider", **{**MIMO, "intermediate_size": 64}).path
     told = convert(tmp_path / "checkpoint", tmp_path / "back", "--model", wider)
     assert (
@@ -333,7 +333,7 @@ def test_leftovers_of_a_killed_conversion_are_deleted_and_other_folders_are_not(
     work = tmp_path / "checkpoint.partial"
     work.mkdir()
     told = convert(folder, tmp_path / "checkpoint")
-    assert told.code == 2 and "is in the way, and no conversion of this command's" in told.error
+    assert told.code == 2 and "exists, and was not created by a conversion" in told.error
     (work / "conversion.lock").touch()
     (work / "__0_0.distcp").write_bytes(b"half a shard")
     assert convert(folder, tmp_path / "checkpoint", "--verify").code == 0
