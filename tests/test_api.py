@@ -53,7 +53,7 @@ def test_a_run_is_read(run: Run, tmp_path: Path) -> None:
     assert [row["reward"] for row in run.samples(worst=True)] == [0.25, 0.5] and len(run.samples(step=2)) == 2
     assert run.report(tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert [found.path for found in find_runs(tmp_path)] == [run.path]
-    with pytest.raises(UserError, match="is no run directory"):
+    with pytest.raises(UserError, match="is not a run directory"):
         Run(tmp_path)
 
 
