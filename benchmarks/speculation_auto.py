@@ -212,8 +212,8 @@ def main() -> None:
         device="cpu" if args.toy else "cuda",
     )
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mtpctl-speculation-") as made:
-        folder = write_cycle_model(Path(made, "model"), options.config, acceptance=options.acceptance, device=options.device)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-speculation-") as temporary:
+        folder = write_cycle_model(Path(temporary, "model"), options.config, acceptance=options.acceptance, device=options.device)
         print(f"model written in {time.perf_counter() - began:.0f} s", flush=True)
         gpus = int(options.device == "cuda")
         with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else 5), cpus=4, gpus=gpus):

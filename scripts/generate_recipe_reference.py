@@ -78,7 +78,7 @@ def _below(key: Key) -> Iterator[str]:
         own_keys = [found for field, found in children(model, key.path).items() if field not in shared and field != tag]
         yield from (f"### `{key.dotted}` with `{tag}: {name}`", "", model.model_fields[tag].description or "", "")
         if own_keys:
-            yield from ("| key | type | default | |", "|---|---|---|---|", *(_row(found) for found in own_keys), "")
+            yield from ("| key | type | default | |", "|---|---|---|---|", *(_row(key) for key in own_keys), "")
 
 
 def _row(key: Key) -> str:

@@ -71,8 +71,8 @@ class CopyWriter:
         number = 1 + max((listing.number for listing in others.values()), default=0)
         sent += self._folder(name, number)
         self.store.write(f"{CHECKPOINTS}/{pointer_of(checkpoint).name}", checkpoint.name.encode())
-        kept = sorted(others, key=lambda other: others[other].number, reverse=True)[: self.keep - 1]
-        self._drop_all_but({checkpoint.name, *kept})
+        newest = sorted(others, key=lambda other: others[other].number, reverse=True)[: self.keep - 1]
+        self._drop_all_but({checkpoint.name, *newest})
         self._read = {file: known for file, known in self._read.items() if file.exists()}
         return sent
 

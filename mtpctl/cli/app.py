@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if not options:
         # megatron-core warns of missing optional packages. Warnings of its compiled code name a path instead of a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
-        # torch warns of its own deprecations for every tensor that it reads from a checkpoint.
+        # torch warns about its own deprecated calls for every tensor that it reads from a checkpoint.
         warnings.filterwarnings("ignore", module=r"(.*/)?torch[./]distributed[./]checkpoint[./]")
     app(arguments, prog_name="mtpctl")
     raise AssertionError("a command line ends by exiting")

@@ -38,7 +38,7 @@ def init(
         typer.Option(
             "--template",
             help="exact: a reward function; judge: a reward by a judge; tool: an environment of several turns; "
-            "agent: an agent whose model calls two tools; coding: an agent whose model writes, runs and mends Python.",
+            "agent: an agent whose model calls two tools; coding: an agent whose model writes, runs and corrects Python.",
         ),
     ] = "exact",
 ) -> None:

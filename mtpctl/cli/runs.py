@@ -69,7 +69,7 @@ def clean(as_json: Json = False) -> None:
     if not gone and not staying:
         answer("killed runs left nothing here")
     for path in unknown:
-        answer(f"left alone: {path} does not tell whose it is; remove it by hand once no run uses it")
+        answer(f"skipped: {path} does not name its owner; remove it by hand once no run uses it")
     for path in elsewhere:
         answer(f"left alone: {path} was made elsewhere, in another container or before this boot; remove it by hand once no run uses it")
 
@@ -117,12 +117,12 @@ def scale(
     check_scale(recipe.rollout, replicas)
     reply = ask(directory, replicas)
     if reply.refused:
-        raise UserError(reply.told)
-    answer(reply.told)
+        raise UserError(reply.message)
+    answer(reply.message)
 
 
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: Json = False) -> None:
-    """Tell the state of a run, its step, how long ago it wrote, and what became of trainers and replicas that were lost."""
+    """Show the state of a run, its step, the time since its last metrics, and restarts of trainers and replicas."""
     from mtpctl.errors import UserError
     from mtpctl.telemetry.run_directory import RunDirectory
     from mtpctl.telemetry.runs import describe_run

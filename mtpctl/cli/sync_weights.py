@@ -43,7 +43,7 @@ def sync_weights(
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the buckets and start nothing.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare checksums at every sync, not at the first alone.")] = False,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Syncs, each under a version of its own.")] = 1,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of syncs, each under a new version.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Sync weights to engines and log-prob replicas by hand, and print times and rates."""

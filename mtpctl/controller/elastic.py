@@ -99,7 +99,7 @@ class ElasticRollout:
             try:
                 request.answer(answer)
             except OSError as error:
-                self._report(f"mtpctl scale gets no answer ({error.strerror}): {answer.told}")
+                self._report(f"mtpctl scale gets no answer ({error.strerror}): {answer.message}")
 
     def _set_requested(self, replicas: int) -> Answer:
         """Set the requested number, if the recipe allows it and it can be saved in the run directory."""

@@ -113,7 +113,7 @@ def _hint_to_continue(recipe: Recipe, stage: str) -> str:
 def _hint_for_another_task(keys: list[str]) -> str:
     """Hint for a run that has ended with another task than the recipe's, which differs in these keys."""
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one a `name` of its own to train by it"
+    return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
 
 
 def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:

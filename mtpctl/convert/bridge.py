@@ -70,7 +70,7 @@ class WeightBridge:
         self.fill(chunks, ModelWeights(path or self.folder.path, mtp=bool(chunks[0].config.mtp_num_layers)))
 
     def fill(self, chunks: list[MegatronModule], weights: ModelWeights) -> None:
-        """Load open weights into the modules. Each rank reads those of its own parameters, one parameter at a time."""
+        """Load open weights into the modules. Each rank reads only its own parameters, one at a time."""
         self._check_same(weights)
         before = {name: tensor._version for name, tensor in self._filled(chunks)}
         bridge = self.mapping()

@@ -163,8 +163,10 @@ def cast(
     if wanted is None:
         return dict(dtypes)
     like = like or dtypes
-    kept = torch.float32 if main_dtype(like, sizes).itemsize < torch.float32.itemsize else None
-    return {name: dtype if not dtype.is_floating_point or (like.get(name) == kept == dtype) else wanted for name, dtype in dtypes.items()}
+    stored_fp32 = torch.float32 if main_dtype(like, sizes).itemsize < torch.float32.itemsize else None
+    return {
+        name: dtype if not dtype.is_floating_point or (like.get(name) == stored_fp32 == dtype) else wanted for name, dtype in dtypes.items()
+    }
 
 
 def common(dtypes: Mapping[str, torch.dtype], names: tuple[str, ...]) -> torch.dtype:

@@ -152,7 +152,7 @@ def _listed(index: Path) -> list[Path]:
         raise UserError(f"{index}: is no index of weights (a JSON object with weight_map)") from error
     for name in names:
         if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
-            raise UserError(f"{index}: {name!r} leads out of the folder; an index may only name files of its own folder")
+            raise UserError(f"{index}: {name!r} leads out of the folder; an index may only name files in its folder")
     missing = sorted(name for name in names if not (index.parent / name).is_file())
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

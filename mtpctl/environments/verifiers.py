@@ -85,7 +85,7 @@ def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
         if not trace.agent.trainable:
             seat = trace.agent.name
             raise UserError(
-                f"rollout.environment_args: {seat} is not to be trained, and asks the policy; give it a model of its own: "
+                f"rollout.environment_args: {seat} is not to be trained, and asks the policy; give it another model: "
                 f"{{{seat}: {{model: …, client: {{base_url: …}}}}}}"
             )
     errors = [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok and trace.last_error)]

@@ -336,7 +336,7 @@ def _role(recipe: Recipe, actor: Actor) -> str:
     if actor.role == "rollout":
         k = recipe.rollout.speculation.num_tokens
         return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, " + (f"{k} draft token(s) a step" if k else "no speculation")
-    return "old log-probs beside generation"
+    return "old log-probs during generation"
 
 
 def _size(name: str, value: int) -> str:

@@ -78,7 +78,7 @@ def linear_policy_loss(
     implementation: "auto", "chunked" or "triton".
 
     All else is as in `linear_logprob`. The default workspace of 1 GiB allows slices of about 3,000 rows at 150,000 vocabulary entries,
-    1,600 with drafts. Each further slice rounds a half-precision weight gradient once more, unless it is added to an fp32 `main_grad`.
+    1,600 with drafts. Each further slice rounds a half-precision weight gradient again, unless it is added to an fp32 `main_grad`.
     """
     _check_grad_scale(grad_scale)
     call = prepare(hidden, weight, labels, **options)

@@ -43,7 +43,7 @@ GRAD = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
 # "No logit". Finite, so that 0 x FLOOR = 0 in the moment; minus infinity would give NaN.
 FLOOR = tl.constexpr(-1e30)
-# Smallest saved logit relative to its row's maximum: far below what exp can tell from 0, and within fp16's range.
+# Smallest saved logit relative to its row's maximum: far below the smallest nonzero exp, and within fp16's range.
 LEAST_KEPT = tl.constexpr(-6e4)
 
 

@@ -7,7 +7,7 @@ So in training the query of depth d at token i, from which an engine would draft
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
 
 The second part is a few keys per query. Its scores are joined with the first part's by their log-sum-exps. Given the joined output and
-log-sum-exp instead of its own, a flash kernel's backward pass returns the first part's gradients in the whole softmax (as in ring
+log-sum-exp instead of its part, a flash kernel's backward pass returns the first part's gradients in the whole softmax (as in ring
 attention, arXiv 2310.01889).
 
 Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of queries and keys, w width of values, E depths after the first,
@@ -141,7 +141,7 @@ def _sum_query_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """fp32 [E, t, h]: scores of each query against the later depths' keys of its own token."""
+    """fp32 [E, t, h]: scores of each query against the later depths' keys of the same token."""
     return (q.float() * _per_query_head(keys, q)).sum(-1) * scale
 
 

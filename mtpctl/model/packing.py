@@ -229,7 +229,7 @@ def _sums(lengths: list[int]) -> Tensor:
 def _groups(queries: list[int], keys: list[int], widths: Callable[[list[int]], list[int]]) -> list[Group]:
     """Parts grouped by their padded width, longest first. `widths` maps descending lengths to widths.
 
-    A part whose sample began in an earlier block (at most one per block) is a group of its own.
+    A part whose sample began in an earlier block (at most one per block) is a separate group.
     """
     query_starts, key_starts = _sums(queries).tolist(), _sums(keys).tolist()
     result = []

@@ -96,7 +96,7 @@ MOST_CANDIDATES = 32
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: the policy learns from a teacher's probabilities of its own tokens."""
+    """On-policy distillation: the policy learns from a teacher's probabilities of the tokens that the policy sampled."""
 
     path: str | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""The recipe, and its sections `async`, `logprob` and `kernels`. Every other section has a module of its own.
+"""The recipe, and its sections `async`, `logprob` and `kernels`. Every other section has a separate module.
 
 Each section is a pydantic model that rejects unknown keys. No module here imports torch. The descriptions appear in the JSON schema and in
 docs/recipe.md.

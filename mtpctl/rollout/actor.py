@@ -38,7 +38,7 @@ CONCURRENCY = 10_000
 
 
 class EngineControl(Protocol):
-    """The calls, besides requests, that a pool makes to an engine."""
+    """The calls of a pool to an engine, except requests."""
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport: ...
 

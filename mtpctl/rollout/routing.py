@@ -106,7 +106,7 @@ class Membership:
         self._replicas.join(index)
 
     async def leave(self, index: int) -> None:
-        """Hand over the responses of the replica in a slot, and end it."""
+        """Move the responses of the replica in a slot to other replicas, and stop it."""
         await self._replicas.leave(index, self._hand_over)
 
     async def _hand_over(self, slot: Slot[Replica], replica: Replica) -> None:

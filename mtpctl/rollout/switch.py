@@ -25,7 +25,7 @@ WINDOW = 16
 """Timed steps per try."""
 PRIOR = 0.05
 """Assumed cost of a draft before it is measured, as a share of a step."""
-SEEN = 256
+MIN_VERIFIED = 256
 """Request-steps after which the measured acceptance is used, before the first look."""
 LOSS_SHARE = 0.005
 """Maximum cost of looks, as a share of all steps."""
@@ -257,7 +257,7 @@ class SpeculationSwitch:
         measured = {other: known.times for other, known in self._loads.items() if known.chosen is not None}
         if measured:
             return self._best(measured[min(measured, key=lambda other: abs(other - load))], self._current)
-        if self._verified[0] < SEEN:
+        if self._verified[0] < MIN_VERIFIED:
             return self.limit
         return self._best({drafts: 1 + PRIOR * drafts for drafts in range(self.limit + 1)}, self._current)
 

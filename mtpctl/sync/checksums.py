@@ -1,6 +1,6 @@
 """A checksum for both ends of a weight transfer, equal on CPU and GPU, and for tensors that are sharded over ranks.
 
-The elements are read as integers `w_0 … w_{n-1}` of their own width. The checksum is two sums modulo 2^64: `n + sum w_i` and
+The elements are read as integers `w_0 … w_{n-1}` of the same width. The checksum is two sums modulo 2^64: `n + sum w_i` and
 `n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped elements the second, and no
 data leaves the device. Both are sums over elements, so the sums of the shards add up to those of the tensor.
 """

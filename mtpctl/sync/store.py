@@ -19,7 +19,7 @@ from mtpctl.cluster.local import on_one_host
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sync.protocol import Manifest, VersionConflict
 
-KEPT = 2
+VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"
 
 
@@ -36,7 +36,7 @@ def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     """
     roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
     free = [root for root in roots if leftovers.vacate(root)]
-    if free and on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * needed_bytes:
+    if free and on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (VERSIONS_KEPT + 1) * needed_bytes:
         VersionStore(free[0]).claim()
         return free[0]
     return fallback
@@ -83,7 +83,7 @@ class VersionStore:
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the written version, and delete all but the newest `KEPT`. Raises EnvironmentMissing if the file system is full."""
+        """Publish the written version, and delete all but the newest `VERSIONS_KEPT`. Raises EnvironmentMissing if the file system is full."""
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
         try:
@@ -91,7 +91,7 @@ class VersionStore:
             draft.replace(folder / _MANIFEST)
         except OSError as error:
             raise _unusable(folder, error) from error
-        keep = set(self.versions()[-KEPT:])
+        keep = set(self.versions()[-VERSIONS_KEPT:])
         for path in self.root.glob("v*"):
             if int(path.name[1:]) not in keep:
                 self.discard(int(path.name[1:]))

@@ -117,7 +117,7 @@ def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
 def _differences(runs: Sequence[ComparedRun]) -> str:
     differences = differing(runs)
     if not differences:
-        return '<section class="card"><h2>Recipes</h2><p class="told">No key differs.</p></section>'
+        return '<section class="card"><h2>Recipes</h2><p class="note">No key differs.</p></section>'
     rows = "".join(
         f'<tr><td><code class="name">{escape(key)}</code></td>{"".join(f"<td>{escape(_shown(value))}</td>" for value in values)}</tr>'
         for key, values in differences.items()

@@ -271,7 +271,7 @@ def _before_after(history: History) -> str:
     )
     if not rows:
         return ""
-    note = f'<p class="told">{escape(sentence)}</p>' if (sentence := in_between(history)) else ""
+    note = f'<p class="note">{escape(sentence)}</p>' if (sentence := in_between(history)) else ""
     return (
         '<section class="card"><h2>Before and after RL</h2><div class="scroll"><table><thead><tr><th></th><th>before</th><th>after</th>'
         f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"

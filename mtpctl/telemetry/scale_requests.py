@@ -3,7 +3,7 @@
 Any user who can write to the directory may send one, from any host that mounts it.
 
 requests/ID.json      {"replicas": 3}                   written by the command, removed by the run after reading it
-requests/ID.answer    {"told": "…", "refused": false}   written by the run, removed by the command
+requests/ID.answer    {"message": "…", "refused": false}   written by the run, removed by the command
 replicas.json         {"asked": 3}                      written by the run, the initial number of its next start
 """
 
@@ -29,7 +29,7 @@ POLL_S = 0.2
 class Answer:
     """The run's answer: a line for the user, and whether the request is rejected."""
 
-    told: str
+    message: str
     refused: bool = False
 
 

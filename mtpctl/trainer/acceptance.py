@@ -84,9 +84,9 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, 
     for kind, suffix in KINDS.items():
         walk = Walk(accepted=[0.0] * len(drafted))
         accepted = [depth.accepted[kind][:tokens].tolist() for depth in drafted]
-        kept = [depth.kept[kind][:tokens].tolist() for depth in drafted]
+        accept_given_sampled = [depth.kept[kind][:tokens].tolist() for depth in drafted]
         for begin, end in turns:
-            walk.add([each[begin:end] for each in accepted], [each[begin:end] for each in kept], end - begin)
+            walk.add([each[begin:end] for each in accepted], [each[begin:end] for each in accept_given_sampled], end - begin)
         sums[f"steps{suffix}"] = walk.steps
         sums |= {f"rate{suffix}_{number}": value for number, value in enumerate(walk.accepted, start=1)}
     return {f"mtp/expected_{name}": torch.as_tensor(value, dtype=torch.float32, device=device) for name, value in sums.items()}

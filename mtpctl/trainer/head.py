@@ -281,7 +281,7 @@ class Head:
 class _GatherOverRanks(torch.autograd.Function):
     """Values [r, ...] of this rank → [total, ...] of all context-parallel ranks; `index` [r]: their rows in the result.
 
-    An all-reduce over disjoint rows combines them. In the backward pass each rank takes the gradient of its own rows only, so that the sum
+    An all-reduce over disjoint rows combines them. In the backward pass each rank takes the gradient of only its rows, so that the sum
     over ranks counts every token once.
     """
 

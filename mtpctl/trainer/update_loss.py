@@ -211,11 +211,11 @@ def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) 
         whole[tokens] = values[chosen].detach().float()
         return whole
 
-    kept = (output.logprob - output.teacher_logprob).exp().clamp(max=1)
+    accept_probs = (output.logprob - output.teacher_logprob).exp().clamp(max=1)
     return DepthChances(
         measured=spread(torch.ones_like(output.overlap)),
         accepted={"probabilistic": spread(output.overlap), "greedy": spread(output.greedy)},
-        kept={"probabilistic": spread(kept), "greedy": spread(output.hit)},
+        kept={"probabilistic": spread(accept_probs), "greedy": spread(output.hit)},
     )
 
 

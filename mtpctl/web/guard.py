@@ -124,7 +124,7 @@ class Guard:
         """
         self.app, self.bounds, self.open_under, self.tokens = app, bounds, open_under, tokens or {}
         self.key = key
-        self.held = 0
+        self.pending_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,7 +144,7 @@ class Guard:
         except _Gone:
             pass
         finally:
-            self.held -= len(body)
+            self.pending_bytes -= len(body)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -191,10 +191,10 @@ class Guard:
                     chunk = message.get("body", b"")
                     if len(body) + len(chunk) > self.bounds.body_bytes:
                         raise self._too_large()
-                    if self.held + len(chunk) > self.bounds.held_bytes:
+                    if self.pending_bytes + len(chunk) > self.bounds.held_bytes:
                         raise _Rejected(429, "too many bytes are in progress; try again", **{"retry-after": "1"})
                     body += chunk
-                    self.held += len(chunk)
+                    self.pending_bytes += len(chunk)
                     if not message.get("more_body"):
                         return
         except TimeoutError:

@@ -171,13 +171,13 @@ async def test_requested_number_is_reached_and_answered(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}) as it:
         await it.settled(0, 1, 2, 3)
         answer = await asyncio.to_thread(ask, it.run, 2)
-        assert (answer.told, answer.refused) == ("2 replica(s) are asked for, and 4 serve", False)
+        assert (answer.message, answer.refused) == ("2 replica(s) are asked for, and 4 serve", False)
         await it.settled(0, 1)
         assert set(it.hosts.by_actor) == {"rollout-0", "rollout-1"}, "the places of the others are free"
         await asyncio.to_thread(ask, it.run, 3)
         await it.settled(0, 1, 2)
         refused = await asyncio.to_thread(ask, it.run, 5)
-        assert (refused.told, refused.refused) == ("--replicas: 5 is not within rollout.replicas: min 1, max 4", True)
+        assert (refused.message, refused.refused) == ("--replicas: 5 is not within rollout.replicas: min 1, max 4", True)
         await it.settled(0, 1, 2)
 
 
@@ -205,7 +205,7 @@ async def test_number_that_cannot_be_saved_is_rejected(tmp_path: Path) -> None:
         await it.settled(0, 1)
         it.run.scaled.mkdir()
         refused = await asyncio.to_thread(ask, it.run, 1)
-        assert (refused.told, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and retry", True)
+        assert (refused.message, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and retry", True)
         await it.settled(0, 1)
         it.run.scaled.rmdir()
         await asyncio.to_thread(ask, it.run, 1)

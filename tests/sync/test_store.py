@@ -17,7 +17,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.sender import Publisher
-from mtpctl.sync.store import KEPT, VersionStore, default_root, name_of
+from mtpctl.sync.store import VERSIONS_KEPT, VersionStore, default_root, name_of
 from mtpctl.sync.transports.base import open_reader
 from tests.fakes.full_disk import full_disk
 
@@ -142,7 +142,7 @@ def test_the_store_never_holds_more_versions_than_planned(tmp_path: Path, monkey
     publish = publisher(tmp_path / "store").publish
     for version in range(1, 6):
         publish(tensors(version), version)
-    assert most == KEPT + 1
+    assert most == VERSIONS_KEPT + 1
 
 
 def test_a_store_of_a_killed_process_is_removed(memory: Path, tmp_path: Path) -> None:
