@@ -83,7 +83,7 @@ class VersionStore:
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the written version, and delete all but the newest `VERSIONS_KEPT`. Raises EnvironmentMissing if the file system is full."""
+        """Publish the written version, and delete all but the newest. Raises EnvironmentMissing if the file system is full."""
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
         try:
