@@ -84,7 +84,7 @@ def _keep_bytecode(config: pytest.Config) -> None:
     cache: pytest.Cache | None = getattr(config, "cache", None)  # -p no:cacheprovider
     if cache is None:
         return
-    kept = str(cache.mkdir("bytecode"))
-    sys.dont_write_bytecode, sys.pycache_prefix = False, kept
+    retained = str(cache.mkdir("bytecode"))
+    sys.dont_write_bytecode, sys.pycache_prefix = False, retained
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = kept
+    os.environ["PYTHONPYCACHEPREFIX"] = retained

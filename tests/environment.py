@@ -10,5 +10,5 @@ TREE = Path(__file__).parents[1]
 
 def with_tree(**more: str) -> dict[str, str]:
     """This process's environment, in which Python finds this checkout first, then what it finds here."""
-    found = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TREE), *([found] if found else [])]), **more}
+    result = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TREE), *([result] if result else [])]), **more}

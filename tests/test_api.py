@@ -52,7 +52,7 @@ def test_a_run_is_read(run: Run, tmp_path: Path) -> None:
     assert [row["reward"] for row in run.samples()] == [0.5, None, 0.25]
     assert [row["reward"] for row in run.samples(worst=True)] == [0.25, 0.5] and len(run.samples(step=2)) == 2
     assert run.report(tmp_path / "page.html").read_text().startswith("<!doctype html>")
-    assert [found.path for found in find_runs(tmp_path)] == [run.path]
+    assert [result.path for result in find_runs(tmp_path)] == [run.path]
     with pytest.raises(UserError, match="is not a run directory"):
         Run(tmp_path)
 
@@ -81,7 +81,7 @@ def test_train_runs_the_command_and_prints_its_lines(
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "told"),
+    ("code", "error", "messages"),
     [
         (2, UserError, "seed: must be a number"),
         (130, RuntimeFailure, "stopped on request"),
@@ -89,9 +89,9 @@ def test_train_runs_the_command_and_prints_its_lines(
         (1, MtpctlError, "seed: must be a number"),
     ],
 )
-def test_error_of_command_is_raised(code: int, error: type[MtpctlError], told: str) -> None:
+def test_error_of_command_is_raised(code: int, error: type[MtpctlError], messages: str) -> None:
     program = f"import sys; print('error: seed: must be a number', file=sys.stderr); sys.exit({code})"
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=messages):
         api._follow([sys.executable, "-c", program])
 
 

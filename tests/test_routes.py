@@ -32,9 +32,9 @@ def test_expert_indices_have_the_smallest_dtype(experts: int, dtype: Any, size: 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_routes_are_equal_after_json(dtype: Any) -> None:
-    found = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (5, 3, 2)).astype(dtype)[1:, ::2]
-    again = from_json(json.loads(json.dumps(to_json(found))))
-    assert again.dtype == found.dtype and np.array_equal(again, found)
+    result = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (5, 3, 2)).astype(dtype)[1:, ::2]
+    again = from_json(json.loads(json.dumps(to_json(result))))
+    assert again.dtype == result.dtype and np.array_equal(again, result)
 
 
 @pytest.mark.parametrize(

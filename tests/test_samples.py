@@ -124,21 +124,21 @@ def test_routes_cover_all_tokens_but_the_last_and_are_copied_and_pickled() -> No
 
 def test_arrays_are_created_from_any_iterable() -> None:
     """For example in a user's tests, and from a checkpoint's JSON."""
-    made = Sample(
+    created = Sample(
         "p", "g", [1, 2], response_ids=range(3), loss_mask=[True, 0, 1], behaviour_logprobs=(-0.5, 0.0, -1.0), old_logprobs=[-1] * 3
     )
-    assert made.token_ids.tolist() == [1, 2, 0, 1, 2] and made.sampled == 2
-    assert json.loads(json.dumps(made.to_dict()))["loss_mask"] == [1, 0, 1]
-    assert Sample.from_dict(made.to_dict()) == made
-    assert made.response_ids and not Sample("p", "g", [1]).response_ids
+    assert created.token_ids.tolist() == [1, 2, 0, 1, 2] and created.sampled == 2
+    assert json.loads(json.dumps(created.to_dict()))["loss_mask"] == [1, 0, 1]
+    assert Sample.from_dict(created.to_dict()) == created
+    assert created.response_ids and not Sample("p", "g", [1]).response_ids
 
 
 def test_a_token_takes_13_bytes_in_memory_and_in_a_message() -> None:
     """Four for its id, four for each log-prob, one for its mask, plus the spare capacity of growing arrays."""
-    made, tokens = Sample("p", "g", []), 4096
+    created, tokens = Sample("p", "g", []), 4096
     for _ in range(64):
-        made.append([7] * (tokens // 64), [-0.5] * (tokens // 64), 1)
-    made.old_logprobs = made.behaviour_logprobs[:]
-    held = (made.response_ids, made.behaviour_logprobs, made.loss_mask, made.old_logprobs)
-    assert sum(sys.getsizeof(each) for each in held) <= 1.15 * 13 * tokens
-    assert len(pickle.dumps(made, pickle.HIGHEST_PROTOCOL)) <= 13 * tokens + 1000
+        created.append([7] * (tokens // 64), [-0.5] * (tokens // 64), 1)
+    created.old_logprobs = created.behaviour_logprobs[:]
+    stored = (created.response_ids, created.behaviour_logprobs, created.loss_mask, created.old_logprobs)
+    assert sum(sys.getsizeof(each) for each in stored) <= 1.15 * 13 * tokens
+    assert len(pickle.dumps(created, pickle.HIGHEST_PROTOCOL)) <= 13 * tokens + 1000

@@ -67,10 +67,10 @@ def test_a_reference_that_cannot_be_loaded_is_a_one_line_error(tmp_path: Path, t
     written(tmp_path, "import no_such_library\n", "needs.py")
     written(tmp_path, "def score(): ...\nraise SystemExit(0)\n", "exits.py")
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as result:
         load(text.format(dir=tmp_path), "reward.function")
-    assert str(found.value).startswith("reward.function: ") and message.format(dir=tmp_path) in str(found.value)
-    assert "\n" not in str(found.value)
+    assert str(result.value).startswith("reward.function: ") and message.format(dir=tmp_path) in str(result.value)
+    assert "\n" not in str(result.value)
 
 
 def test_a_wrong_signature_is_an_error_with_the_attempted_call() -> None:
@@ -89,9 +89,9 @@ def test_a_long_signature_is_shown_without_types_and_long_defaults() -> None:
     def judge(response: str, url: str, prompt: str = "a prompt of many lines " * 20, max_tokens: int = 512) -> float:
         return 0.0
 
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as result:
         check_call(judge, ("response",), {"url": "http://judge", "max_token": 5}, "reward.args")
-    assert str(found.value) == (
+    assert str(result.value) == (
         "reward.args: judge(response, url, prompt=…, max_tokens=512) cannot be called as judge(response, url='http://judge', max_token=5): "
         "got an unexpected keyword argument 'max_token'; did you mean max_tokens?"
     )

@@ -38,7 +38,7 @@ async def steady(engine: Any) -> None:
 
 
 class DeadEngine:
-    async def generate(self, *given: Any) -> AsyncIterator[Any]:
+    async def generate(self, *inputs: Any) -> AsyncIterator[Any]:
         raise RuntimeError("the engine is dead")
         yield
 
@@ -51,7 +51,7 @@ def test_error_of_a_request_ends_the_measurement(monkeypatch: pytest.MonkeyPatch
 
 
 class SilentEngine:
-    async def generate(self, *given: Any) -> AsyncIterator[Any]:
+    async def generate(self, *inputs: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(60)
         yield
 
@@ -66,7 +66,7 @@ def test_store_in_memory_is_removed_when_a_sync_fails(tmp_path: Path, monkeypatc
     memory = tmp_path / "memory"
 
     class Trainer:
-        async def call(self, method: str, *given: Any) -> None:
+        async def call(self, method: str, *inputs: Any) -> None:
             if method != "use":
                 (memory / "v00000001").mkdir(parents=True)
                 raise RuntimeError("out of memory")
@@ -74,9 +74,9 @@ def test_store_in_memory_is_removed_when_a_sync_fails(tmp_path: Path, monkeypatc
     class Engine:
         _llm = DeadEngine()
 
-    async def steady(*given: Any) -> None: ...
+    async def steady(*inputs: Any) -> None: ...
 
-    monkeypatch.setattr("mtpctl.sync.store.default_root", lambda *given: memory)
+    monkeypatch.setattr("mtpctl.sync.store.default_root", lambda *inputs: memory)
     monkeypatch.setattr(sync_weights, "_steady", steady)
     monkeypatch.setattr(sync_weights, "model_bytes", lambda options: 0)
     with pytest.raises(RuntimeError, match="out of memory"):

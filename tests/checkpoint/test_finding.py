@@ -107,8 +107,8 @@ def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(
     assert line.startswith(f"{root}/rl-000004/") and line.endswith("; rl-000002 is used instead") and "\n" not in line
     with pytest.raises(Damaged, match=message):
         raise choice.damaged[0][1]
-    kept = root / "rl-000004.damaged"
-    assert damaged_in(root) == [kept] and {file.name: file.read_bytes() for file in kept.iterdir()} == before
+    retained = root / "rl-000004.damaged"
+    assert damaged_in(root) == [retained] and {file.name: file.read_bytes() for file in retained.iterdir()} == before
     assert names(root) == ["rl-000002"] and (root / "latest").read_text() == "rl-000002"
     assert settle(root) == Choice(root / "rl-000002"), "it is told once"
 

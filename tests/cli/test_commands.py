@@ -21,9 +21,9 @@ from tests.fakes.toys import TOYS
 def test_recipes_and_overlays_are_listed_with_their_descriptions(mtpctl: Any) -> None:
     rows = {row["name"]: row for row in json.loads(mtpctl("recipe", "ls", "--json").out)}
     assert rows["tiny_mtp"]["kind"] == "recipe" and rows["h200x2"]["kind"] == "overlay"
-    told = mtpctl("recipe", "ls").out
+    message = mtpctl("recipe", "ls").out
     for row in rows.values():
-        assert row["about"] and row["about"] in told
+        assert row["about"] and row["about"] in message
 
 
 def test_show_prints_set_keys_and_resolved_prints_all(mtpctl: Any) -> None:
@@ -36,10 +36,10 @@ def test_show_prints_set_keys_and_resolved_prints_all(mtpctl: Any) -> None:
 
 
 def test_show_origin_prints_the_source_of_each_value(mtpctl: Any) -> None:
-    told = json.loads(mtpctl("recipe", "show", "tiny_mtp", "--resolved", "--origin", "--json", "--set", "seed=9").out)
-    assert told["seed"] == {"value": 9, "origin": "--set"}
-    assert told["logprob.standalone"]["origin"] == "default"
-    assert told["sync.transport"]["origin"].rsplit(":", 1)[0].endswith("tiny_mtp.yaml")
+    message = json.loads(mtpctl("recipe", "show", "tiny_mtp", "--resolved", "--origin", "--json", "--set", "seed=9").out)
+    assert message["seed"] == {"value": 9, "origin": "--set"}
+    assert message["logprob.standalone"]["origin"] == "default"
+    assert message["sync.transport"]["origin"].rsplit(":", 1)[0].endswith("tiny_mtp.yaml")
     lines = mtpctl("recipe", "show", "tiny_mtp", "--origin", "--set", "seed=9").out.splitlines()
     assert any(line.startswith("seed: 9 ") and line.endswith("# --set") for line in lines)
 
@@ -55,8 +55,8 @@ def test_schema_is_json_schema_that_accepts_our_recipes(mtpctl: Any) -> None:
 
 def test_validate_accepts_and_rejects_recipes(mtpctl: Any) -> None:
     assert mtpctl("recipe", "validate", "tiny_mtp").out.endswith("tiny_mtp.yaml: ok\n")
-    told = json.loads(mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "h200x2", "--json").out)
-    assert told["ok"] and len(told["sources"]) == 2
+    message = json.loads(mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "h200x2", "--json").out)
+    assert message["ok"] and len(message["sources"]) == 2
     wrong = mtpctl("recipe", "validate", "tiny_mtp", "--set", "run_dir=x/{y}")
     assert (wrong.code, wrong.out) == (2, "")
     assert wrong.err == "error: run_dir: {y} is not a placeholder; only {name} and {seed} are replaced\n"
@@ -69,9 +69,9 @@ def test_user_defined_loss_is_tried_and_its_error_has_file_and_line(mtpctl: Any,
         "def wrong(logprob, entropy, terms, config):\n    return logprob.sum() / len(terms)\n"
     )
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:right").code == 0
-    told = mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong")
-    assert (told.code, bool(told.out)) == (2, command[0] == "train")  # a dry run shows its table in any case
-    assert told.err == "error: train.rl.loss: mine.py:7: TypeError: object of type 'TokenTerms' has no len()\n"
+    message = mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong")
+    assert (message.code, bool(message.out)) == (2, command[0] == "train")  # a dry run shows its table in any case
+    assert message.err == "error: train.rl.loss: mine.py:7: TypeError: object of type 'TokenTerms' has no len()\n"
     assert mtpctl(*command, "--set", f"train.rl.loss={tmp_path}/mine.py:wrong", "--set", "train.stages=[sft]").code == 0
 
 
@@ -91,9 +91,9 @@ def test_dry_run_lists_every_actor_and_starts_nothing(mtpctl: Any, arguments: li
     assert plan["model"]["parameters"]["total"] > plan["model"]["parameters"]["mtp"] > 0
     assert {"trainer_rank", "rollout_rank"} <= set(plan["memory"])
     assert set(plan["buckets"]) == {"target", "draft"}
-    told = mtpctl(*arguments).out
+    message = mtpctl(*arguments).out
     for actor in plan["placement"]["actors"]:
-        assert actor["name"] in told and actor["role"] in told
+        assert actor["name"] in message and actor["role"] in message
     assert not run_dir.exists()
 
 
@@ -127,16 +127,16 @@ def test_dry_run_shows_the_bytes_of_routes(mtpctl: Any) -> None:
 
 
 def test_a_dry_run_of_a_deterministic_run_shows_no_staleness(mtpctl: Any) -> None:
-    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "async.deterministic=true", "--set", "cluster.num_cpus=8").out
-    assert "staleness threshold 0, old log-probs recomputed by Megatron\n" in told
+    message = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "async.deterministic=true", "--set", "cluster.num_cpus=8").out
+    assert "staleness threshold 0, old log-probs recomputed by Megatron\n" in message
 
 
 @pytest.mark.parametrize(
     "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
 )
 def test_plan_of_an_adapter_sync_shows_the_base_weights_of_the_first(mtpctl: Any, command: tuple[str, ...]) -> None:
-    told = mtpctl(*command, "--set", "train.lora={rank: 4}", "--set", "sync.sections=[adapter, draft]").out
-    assert "at the first sync also" in told and " target" not in told
+    message = mtpctl(*command, "--set", "train.lora={rank: 4}", "--set", "sync.sections=[adapter, draft]").out
+    assert "at the first sync also" in message and " target" not in message
     assert "at the first sync" not in mtpctl(*command).out
 
 
@@ -158,40 +158,42 @@ def test_dry_run_reports_errors_below_its_table(
     monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1"}\n')
     sets = ["cluster.num_cpus=8", *(text.replace("FOLDER", str(tmp_path)) for text in sets)]
-    told = mtpctl("train", "tiny_mtp", "--dry-run", *(part for text in sets for part in ("--set", text)))
-    assert (told.code, "memory     estimates" in told.out) == (code, table)
-    assert told.err.startswith("error: ") and told.err.count("\n") == 1
+    message = mtpctl("train", "tiny_mtp", "--dry-run", *(part for text in sets for part in ("--set", text)))
+    assert (message.code, "memory     estimates" in message.out) == (code, table)
+    assert message.err.startswith("error: ") and message.err.count("\n") == 1
 
 
 def test_dry_run_reports_every_error_on_a_line(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
     wrong = ["rollout.engine_args={max_num_seq: 1}", "telemetry.wandb=project", "cluster.num_cpus=8"]
     arguments = ["train", "tiny_mtp", "--dry-run", *(part for text in wrong for part in ("--set", text))]
-    told = mtpctl(*arguments)
-    assert told.code == 2 and told.err.splitlines() == [
+    message = mtpctl(*arguments)
+    assert message.code == 2 and message.err.splitlines() == [
         "error: rollout.engine_args.max_num_seq: vLLM has no such option; did you mean max_num_seqs?",
         "also: telemetry.wandb: the package wandb is not installed; install it, or remove the key",
     ]
-    assert [line.split(": ", 1)[1] for line in told.err.splitlines()] == json.loads(mtpctl(*arguments, "--json").out)["errors"]
+    assert [line.split(": ", 1)[1] for line in message.err.splitlines()] == json.loads(mtpctl(*arguments, "--json").out)["errors"]
 
 
 def test_misfit_is_reported_with_remedies(mtpctl: Any) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
-    told = mtpctl(*arguments)
-    assert told.code == 4 and told.err.startswith("error: train.parallel: a trainer rank needs 225 GiB, but has 139 GiB of a card;")
-    assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 224.6 GiB\n" in told.out
-    assert "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in told.out and "79.6 GiB  --set train.recompute=full\n" in told.out
+    message = mtpctl(*arguments)
+    assert message.code == 4 and message.err.startswith("error: train.parallel: a trainer rank needs 225 GiB, but has 139 GiB of a card;")
+    assert "card       139 GiB (cluster.gpu_gib); the fullest rank needs one of 224.6 GiB\n" in message.out
+    assert (
+        "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in message.out and "79.6 GiB  --set train.recompute=full\n" in message.out
+    )
     assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
 
 
 def test_unknown_gpu_size_is_reported_and_the_local_one_is_used(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
     monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: None)
-    told = mtpctl(*arguments)
-    assert told.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 224.6 GiB; set" in told.out
+    message = mtpctl(*arguments)
+    assert message.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 224.6 GiB; set" in message.out
     monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: 80.0)
-    told = mtpctl(*arguments)
-    assert told.code == 4 and "card       80 GiB (this machine)" in told.out
+    message = mtpctl(*arguments)
+    assert message.code == 4 and "card       80 GiB (this machine)" in message.out
 
 
 def test_unreachable_hub_is_exit_code_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,17 +201,19 @@ def test_unreachable_hub_is_exit_code_3(mtpctl: Any, monkeypatch: pytest.MonkeyP
         raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had")
 
     monkeypatch.setattr("mtpctl.recipe.model._fetch", unreachable)
-    told = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
-    assert (told.code, told.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
+    message = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
+    assert (message.code, message.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
 
 
 def test_unservable_family_is_exit_code_3_with_a_fix(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mtpctl.families.reading.find_spec", lambda name: None)
     folder = sparse_folder(tmp_path / "hf", TOYS["qwen3.5"])
     model = "model={config: null, path: " + json.dumps(str(folder)) + ", tokenizer: bytes}"
-    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.precision=bf16")
-    assert told.code == 3 and told.err.startswith("error: torchvision: is not installed, and vLLM needs it to serve qwen3.5; reinstall")
-    assert told.err.count("\n") == 1
+    message = mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.precision=bf16")
+    assert message.code == 3 and message.err.startswith(
+        "error: torchvision: is not installed, and vLLM needs it to serve qwen3.5; reinstall"
+    )
+    assert message.err.count("\n") == 1
     assert mtpctl("train", "tiny_mtp", "--dry-run", "--set", model, "--set", "train.stages=[sft]").code == 0
 
 
@@ -226,8 +230,8 @@ def test_recipe_copy_keeps_comments_and_overwrites_nothing(mtpctl: Any, tmp_path
     assert mtpctl("recipe", "copy", "h200x2", "mine/cards.yaml").code == 0
     assert mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "mine/cards.yaml").code == 0
     (tmp_path / "tiny_mtp.yaml").write_text("kept")
-    told = mtpctl("recipe", "copy", "tiny_mtp", "tiny_mtp.yaml")
-    assert (told.code, told.err) == (2, "error: tiny_mtp.yaml: exists; name another FILE\n")
+    message = mtpctl("recipe", "copy", "tiny_mtp", "tiny_mtp.yaml")
+    assert (message.code, message.err) == (2, "error: tiny_mtp.yaml: exists; name another FILE\n")
     assert (tmp_path / "tiny_mtp.yaml").read_text() == "kept"
     assert mtpctl("recipe", "copy", "tiny_mpt").err == "error: there is no recipe 'tiny_mpt'; did you mean tiny_mtp?\n"
 
@@ -249,8 +253,8 @@ def test_a_shell_completes_commands_and_recipes(mtpctl: Any, shell: str, monkeyp
 
     assert "doctor" in completed("mtpctl doc", "doc")
     assert "tiny_mtp" in completed("mtpctl train ti", "ti")
-    found = completed("mtpctl train mi", "mi")
-    assert "mimo7b_mtp" in found and "mine.yaml" in found and "mine.txt" not in found
+    result = completed("mtpctl train mi", "mi")
+    assert "mimo7b_mtp" in result and "mine.yaml" in result and "mine.txt" not in result
     assert "h200x2" in completed("mtpctl train mine.yaml --overlay h2", "h2")
 
 
@@ -268,22 +272,22 @@ def test_verbose_shows_library_logs_anywhere_on_the_line(where: int) -> None:
 
 
 def test_json_without_a_dry_run_is_refused(mtpctl: Any) -> None:
-    told = mtpctl("train", "tiny_mtp", "--json")
-    assert (told.code, told.err.startswith("error: --json")) == (2, True)
+    message = mtpctl("train", "tiny_mtp", "--json")
+    assert (message.code, message.err.startswith("error: --json")) == (2, True)
 
 
 @pytest.mark.parametrize("where", [0, 2, 4])
 def test_debug_shows_the_traceback_anywhere_on_the_line(mtpctl: Any, where: int) -> None:
     arguments = ["recipe", "validate", "tiny_mtp", "--set", "seed=x"]
     assert "Traceback" not in mtpctl(*arguments).err
-    told = mtpctl(*arguments[:where], "--debug", *arguments[where:])
-    assert told.code == 2 and "Traceback" in told.err and told.err.endswith("error: --set: seed must be an integer, got 'x'\n")
+    message = mtpctl(*arguments[:where], "--debug", *arguments[where:])
+    assert message.code == 2 and "Traceback" in message.err and message.err.endswith("error: --set: seed must be an integer, got 'x'\n")
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["recipe", "shwo"], ["train"], ["train", "tiny_mtp", "--nothing"]])
 def test_a_wrong_command_line_is_exit_2_without_a_traceback(mtpctl: Any, arguments: list[str]) -> None:
-    told = mtpctl(*arguments)
-    assert told.code == 2 and "Traceback" not in told.err and told.err
+    message = mtpctl(*arguments)
+    assert message.code == 2 and "Traceback" not in message.err and message.err
 
 
 def test_train_runs_the_recipe_and_returns_its_exit_code(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +297,8 @@ def test_train_runs_the_recipe_and_returns_its_exit_code(mtpctl: Any, monkeypatc
     room = ModuleType("mtpctl.controller.launch")
     room.run = lambda recipe, *, plain: handed.append((recipe, plain)) or 130  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", room)
-    told = mtpctl("train", "tiny_mtp", "--plain", "--set", "seed=4")
-    assert told.code == 130
+    message = mtpctl("train", "tiny_mtp", "--plain", "--set", "seed=4")
+    assert message.code == 130
     assert handed == [(load_recipe("tiny_mtp", sets=["seed=4"]).recipe, True)]
 
 
@@ -316,8 +320,8 @@ def test_stop_signal_ends_a_command_with_128_and_its_number(
     monkeypatch.setattr("mtpctl.recipe.loading.load_recipe", interrupted)
     inherited = signal.signal(sent, before)
     try:
-        told = mtpctl("recipe", "validate", "tiny_mtp")
-        assert (told.code, told.err) == (code, "interrupted\n")
+        message = mtpctl("recipe", "validate", "tiny_mtp")
+        assert (message.code, message.err) == (code, "interrupted\n")
         assert signal.getsignal(sent) == before
     finally:
         signal.signal(sent, inherited)
@@ -351,19 +355,19 @@ def test_ignored_sighup_stays_ignored(mtpctl: Any, monkeypatch: pytest.MonkeyPat
 def test_folder_that_cannot_be_created_is_a_one_line_error(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        told = mtpctl(*command, str(place))
-        assert told.code == 2 and told.err.count("\n") == 1 and told.err.startswith("error: ") and str(place) in told.err
+        message = mtpctl(*command, str(place))
+        assert message.code == 2 and message.err.count("\n") == 1 and message.err.startswith("error: ") and str(place) in message.err
     assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_user_model_is_not_overwritten_by_a_created_one(mtpctl: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    told = mtpctl("bench", "rollout", "--shape", "tiny", "--model", str(tmp_path))
-    assert told.code == 2 and "not overwritten" in told.err
+    message = mtpctl("bench", "rollout", "--shape", "tiny", "--model", str(tmp_path))
+    assert message.code == 2 and "not overwritten" in message.err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
 
 
 def test_dry_run_reports_an_unreachable_cluster(mtpctl: Any, tmp_path: Path) -> None:
-    told = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "cluster.address=127.0.0.1:1", "--set", f"run_dir={tmp_path / 'run'}")
-    assert told.code == 3 and "trainer-0  host 0" in told.out, "it is planned as if"
-    assert told.err.startswith("error: cluster.address: no Ray cluster answers at 127.0.0.1:1: ")
+    message = mtpctl("train", "tiny_mtp", "--dry-run", "--set", "cluster.address=127.0.0.1:1", "--set", f"run_dir={tmp_path / 'run'}")
+    assert message.code == 3 and "trainer-0  host 0" in message.out, "it is planned as if"
+    assert message.err.startswith("error: cluster.address: no Ray cluster answers at 127.0.0.1:1: ")

@@ -58,11 +58,11 @@ def shards(folder: Path, count: int = 3) -> dict[str, str]:
     """Split the weights into files with an index; returns tensor → file."""
     from safetensors.torch import save_file
 
-    held = tensors(folder)
+    stored = tensors(folder)
     (folder / "model.safetensors").unlink()
-    files = {name: f"model-{number % count + 1:05d}-of-{count:05d}.safetensors" for number, name in enumerate(sorted(held))}
+    files = {name: f"model-{number % count + 1:05d}-of-{count:05d}.safetensors" for number, name in enumerate(sorted(stored))}
     for file in set(files.values()):
-        save_file({name: held[name] for name in held if files[name] == file}, folder / file)
+        save_file({name: stored[name] for name in stored if files[name] == file}, folder / file)
     index(folder, files)
     return files
 
@@ -76,23 +76,23 @@ def index(folder: Path, files: dict[str, str]) -> None:
 
 def test_output_has_size_and_verification(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     shards(folder)
-    told = convert(folder, tmp_path / "checkpoint", "--to", "megatron", "--verify")
-    assert told.code == 0
-    first, second = told.out.splitlines()[-2:]
+    message = convert(folder, tmp_path / "checkpoint", "--to", "megatron", "--verify")
+    assert message.code == 0
+    first, second = message.out.splitlines()[-2:]
     assert f"{tmp_path / 'checkpoint'}: Megatron checkpoint of 43 tensors" in first
     assert second.startswith("verified: 43 tensors bit-equal; logits differ by 0.0e+00, MTP logits by 0.0e+00")
-    told = convert(tmp_path / "checkpoint", tmp_path / "back", "--json")
-    assert told.code == 0 and json.loads(told.out)["to"] == "hf"
+    message = convert(tmp_path / "checkpoint", tmp_path / "back", "--json")
+    assert message.code == 0 and json.loads(message.out)["to"] == "hf"
     assert_same_tensors(tmp_path / "back", folder)
 
 
 def test_inspect_prints_the_contents(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
-    found = json.loads(convert("--inspect", folder, "--json").out)
-    assert found["family"] == "mimo (MiMoForCausalLM)" and found["MTP layers"].startswith("1, 9,952")
-    assert found["dtype"] == ["float32"] and found["missing"] == "nothing"
+    result = json.loads(convert("--inspect", folder, "--json").out)
+    assert result["family"] == "mimo (MiMoForCausalLM)" and result["MTP layers"].startswith("1, 9,952")
+    assert result["dtype"] == ["float32"] and result["missing"] == "nothing"
     assert convert(folder, tmp_path / "checkpoint").code == 0
-    told = convert("--inspect", tmp_path / "checkpoint").out
-    assert "Megatron checkpoint" in told and "mimo (MiMoForCausalLM)" in told
+    message = convert("--inspect", tmp_path / "checkpoint").out
+    assert "Megatron checkpoint" in message and "mimo (MiMoForCausalLM)" in message
     write(folder, {name: value for name, value in tensors(folder).items() if "mtp" not in name})
     assert "mtp_layers.0" in json.loads(convert("--inspect", folder, "--json").out)["missing"]
 
@@ -232,8 +232,8 @@ MISTAKES = [
 @pytest.mark.parametrize("spoil", MISTAKES, ids=lambda spoil: spoil.__name__)
 def test_bad_folders_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
     expected = spoil(folder)
-    told = convert(folder, tmp_path / "checkpoint")
-    assert told.code == 2 and expected in told.error, told.err
+    message = convert(folder, tmp_path / "checkpoint")
+    assert message.code == 2 and expected in message.error, message.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
@@ -248,8 +248,8 @@ def test_bad_targets_are_rejected(convert: Callable[..., Told], folder: Path, tm
         (tmp_path, "lies inside"),
         (there / "mine", "is a file; name a folder"),
     ):
-        told = convert(folder, target)
-        assert told.code == 2 and expected in told.error
+        message = convert(folder, target)
+        assert message.code == 2 and expected in message.error
     assert (there / "mine").read_text() == "mine" and not (folder / "inside").exists()
     assert convert(folder, there, "--force").code == 0
     assert not (there / "mine").exists() and (there / "engine.json").exists()
@@ -264,32 +264,32 @@ def test_bad_command_lines_are_rejected(convert: Callable[..., Told], folder: Pa
         ((tmp_path / "nowhere", tmp_path / "dst"), "there is no such folder"),
         ((tmp_path, tmp_path.parent / "dst"), "is neither a Hugging Face folder"),
     ):
-        told = convert(*arguments)
-        assert told.code == 2 and expected in told.error, told.err
+        message = convert(*arguments)
+        assert message.code == 2 and expected in message.error, message.err
 
 
 def test_full_disk_is_a_one_line_error(convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
-    told = convert(folder, tmp_path / "checkpoint")
-    assert told.code == 2
+    message = convert(folder, tmp_path / "checkpoint")
+    assert message.code == 2
     needed = sum(value.nbytes for value in tensors(folder).values())
-    assert f"needs {needed:,} bytes and 1,000 are free on its disk" in told.error
+    assert f"needs {needed:,} bytes and 1,000 are free on its disk" in message.error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
     assert convert(folder, tmp_path / "checkpoint").code == 0
     shutil.rmtree(tmp_path / "checkpoint" / "hf")
-    told = convert(tmp_path / "checkpoint", tmp_path / "back")
-    assert told.code == 2 and "/checkpoint/hf/config.json is missing; name another checkpoint" in told.error
+    message = convert(tmp_path / "checkpoint", tmp_path / "back")
+    assert message.code == 2 and "/checkpoint/hf/config.json is missing; name another checkpoint" in message.error
     write_listing(tmp_path / "checkpoint", 1, {})
-    told = convert(tmp_path / "checkpoint", tmp_path / "back")
-    assert told.code == 2 and "does not name its model; name the model's folder with --model" in told.error
+    message = convert(tmp_path / "checkpoint", tmp_path / "back")
+    assert message.code == 2 and "does not name its model; name the model's folder with --model" in message.error
     wider = mimo(tmp_path / "wider", **{**MIMO, "intermediate_size": 64}).path
-    told = convert(tmp_path / "checkpoint", tmp_path / "back", "--model", wider)
+    message = convert(tmp_path / "checkpoint", tmp_path / "back", "--model", wider)
     assert (
-        told.code == 2
-        and "holds decoder.layers.mlp.linear_fc1.weight as [2, 96, 32], its model's config makes it [2, 128, 32]" in told.error
+        message.code == 2
+        and "holds decoder.layers.mlp.linear_fc1.weight as [2, 96, 32], its model's config makes it [2, 128, 32]" in message.error
     )
     assert not (tmp_path / "back").exists() and not (tmp_path / "back.partial").exists()
 
@@ -317,8 +317,8 @@ def test_interrupted_conversion_leaves_nothing_and_starts_over(
 
     with monkeypatch.context() as patched:
         patched.setattr(conversion.PartWriter if to == "megatron" else conversion.HfWriter, "flush", interrupt)
-        told = convert(source, target)
-    assert told.code == 130 and len(flushed) == 3
+        message = convert(source, target)
+    assert message.code == 130 and len(flushed) == 3
     assert not target.exists() and not (tmp_path / f"{target.name}.partial").exists()
     assert convert(source, target).code == 0
     assert not (tmp_path / f"{target.name}.partial").exists()
@@ -332,8 +332,8 @@ def test_leftovers_of_a_killed_conversion_are_deleted_and_other_folders_are_not(
 ) -> None:
     work = tmp_path / "checkpoint.partial"
     work.mkdir()
-    told = convert(folder, tmp_path / "checkpoint")
-    assert told.code == 2 and "exists, and was not created by a conversion" in told.error
+    message = convert(folder, tmp_path / "checkpoint")
+    assert message.code == 2 and "exists, and was not created by a conversion" in message.error
     (work / "conversion.lock").touch()
     (work / "__0_0.distcp").write_bytes(b"half a shard")
     assert convert(folder, tmp_path / "checkpoint", "--verify").code == 0

@@ -79,11 +79,11 @@ def test_recipe_of_the_template_has_all_files_and_names(init: Any, kind: str) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_out_rows_are_not_trained_on(kind: str) -> None:
-    trained, held = (
+    trained, stored = (
         {json.loads(line)["question"] for line in (TEMPLATES / kind / name).read_text().splitlines()}
         for name in ("rows.jsonl", "held_out.jsonl")
     )
-    assert trained and held and trained.isdisjoint(held)
+    assert trained and stored and trained.isdisjoint(stored)
 
 
 def test_name_with_a_dash_is_importable(init: Any) -> None:

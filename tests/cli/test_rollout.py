@@ -86,7 +86,7 @@ def test_prompts_and_out_are_required(rollout: Any, missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--prompts", "nowhere.jsonl", "--out", "o"], "error: --prompts: no file nowhere.jsonl; give a .jsonl or .parquet file"),
         (["--prompts", "p.jsonl", "--out", "."], "error: --out: . is a folder; name a file to write"),
@@ -95,20 +95,20 @@ def test_prompts_and_out_are_required(rollout: Any, missing: str) -> None:
         (["--prompts", "p.jsonl", "--out", "no/where"], "error: --out: no/where lies in a folder that is not there; name a file to write"),
     ],
 )
-def test_unusable_files_are_reported_before_heavy_imports(rollout: Any, arguments: list[str], told: str) -> None:
+def test_unusable_files_are_reported_before_heavy_imports(rollout: Any, arguments: list[str], message: str) -> None:
     code, _, err, handed = rollout(found(), "tiny_mtp", *arguments)
-    assert (code, err.strip(), handed) == (2, told, [])
+    assert (code, err.strip(), handed) == (2, message, [])
 
 
 def test_serving_takes_an_address_and_maybe_a_file(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def serve(recipe: Any, out: Path | None, **options: Any) -> int:
-        asked.append((recipe.seed, out, options["host"], options["port"], options["start"]))
+        requested.append((recipe.seed, out, options["host"], options["port"], options["start"]))
         return 3
 
     monkeypatch.setattr("mtpctl.jobs.serve.serve", serve)
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve", "--port", "0", "--set", "seed=7", "--out", "o")
-    assert (code, out.strip(), asked) == (0, "3 trajectories in o", [(7, Path("o"), "127.0.0.1", 0, None)])
+    assert (code, out.strip(), requested) == (0, "3 trajectories in o", [(7, Path("o"), "127.0.0.1", 0, None)])
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve")
-    assert (code, out.strip(), asked[1]) == (0, "3 trajectories", (0, None, "127.0.0.1", 8339, None))
+    assert (code, out.strip(), requested[1]) == (0, "3 trajectories", (0, None, "127.0.0.1", 8339, None))

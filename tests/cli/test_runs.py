@@ -26,7 +26,7 @@ def run_of(path: Path, *sets: str) -> RunDirectory:
 
 
 @pytest.mark.parametrize(
-    ("sets", "replicas", "told"),
+    ("sets", "replicas", "message"),
     [
         ([ELASTIC], "5", "error: --replicas: 5 is not within rollout.replicas: min 2, max 4"),
         ([ELASTIC], "1", "error: --replicas: 1 is not within rollout.replicas: min 2, max 4"),
@@ -38,19 +38,19 @@ def run_of(path: Path, *sets: str) -> RunDirectory:
         (["train.stages=[sft]"], "1", "error: RUN: {run} has no rollout replicas; its train.stages are sft"),
     ],
 )
-def test_number_out_of_bounds_is_exit_code_2(mtpctl: Any, tmp_path: Path, sets: list[str], replicas: str, told: str) -> None:
+def test_number_out_of_bounds_is_exit_code_2(mtpctl: Any, tmp_path: Path, sets: list[str], replicas: str, message: str) -> None:
     with run_of(tmp_path / "run", *sets) as run:
-        found = mtpctl("scale", str(run.path), "--replicas", replicas)
-        assert (found.code, found.out, found.err) == (2, "", told.format(run=run.path) + "\n")
+        result = mtpctl("scale", str(run.path), "--replicas", replicas)
+        assert (result.code, result.out, result.err) == (2, "", message.format(run=run.path) + "\n")
         assert not run.requests.exists()
 
 
 def test_missing_or_ended_run_is_exit_code_2(mtpctl: Any, tmp_path: Path) -> None:
-    found = mtpctl("scale", str(tmp_path), "--replicas", "2")
-    assert (found.code, found.err) == (2, f"error: RUN: {tmp_path} is no run directory; mtpctl runs lists those below a folder\n")
+    result = mtpctl("scale", str(tmp_path), "--replicas", "2")
+    assert (result.code, result.err) == (2, f"error: RUN: {tmp_path} is no run directory; mtpctl runs lists those below a folder\n")
     run_of(tmp_path / "run", ELASTIC).close()
-    found = mtpctl("scale", str(tmp_path / "run"), "--replicas", "2")
-    assert (found.code, found.err) == (2, f"error: RUN: {tmp_path}/run is not running; start it with mtpctl train {tmp_path}/run\n")
+    result = mtpctl("scale", str(tmp_path / "run"), "--replicas", "2")
+    assert (result.code, result.err) == (2, f"error: RUN: {tmp_path}/run is not running; start it with mtpctl train {tmp_path}/run\n")
 
 
 @pytest.mark.parametrize(("refused", "code"), [(False, 0), (True, 2)])
@@ -66,9 +66,9 @@ def test_answer_of_the_run_is_printed(mtpctl: Any, tmp_path: Path, refused: bool
 
         thread = threading.Thread(target=answer)
         thread.start()
-        found = mtpctl("scale", str(run.path), "--replicas", "3")
+        result = mtpctl("scale", str(run.path), "--replicas", "3")
         thread.join(20)
-        assert (found.code, found.err if refused else found.out) == (code, "error: " * refused + "3 are asked for\n")
+        assert (result.code, result.err if refused else result.out) == (code, "error: " * refused + "3 are asked for\n")
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_newest_samples_are_first_and_the_environment_is_marked(mtpctl: Any, run: Path) -> None:
-    told = mtpctl("samples", str(run), "--n", "2").out
-    first, second = told.split("\n\n")
+    message = mtpctl("samples", str(run), "--n", "2").out
+    first, second = message.split("\n\n")
     assert first.startswith("── no reward · dropped before update 8 ·") and first.endswith("  no reward: boom")
     assert second.splitlines() == [
         "── reward 0.7 · update 7 · format 1 · 9 tokens and 1 environment turn(s) · ended by stop · versions 3 to 4 · "

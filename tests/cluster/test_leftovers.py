@@ -73,9 +73,9 @@ def test_folders_are_removed_only_after_the_run_was_killed(run: subprocess.Popen
     assert leftovers.find() == leftovers.remove() == []
     assert versions.is_dir() and session.is_dir()
     kill(run)
-    found = leftovers.find()
-    assert [left.path for left in found] == [versions, session] and all(left.nbytes >= 1 << 16 for left in found)
-    assert leftovers.remove() == found
+    result = leftovers.find()
+    assert [left.path for left in result] == [versions, session] and all(left.nbytes >= 1 << 16 for left in result)
+    assert leftovers.remove() == result
     assert list(memory.iterdir()) == list(session.parent.iterdir()) == [] == leftovers.find()
 
 
@@ -178,10 +178,10 @@ def test_a_folder_that_was_claimed_again_is_not_removed(run: subprocess.Popen[st
     """An engine marks its adapters' folder without the lock, so a marked folder must not be moved."""
     folder = memory / "mtpctl-run"
     kill(run)
-    found = leftovers.find()
+    result = leftovers.find()
     leftovers.mark(folder)
-    monkeypatch.setattr(leftovers, "find", lambda: found)
-    monkeypatch.setattr(Path, "rename", lambda *given: pytest.fail("it was moved") if given[0] == folder else os.rename(*given))
+    monkeypatch.setattr(leftovers, "find", lambda: result)
+    monkeypatch.setattr(Path, "rename", lambda *inputs: pytest.fail("it was moved") if inputs[0] == folder else os.rename(*inputs))
     assert folder not in [left.path for left in leftovers.remove()] and folder.is_dir()
 
 
@@ -220,10 +220,10 @@ class Ray(types.ModuleType):
 
 @pytest.fixture
 def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
-    found = Ray(leftovers.sessions() / "session_2")
-    monkeypatch.setitem(sys.modules, "ray", found)
+    result = Ray(leftovers.sessions() / "session_2")
+    monkeypatch.setitem(sys.modules, "ray", result)
     monkeypatch.setattr("mtpctl.cluster.local.Daemons.starting", lambda self: nullcontext())
-    return found
+    return result
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a rank died; look into Ray's logs"), KeyboardInterrupt()])

@@ -7,11 +7,11 @@ from mtpctl.samples import Sample, Speculation
 
 
 def sample(rate: float, versions: list[int], drafts: int = 50) -> Sample:
-    found = Sample("p", "g", [1])
+    result = Sample("p", "g", [1])
     for version in versions:
-        found.append([0] * 10, [0.0] * 10, version)
-    found.speculation = Speculation(drafts, int(rate * drafts), [int(rate * drafts)], drafts)
-    return found
+        result.append([0] * 10, [0.0] * 10, version)
+    result.speculation = Speculation(drafts, int(rate * drafts), [int(rate * drafts)], drafts)
+    return result
 
 
 def feed(watch: AcceptanceWatch, rate: float, version: int, samples: int = 8) -> list[Collapse]:

@@ -16,10 +16,10 @@ def group(number: int, size: int = 2) -> Group:
 
 
 def sample(number: int, index: int) -> Sample:
-    made = Sample(prompt_id=f"p{number}", group_id=str(number), prompt_ids=[1, 2], index=index)
-    made.append([3, 4], [-0.5, -0.25], version=1)
-    made.reward = float(index)
-    return made
+    created = Sample(prompt_id=f"p{number}", group_id=str(number), prompt_ids=[1, 2], index=index)
+    created.append([3, 4], [-0.5, -0.25], version=1)
+    created.reward = float(index)
+    return created
 
 
 async def take(buffer: SampleBuffer, count: int, *, due: int = -1, later: int = 0) -> list[Group]:
@@ -95,14 +95,14 @@ def test_saved_buffer_restores_complete_groups_and_requeues_unfinished_ones(tmp_
 
 def test_saved_buffer_restores_routes(tmp_path: Path) -> None:
     async def scenario() -> None:
-        buffer, made = SampleBuffer(), [sample(0, 0), sample(0, 1)]
+        buffer, created = SampleBuffer(), [sample(0, 0), sample(0, 1)]
         routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
-        made[1].routes = routes
-        await buffer.put(Group(0, group(0).problem, 2, made))
+        created[1].routes = routes
+        await buffer.put(Group(0, group(0).problem, 2, created))
         buffer.save(tmp_path / "buffer.jsonl")
-        ((kept,), _) = SampleBuffer.load(tmp_path / "buffer.jsonl")
-        assert kept.samples[0].routes is None
-        assert np.array_equal(kept.samples[1].routes, routes) and kept.samples[1].routes.dtype == np.uint8
+        ((retained,), _) = SampleBuffer.load(tmp_path / "buffer.jsonl")
+        assert retained.samples[0].routes is None
+        assert np.array_equal(retained.samples[1].routes, routes) and retained.samples[1].routes.dtype == np.uint8
 
     asyncio.run(scenario())
 
@@ -132,9 +132,9 @@ def sent(number: int, version: int, retries: int = 0) -> Group:
 
 
 def answer(group: Group, version: int) -> Sample:
-    made = Sample(group.problem.prompt_id, group.group_id, [1, 2])
-    made.append([3], [-0.5], version)
-    return made
+    created = Sample(group.problem.prompt_id, group.group_id, [1, 2])
+    created.append([3], [-0.5], version)
+    return created
 
 
 def test_the_oldest_weights_are_trained_on_first() -> None:

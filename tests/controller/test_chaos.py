@@ -120,8 +120,8 @@ def check_versions(run_dir: Path, trained: Sequence[SampleRow]) -> None:
 
 def check_restarts(run_dir: Path) -> list[float]:
     """Each trainer that was lost was back in time. Returns the seconds that they took."""
-    back = [found for event in load_history(run_dir).events if (found := re.search(r"^trainer back.* after (\d+) s", event.message))]
-    seconds = [float(found[1]) for found in back]
+    back = [result for event in load_history(run_dir).events if (result := re.search(r"^trainer back.* after (\d+) s", event.message))]
+    seconds = [float(result[1]) for result in back]
     assert all(each <= BACK_S for each in seconds), seconds
     return seconds
 
@@ -145,8 +145,8 @@ def test_damage_missing_from_the_log_is_reported_as_unnoticed(tmp_path: Path) ->
     root, draw = tmp_path / "run" / "checkpoints", random.Random(0)
     for name in ("rl-000002", "rl-000004"):
         write_checkpoint(tmp_path / "run", name)
-    told, damage = damage_checkpoint(root, draw, len("before\n"))
-    assert damage is not None and damage.file.parent.name == "rl-000004" and told.startswith("rl-000004/")
+    message, damage = damage_checkpoint(root, draw, len("before\n"))
+    assert damage is not None and damage.file.parent.name == "rl-000004" and message.startswith("rl-000004/")
     assert damage_checkpoint(root, draw, 0)[1] is None, "one checkpoint stays whole"
     assert unnoticed([damage], root, "before\nrl goes on after step 4, from rl-000004\n")
     line = settle(root).lines[0]
@@ -173,10 +173,10 @@ def test_deterministic_run_under_failures_ends_with_the_undisturbed_weights(tmp_
     steps, sets = STEPS_AN_EVENT * events, (*SERVER, "async.deterministic=true")
     weights = []
     for name, count in (("disturbed", events), ("undisturbed", 0)):
-        found, how = run(tmp_path / name, count, sets, seed=seed, steps=steps)
-        report(found, how)
-        check_every_prompt(found, steps)
-        command = [sys.executable, "-m", "mtpctl", "convert-hf", str(found), str(tmp_path / f"{name}-hf")]
+        result, how = run(tmp_path / name, count, sets, seed=seed, steps=steps)
+        report(result, how)
+        check_every_prompt(result, steps)
+        command = [sys.executable, "-m", "mtpctl", "convert-hf", str(result), str(tmp_path / f"{name}-hf")]
         subprocess.run(command, check=True, capture_output=True, timeout=300, env=with_tree())
         weights.append((tmp_path / f"{name}-hf" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
@@ -188,10 +188,10 @@ def test_lost_hosts_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     steps = STEPS_AN_EVENT * events
     with hosts(4) as four:
         sets = (*SERVER, ELASTIC, "train.parallel.dp=2", "train.min_dp=1")
-        found, how = run(tmp_path / "hosts", events, sets, seed=seed, steps=steps, on=four)
-    report(found, how)
-    check_versions(found, check_every_prompt(found, steps))
-    check_restarts(found)
+        result, how = run(tmp_path / "hosts", events, sets, seed=seed, steps=steps, on=four)
+    report(result, how)
+    check_versions(result, check_every_prompt(result, steps))
+    check_restarts(result)
 
 
 def report(run_dir: Path, how: Disturbed) -> None:

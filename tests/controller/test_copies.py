@@ -68,26 +68,26 @@ def run(tmp_path: Path) -> Path:
 
 
 def copies_in(store: ObjectStore, run: Path) -> tuple[Copies, list[str]]:
-    told = list[str]()
-    return Copies(store, run, 2, told.append), told
+    message = list[str]()
+    return Copies(store, run, 2, message.append), message
 
 
 def test_checkpoints_are_copied_in_the_background_and_complete_at_the_end(run: Path) -> None:
     store = Store()
-    copies, told = copies_in(store, run)
+    copies, message = copies_in(store, run)
     for step in (2, 4):
         copies.take(make_checkpoint(run, f"rl-{step:06d}"))
     asyncio.run(copies.finish())
-    assert newest_copy(store) == "rl-000004" and told == []
-    found = copies.metrics()
-    assert found.pop("timing_s/checkpoint_copy") >= 0
-    assert found == {"checkpoint/copy_failures": 0, "checkpoint/copy_behind": 0}
+    assert newest_copy(store) == "rl-000004" and message == []
+    result = copies.metrics()
+    assert result.pop("timing_s/checkpoint_copy") >= 0
+    assert result == {"checkpoint/copy_failures": 0, "checkpoint/copy_behind": 0}
     assert "timing_s/checkpoint_copy" not in copies.metrics(), "each is told once"
 
 
 def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Path) -> None:
     store = Store()
-    copies, told = copies_in(store, run)
+    copies, message = copies_in(store, run)
     copies.take(make_checkpoint(run, "rl-000002"))
     wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
     store.down = True
@@ -106,7 +106,7 @@ def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Pat
     store.down = False
     asyncio.run(copies.finish())
     assert newest_copy(store) == "rl-000006" and copies.metrics()["checkpoint/copy_behind"] == 0
-    lost, back = told
+    lost, back = message
     assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training goes on, and it is tried again")
     assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" tries that failed")
 
@@ -114,10 +114,10 @@ def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Pat
 def test_run_without_its_store_reports_it_and_ends(run: Path) -> None:
     store = Store()
     store.down = True
-    copies, told = copies_in(store, run)
+    copies, message = copies_in(store, run)
     copies.take(make_checkpoint(run, "rl-000002"))
     asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
-    assert told[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
+    assert message[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
 
 
 def test_bug_is_raised_instead_of_retried(run: Path) -> None:
@@ -181,14 +181,14 @@ def copied(run: Path, *names: str) -> str:
 
 
 def test_missing_run_directory_gets_the_newest_copied_checkpoint(run: Path, tmp_path: Path) -> None:
-    url, told = copied(run, "rl-000002", "rl-000004"), list[str]()
+    url, message = copied(run, "rl-000002", "rl-000004"), list[str]()
     recipe = recipe_in(tmp_path / "elsewhere", url)
-    line = fetch_if_lost(recipe, told.append)
+    line = fetch_if_lost(recipe, message.append)
     assert line.startswith(f"rl-000004 was fetched from {url} in ")
     assert newest(tmp_path / "elsewhere" / "checkpoints") == tmp_path / "elsewhere" / "checkpoints" / "rl-000004"
     assert contents(tmp_path / "elsewhere" / "checkpoints" / "rl-000004") == contents(run / "checkpoints" / "rl-000004")
     assert (tmp_path / "elsewhere" / "recipe.resolved.yaml").read_text() == "name: run\n"
-    assert fetch_if_lost(recipe, told.append) == "" and len(told) == 1, "once"
+    assert fetch_if_lost(recipe, message.append) == "" and len(message) == 1, "once"
 
 
 def test_local_checkpoint_takes_precedence_over_the_copy(run: Path) -> None:
@@ -207,8 +207,8 @@ def test_copy_of_another_run_is_rejected(run: Path, tmp_path: Path) -> None:
     url = copied(run, "rl-000002")
     check_copies(recipe_in(tmp_path / "elsewhere", url))
     other = recipe_in(tmp_path / "elsewhere", url).model_copy(update={"name": "other"})
-    told = f"train.checkpoint_copy: {url} holds the run run, not other; write {{name}} into it, or name another"
-    with pytest.raises(UserError, match=told.replace("{", r"\{").replace("}", r"\}")):
+    message = f"train.checkpoint_copy: {url} holds the run run, not other; write {{name}} into it, or name another"
+    with pytest.raises(UserError, match=message.replace("{", r"\{").replace("}", r"\}")):
         check_copies(other)
 
 
@@ -218,8 +218,10 @@ def test_unreachable_store_is_an_error_without_a_local_checkpoint(run: Path, mon
 
     monkeypatch.setattr(ObjectStore, "write", nobody)
     recipe = recipe_in(run, "memory://away/run")
-    told = r"train.checkpoint_copy: memory://away/run does not answer \(nobody answers\), and may hold the checkpoint that this run goes on"
-    with pytest.raises(EnvironmentMissing, match=told):
+    message = (
+        r"train.checkpoint_copy: memory://away/run does not answer \(nobody answers\), and may hold the checkpoint that this run goes on"
+    )
+    with pytest.raises(EnvironmentMissing, match=message):
         check_copies(recipe)
     make_checkpoint(run, "rl-000002")
     check_copies(recipe)
@@ -230,8 +232,8 @@ def test_unreachable_store_is_an_error_without_a_local_checkpoint(run: Path, mon
 
 @pytest.fixture
 def server() -> Iterator[S3Server]:
-    with serving() as found:
-        yield found
+    with serving() as result:
+        yield result
 
 
 def trained(run_dir: Path, server: S3Server, steps: int, *more: str) -> subprocess.CompletedProcess[str]:

@@ -82,10 +82,10 @@ def test_resumed_run_survives_the_death_of_its_engine_and_trainer(run_dir: Path)
 
 def test_metrics_have_every_update_and_event(run_dir: Path) -> None:
     """Updates that were lost with the trainer are made, and told, again."""
-    told = [row for row in load_history(run_dir).rows if row.phase == "rl" and "reward/mean" in row.metrics]
-    assert [row.step for row in told] == list(range(1, len(told) + 1)), "over stop, resume and deaths"
-    assert told
-    updates = [row.metrics for row in told]
+    message = [row for row in load_history(run_dir).rows if row.phase == "rl" and "reward/mean" in row.metrics]
+    assert [row.step for row in message] == list(range(1, len(message) + 1)), "over stop, resume and deaths"
+    assert message
+    updates = [row.metrics for row in message]
     for name in ("mtp/loss_1", "mtp/grad_norm", "rollout/spec_accept_rate", "async/trainer_idle", "rollout_corr/kl"):
         assert all(name in row for row in updates), name
     # The command may have been killed in the sync after its last update.
@@ -105,8 +105,8 @@ def test_user_defined_reward_logs_its_parts_and_failures(run_dir: Path) -> None:
     steps = len({row["step"] for row in updates})
     assert sum(row["reward/errors"] for row in updates) >= 4 * steps
     assert sum(row["reward/timeouts"] for row in updates) >= 2 * steps
-    told = [row["message"] for row in rows if row.get("event") == "reward"]
-    assert any(line.startswith("judge.py:6: ValueError: no second one (") for line in told)
-    assert any(line.startswith("judge.py:8: score took more than 0.5 s (reward.timeout_s)") for line in told)
+    message = [row["message"] for row in rows if row.get("event") == "reward"]
+    assert any(line.startswith("judge.py:6: ValueError: no second one (") for line in message)
+    assert any(line.startswith("judge.py:8: score took more than 0.5 s (reward.timeout_s)") for line in message)
     assert "judged addition" in (run_dir / "logs" / "reward.log").read_text()
     assert f"function: {run_dir.parent / 'mytask' / 'judge.py'}:score" in (run_dir / "recipe.resolved.yaml").read_text()

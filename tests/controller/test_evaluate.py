@@ -41,14 +41,14 @@ def valued(function: Any) -> Reward:
 
 def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) -> tuple[dict[str, float], list[GenerationRequest]]:
     """The metrics of one evaluation in which every response is its own index, and what was asked for."""
-    asked: list[GenerationRequest] = []
+    requested: list[GenerationRequest] = []
     rewards: dict[str, Any] = {name: valued(each) for name, each in options.pop("rewards", {UNNAMED: equal}).items()}
 
     class Noting(FakeGenerator):
         async def generate(self, requests: Any) -> Any:
             async def noted() -> Any:
                 async for request in requests:
-                    asked.append(request)
+                    requested.append(request)
                     yield request
 
             async for sample in super().generate(noted()):
@@ -56,29 +56,29 @@ def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) ->
 
     prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], named.pop("", []), [], named), context=64)
     generator = cast(Any, Noting(World(), lambda s: str(s.index)))
-    return asyncio.run(evaluate(recipe, prepared, generator, rewards, **options)), asked
+    return asyncio.run(evaluate(recipe, prepared, generator, rewards, **options)), requested
 
 
 def test_each_set_has_its_own_sampling_and_metric_names() -> None:
     recipe = with_sets(recipe_of(), easy={"path": "e", "n": 4, "temperature": 0.5, "max_tokens": 7}, hard={"path": "h"})
     problems = {"": [Problem("p", "x", "0")], "easy": [Problem("p", "x", "3"), Problem("q", "y", "9")], "hard": [Problem("p", "z", "1")]}
-    metrics, asked = measured(recipe, problems)
+    metrics, requested = measured(recipe, problems)
     assert metrics["eval/accuracy"] == 1.0 and metrics["eval/problems"] == 1.0
     assert [metrics[f"eval/easy/{name}"] for name in ("avg@4", "pass@1", "pass@2", "pass@4")] == pytest.approx([1 / 8, 1 / 8, 1 / 4, 1 / 2])
     assert metrics["eval/hard/avg@1"] == metrics["eval/hard/pass@1"] == 0.0
-    assert [(len(s), s[0].temperature, s[0].max_tokens) for s in (asked[:1], asked[1:9], asked[9:])] == [
+    assert [(len(s), s[0].temperature, s[0].max_tokens) for s in (requested[:1], requested[1:9], requested[9:])] == [
         (1, 1.0, 63),
         (8, 0.5, 7),
         (1, 1.0, 63),
     ]
-    assert len({(request.sample.group_id, request.sample.index) for request in asked}) == 10
+    assert len({(request.sample.group_id, request.sample.index) for request in requested}) == 10
 
 
 def test_n_overrides_the_n_of_sets() -> None:
-    metrics, asked = measured(
+    metrics, requested = measured(
         with_sets(recipe_of(), a={"path": "a", "n": 8}), {"": [Problem("p", "x", "0")], "a": [Problem("p", "x", "1")]}, n=2
     )
-    assert len(asked) == 4
+    assert len(requested) == 4
     assert (metrics["eval/accuracy"], metrics["eval/pass@2"], metrics["eval/a/pass@2"]) == (0.5, 1.0, 1.0)
 
 
@@ -89,8 +89,8 @@ def test_reward_counts_as_correct_from_the_threshold_of_the_set() -> None:
     named = {"a": [Problem("p", "x", "1")]}
     strict, _ = measured(with_sets(recipe_of(), a={"path": "a"}), dict(named), rewards={UNNAMED: equal, "a": half})
     loose, _ = measured(with_sets(recipe_of(), a={"path": "a", "right_from": 0.5}), dict(named), rewards={UNNAMED: equal, "a": half})
-    assert [found["eval/a/avg@1"] for found in (strict, loose)] == [0.5, 0.5]
-    assert [found["eval/a/pass@1"] for found in (strict, loose)] == [0.0, 1.0]
+    assert [result["eval/a/avg@1"] for result in (strict, loose)] == [0.5, 0.5]
+    assert [result["eval/a/pass@1"] for result in (strict, loose)] == [0.0, 1.0]
 
 
 def test_responses_are_rewarded_concurrently() -> None:
@@ -126,20 +126,20 @@ def test_set_uses_its_own_reward_function_and_others_the_recipes(tmp_path: Path)
         "b": {"path": "b", "reward": {"function": f"{tmp_path}/judge.py:plain"}},
         "c": {"path": "c"},
     }
-    told: list[str] = []
+    message: list[str] = []
 
-    async def rewarded(sets: dict[str, object], *asked: tuple[str, Problem]) -> tuple[set[str], list[Outcome]]:
+    async def rewarded(sets: dict[str, object], *requested: tuple[str, Problem]) -> tuple[set[str], list[Outcome]]:
         recipe = recipe_of().model_copy(update={"evaluation": EvaluationConfig.model_validate({"sets": sets})})
         async with contextlib.AsyncExitStack() as stack:
-            rewards = await start_rewards(recipe, stack, report=told.append)
-            return set(rewards), [await rewards[name]("1234", problem, Sample("p", "g", [1])) for name, problem in asked]
+            rewards = await start_rewards(recipe, stack, report=message.append)
+            return set(rewards), [await rewards[name]("1234", problem, Sample("p", "g", [1])) for name, problem in requested]
 
     problem, other = Problem("p", "x", "1", fields={"worth": 2}), Problem("q", "x", "1")
     names, outcomes = asyncio.run(rewarded(sets, ("a", problem), ("b", problem), ("b", other)))
     assert names == {UNNAMED, "a", "b"}
     assert [outcome.reward for outcome in outcomes] == [4.25, 2.0, 0.0]
     assert outcomes[0].parts == {"part": 1.0}
-    assert len(told) == 1 and "judge.py:4: KeyError: 'worth'" in told[0]
+    assert len(message) == 1 and "judge.py:4: KeyError: 'worth'" in message[0]
     wrong: dict[str, object] = {"a": {"path": "a", "reward": {"function": f"{tmp_path}/judge.py:plain", "args": {"bonus": 1}}}}
     with pytest.raises(UserError, match=r"plain.* cannot be called"):
         asyncio.run(rewarded(wrong))

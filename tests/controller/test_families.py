@@ -42,8 +42,8 @@ print(json.dumps(list(found.outputs[0].token_ids)))
 
 @pytest.mark.parametrize(("family", "precision", "device"), CASES)
 def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, precision: str, device: str, tmp_path: Path) -> None:
-    made, run_dir, folder = recipe(family, precision, device, tmp_path), tmp_path / "run", tmp_path / "folder"
-    command("-m", "mtpctl", "train", made, "--plain")
+    created, run_dir, folder = recipe(family, precision, device, tmp_path), tmp_path / "run", tmp_path / "folder"
+    command("-m", "mtpctl", "train", created, "--plain")
     # It imports vLLM on the core that the second start leaves idle at first, and is told once the folder is there.
     # vLLM by itself serves latent attention in bfloat16 alone where a CPU has AMX.
     fp32 = "bfloat16" if "kv_lora_rank" in TOYS[family] and torch.cpu._is_amx_tile_supported() else "float32"
@@ -52,9 +52,9 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
     stock = eager if device == "cpu" else options(family) | {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     with start("-c", STOCK, folder, dtype, json.dumps(stock), VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
         try:
-            resumed = command("-m", "mtpctl", "train", made, "--plain", "--set", "train.rl.steps=3")
+            resumed = command("-m", "mtpctl", "train", created, "--plain", "--set", "train.rl.steps=3")
             command("-m", "mtpctl", "convert-hf", run_dir, folder, "--verify")
-            told = end(serving)
+            message = end(serving)
         finally:
             serving.kill()
     assert "resume: rl goes on after step 2" in resumed
@@ -66,7 +66,7 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
     assert all(("moe/replay_agreement" in row) == bool(shape.moe) for row in rows), "experts are those of the rollout"
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     assert same and max(same) < APART[precision], "the server's log-probs are the engine's where both have the same weights"
-    assert len(json.loads(told.splitlines()[-1])) == 16
+    assert len(json.loads(message.splitlines()[-1])) == 16
     accepted = [row["rollout/spec_accept_rate"] for row in rows if "rollout/spec_accept_rate" in row]
     print(
         f"{family}, {precision} on {device}: {rows[-1]['sync/verified']:.0f} tensors compared at each sync, "

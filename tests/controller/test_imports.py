@@ -22,6 +22,6 @@ def test_modules_are_found() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_controller_module_imports_no_heavy_package(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=120, check=True)
-    found = set(done.stdout.split())
-    assert "mtpctl" in found
-    assert not HEAVY & found
+    result = set(done.stdout.split())
+    assert "mtpctl" in result
+    assert not HEAVY & result

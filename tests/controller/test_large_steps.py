@@ -82,8 +82,8 @@ def timed(samples: int) -> dict[str, float]:
     command = [sys.executable, str(SCRIPT), "--samples", str(samples), "--ranks", "64", "--saved", str(samples // 4)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500)
     print(done.stdout.splitlines()[-1])
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.slow

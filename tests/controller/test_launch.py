@@ -60,11 +60,11 @@ def drive(
     recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, changed: str = "", rows: Rows | None = None
 ) -> tuple[bool, list[str]]:
     """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Trainer(FakeTrainerGroup):
         async def called(self, method: str) -> None:
-            asked.append(method)
+            requested.append(method)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "reserve_bundles", anywhere)
@@ -72,7 +72,7 @@ def drive(
     prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
     start = Start(folder, resumed_from(folder, recipe.train))
     run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), changed, start=start)
-    return asyncio.run(run.drive()), asked
+    return asyncio.run(run.drive()), requested
 
 
 def test_completed_run_prints_its_summary_and_starts_nothing(
@@ -101,9 +101,9 @@ def test_completed_run_prints_its_summary_and_starts_nothing(
 
 def test_removing_a_begun_stage_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / "run", "sft", 3, ended=[])
-    with pytest.raises(UserError, match=r"train\.stages: .*sft-000003 is within sft.* train\.sft\.steps: 3 to end it there") as told:
+    with pytest.raises(UserError, match=r"train\.stages: .*sft-000003 is within sft.* train\.sft\.steps: 3 to end it there") as messages:
         launch.run(recipe(tmp_path / "run", "train.stages=[rl]", "cluster.num_cpus=2"))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(messages.value)
     assert not RunDirectory(tmp_path / "run").recipe.exists(), "the directory is left as it was"
 
 
@@ -127,20 +127,20 @@ def test_missing_resources_are_reported_before_the_run_directory_is_created(tmp_
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "messages"),
     [
         ("seed=1", "seed: 1 is asked for, and .*/model was made with 0; restore it"),
         ("model.config.hidden_size=128", r"model\.config\.hidden_size: 128 is asked for, and .*/model was made with 64"),
         ("model.config.extra=1", r"model\.config\.extra: 1 is asked for, and .*/model was made with None"),
     ],
 )
-def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str, told: str) -> None:
+def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str, messages: str) -> None:
     """No checkpoint is there that could tell: the run was ended before its first one."""
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
         model_of(begun, begun.run_path)
     check_drawn(begun, RunDirectory(begun.run_path))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=messages):
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
 
@@ -170,12 +170,12 @@ STALE = "async.staleness_threshold=0.5"
 )
 def test_changed_old_log_probs_are_reported(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
     """Also where not the recipe but the default has changed: the resolved recipe of the run holds what was the default then."""
-    asked = recipe(tmp_path / "run", STALE, *now)
-    assert changed_old_logprobs(asked, RunDirectory(asked.run_path)) == "", "there is no run yet"
+    requested = recipe(tmp_path / "run", STALE, *now)
+    assert changed_old_logprobs(requested, RunDirectory(requested.run_path)) == "", "there is no run yet"
     begun = recipe(tmp_path / "run", STALE, *then)
     RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
-    told = changed_old_logprobs(asked, RunDirectory(asked.run_path))
-    assert said in told and bool(told) == bool(said)
+    messages = changed_old_logprobs(requested, RunDirectory(requested.run_path))
+    assert said in messages and bool(messages) == bool(said)
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])
@@ -184,8 +184,8 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
         return None, None
 
     class Stopped:
-        def __init__(self, *asked: Any, background: Any, revive: Any) -> None:
-            self.state = asked[-1]
+        def __init__(self, *requested: Any, background: Any, revive: Any) -> None:
+            self.state = requested[-1]
 
         async def run(self) -> None:
             self.state.stopping.set()
@@ -195,8 +195,8 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launch, "SftStage", Stopped)
     monkeypatch.setattr(launch.RunState, "checkpoint", nothing)
     resumed = save(tmp_path / "run", stage, 4, ended=["sft"] if stage == "rl" else [])
-    asked, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
-    drive(asked, resumed, monkeypatch, changed="other log-probs", rows=rows)
+    requested, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
+    drive(requested, resumed, monkeypatch, changed="other log-probs", rows=rows)
     line = next(event for event in rows.events if "goes on after step 4" in event)
     assert line.endswith("other log-probs") == (stage == "rl")
 
@@ -204,29 +204,29 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
 def test_actors_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a cluster that is joined do not work where the command was given."""
     monkeypatch.chdir(tmp_path)
-    told: list[Path] = []
+    messages: list[Path] = []
 
     class Trainer(FakeTrainerGroup):
         def __init__(self, recipe: Recipe, *args: Any) -> None:
             super().__init__(recipe, *args)
-            told.append(recipe.run_path)
+            messages.append(recipe.run_path)
 
         async def build(self, folder: Path) -> dict[str, Any]:
-            told.append(folder)
+            messages.append(folder)
             return await super().build(folder)
 
         async def begin_stage(self, stage: str, reference: Path, *, resumed: bool) -> None:
-            told.append(reference)
+            messages.append(reference)
 
         async def begin_save(self, path: Path) -> Path:
-            told.append(path)
+            messages.append(path)
             return await super().begin_save(path)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "reserve_bundles", anywhere)
     monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
     assert launch.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
-    assert [path.relative_to(tmp_path / "runs" / "here") for path in told] == [
+    assert [path.relative_to(tmp_path / "runs" / "here") for path in messages] == [
         Path(),
         Path("model"),
         Path("reference"),
@@ -252,10 +252,10 @@ def test_run_without_its_directory_resumes_from_its_copy(
     shutil.rmtree(home)
     capsys.readouterr()
     assert launch.run(recipe(home, *SFT, *sets, "train.sft.steps=6"), plain=True) == 0
-    told = capsys.readouterr().out
-    assert f"fetching sft-000004-end, 0.0 MiB, from file://{copy}" in told
-    assert f"copy: sft-000004-end was fetched from file://{copy} in 0 s" in told
-    assert "resume: sft goes on after step 4, from sft-000004-end" in told
+    messages = capsys.readouterr().out
+    assert f"fetching sft-000004-end, 0.0 MiB, from file://{copy}" in messages
+    assert f"copy: sft-000004-end was fetched from file://{copy} in 0 s" in messages
+    assert "resume: sft goes on after step 4, from sft-000004-end" in messages
     assert [row.step for row in load_history(home).rows] == [1, 2, 3, 4, 5, 6]
     assert (copy / "checkpoints" / "latest").read_text() == "sft-000006-end"
 

@@ -9,11 +9,11 @@ from mtpctl.trainer.actor import mean_of
 
 def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
     """A sample of `tokens` tokens under each `version`."""
-    made = Sample(prompt_id="p", group_id="0", prompt_ids=[1])
+    created = Sample(prompt_id="p", group_id="0", prompt_ids=[1])
     for tokens, version in versions:
-        made.append([7] * tokens, [-1.0] * tokens, version)
-    made.reward = reward
-    return made
+        created.append([7] * tokens, [-1.0] * tokens, version)
+    created.reward = reward
+    return created
 
 
 def test_staleness_is_counted_from_the_oldest_token() -> None:

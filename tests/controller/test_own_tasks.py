@@ -203,8 +203,8 @@ def judged(folder: Path) -> Iterator[Task]:
                 assert {"eval/chat/avg@2", "eval/chat/pass@2", "eval/gsm8k/avg@1"} <= row.keys()
 
         def samples(rows: Rows) -> None:
-            asked = [row for row in rows if len(row["parts"]) > 1]
-            assert asked and {row["parts"][1]["text"] for row in asked} == {"<user>sure?\n<assistant>"}
+            requested = [row for row in rows if len(row["parts"]) > 1]
+            assert requested and {row["parts"][1]["text"] for row in requested} == {"<user>sure?\n<assistant>"}
             prompts = {row["prompt"] for row in rows if row["set"] != "gsm8k"}
             assert prompts == {"<system>Be short.\n<user>Say yes.\n<assistant>"}
 

@@ -47,9 +47,9 @@ def test_environment_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path:
     )
     own = ["data.task=", f"data.path={tmp_path}/rows.jsonl", f"rollout.environment={tmp_path}/own.py:Own"]
     preflight(recipe(*own))
-    told = r"^rollout\.environment: own\.py:3: KeyError: 'times' \(with the held-out row held\.jsonl:1\)$"
+    message = r"^rollout\.environment: own\.py:3: KeyError: 'times' \(with the held-out row held\.jsonl:1\)$"
     for held_out in (f"data.eval_path={tmp_path}/held.jsonl", f"evaluation.sets.a={{path: {tmp_path}/held.jsonl}}"):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             preflight(recipe(*own, held_out))
 
 
@@ -85,10 +85,10 @@ def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> No
     }
     while mistakes:
         wrong = recipe(*mistakes)
-        told = mistakes.pop(next(iter(mistakes)))
-        with pytest.raises(UserError, match=told):
+        message = mistakes.pop(next(iter(mistakes)))
+        with pytest.raises(UserError, match=message):
             preflight(wrong)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             prepare(wrong, tmp_path / "run")
 
 
@@ -103,9 +103,9 @@ def test_environment_is_not_tried_without_rl() -> None:
 
 
 def test_rollout_command_tries_the_environment(tmp_path: Path) -> None:
-    made = recipe(f"run_dir={tmp_path / 'run'}")
-    prepare(made, tmp_path / "run")
-    failing = made.model_copy(update={"rollout": made.rollout.model_copy(update={"environment": f"{MODULE}:Raises"})})
+    created = recipe(f"run_dir={tmp_path / 'run'}")
+    prepare(created, tmp_path / "run")
+    failing = created.model_copy(update={"rollout": created.rollout.model_copy(update={"environment": f"{MODULE}:Raises"})})
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1"})
     with pytest.raises(UserError, match=TOLD):
         rollout.rollout(failing, prompts, tmp_path / "o", n=1, report=print, progress=lambda *_: None)
@@ -178,7 +178,7 @@ def score(response, problem, sample):
 
 
 @pytest.mark.parametrize(
-    ("judge", "reward", "told"),
+    ("judge", "reward", "message"),
     [
         (
             "def score(response, problem, sample): return 1 / 0",
@@ -192,9 +192,9 @@ def score(response, problem, sample):
         ("async def score(response, problem, sample): raise KeyError('x')", "", "reward.function: judge.py:1: KeyError: 'x', for rows"),
     ],
 )
-def test_mistakes_in_a_reward_are_reported(tmp_path: Path, judge: str, reward: str, told: str) -> None:
+def test_mistakes_in_a_reward_are_reported(tmp_path: Path, judge: str, reward: str, message: str) -> None:
     code, output = check(tmp_path, judge, reward)
-    assert code == 2 and output.startswith(f"error: {told}") and "\n" not in output.strip()
+    assert code == 2 and output.startswith(f"error: {message}") and "\n" not in output.strip()
 
 
 def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("reward", "message"),
     [
         ("{function: 'judge.py:fails'}", "reward.function: judge.py:2: ZeroDivisionError: division by zero, for held.jsonl:1"),
         ("{function: 'judge.py:score', args: {bonsu: 1}}", "reward.args: score(response, problem, sample, bonus=0) cannot be called as"),
@@ -211,9 +211,9 @@ def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
         ("{function: length}", "reward.args: length takes one of target and max, in tokens, of at least 1; set {max: 512}, say"),
     ],
 )
-def test_rewards_of_held_out_sets_are_tried_on_their_own_rows(tmp_path: Path, reward: str, told: str) -> None:
+def test_rewards_of_held_out_sets_are_tried_on_their_own_rows(tmp_path: Path, reward: str, message: str) -> None:
     (tmp_path / "held.jsonl").write_text(ROWS)
     judge = "def score(response, problem, sample, bonus=0): return 1.0\ndef fails(response, problem, sample): return 1 / 0"
     sets = f"}}\nevaluation: {{sets: {{own: {{path: {tmp_path}/held.jsonl, reward: {reward}}}}}"
     code, output = check(tmp_path, judge, sets)
-    assert code == 2 and output.removeprefix("error: ").startswith(f"evaluation.sets.own.{told}") and "\n" not in output.strip()
+    assert code == 2 and output.removeprefix("error: ").startswith(f"evaluation.sets.own.{message}") and "\n" not in output.strip()

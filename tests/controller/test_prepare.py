@@ -39,9 +39,9 @@ def test_model_folder_is_used_in_place(folder: Path, tmp_path: Path) -> None:
 
 def test_random_model_is_created_in_the_run_directory(folder: Path, tmp_path: Path) -> None:
     drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random", "seed=2")
-    made = model_of(drawn, tmp_path / "run")
-    assert made.path == tmp_path / "run" / "model"
-    assert weights(made.path) == weights(model_of(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
+    created = model_of(drawn, tmp_path / "run")
+    assert created.path == tmp_path / "run" / "model"
+    assert weights(created.path) == weights(model_of(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -112,23 +112,23 @@ def test_gsm8k_rows_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "checker", "told"),
+    ("row", "checker", "message"),
     [
         (WRONG, "exact", r"own solution \(answer '2'\), as for 1 of 1 training problems looked at: no .* reward\.function: math$"),
         ({"prompt": "age?", "answer": "It is 7. No, 8."}, "math", r"own answer \(answer 'It is 7\. No, 8\.'\).* reward\.function: exact$"),
     ],
 )
-def test_problems_without_any_correct_solution_are_rejected(row: dict[str, str], checker: str, told: str, tmp_path: Path) -> None:
-    made = from_rows(tmp_path, [row], f"reward.function={checker}")
-    with pytest.raises(UserError, match=rf"^rows\.jsonl:1: reward\.function: {checker} gives 0 for the row's {told}"):
-        prepare(made, tmp_path / "run")
+def test_problems_without_any_correct_solution_are_rejected(row: dict[str, str], checker: str, message: str, tmp_path: Path) -> None:
+    created = from_rows(tmp_path, [row], f"reward.function={checker}")
+    with pytest.raises(UserError, match=rf"^rows\.jsonl:1: reward\.function: {checker} gives 0 for the row's {message}"):
+        prepare(created, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_single_wrong_solutions_are_a_warning(tmp_path: Path) -> None:
-    made = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
-    assert made.warnings[0].startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
-    assert made.warnings[0].endswith("as for 1 of 2 training problems looked at")
+    created = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
+    assert created.warnings[0].startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
+    assert created.warnings[0].endswith("as for 1 of 2 training problems looked at")
 
 
 def test_solutions_are_not_checked_without_a_verifier(tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_requests_have_the_end_tokens_of_the_models_configs(folder: Path, tmp_pa
 def test_an_end_token_that_the_recipe_leaves_out_is_a_caution(tmp_path: Path) -> None:
     prepared = prepare(recipe("rollout.end_ids=[35]"), tmp_path / "run")
     assert list(prepared.end_ids) == [35]
-    told = "rollout.end_ids does not contain 258, with which the chat template closes a turn: responses do not end at it"
-    assert told in prepared.warnings
+    message = "rollout.end_ids does not contain 258, with which the chat template closes a turn: responses do not end at it"
+    assert message in prepared.warnings

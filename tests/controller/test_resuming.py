@@ -30,18 +30,18 @@ from tests.fakes.runs import recipe as recipe_in
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     """Of a run with two checkpoints within RL."""
-    made = recipe_in(tmp_path / "run", "train.rl.steps=9", "train.rl.kl_coef=0.1")
-    RunDirectory.create(made.run_path, dump_resolved(made)).close()
+    created = recipe_in(tmp_path / "run", "train.rl.steps=9", "train.rl.kl_coef=0.1")
+    RunDirectory.create(created.run_path, dump_resolved(created)).close()
     for name in ("rl-000002", "rl-000004"):
-        write_checkpoint(made.run_path, name)
+        write_checkpoint(created.run_path, name)
     reference = write_checkpoint(tmp_path / "other", "rl-000001")
-    reference.rename(made.run_path / "reference")
-    return made
+    reference.rename(created.run_path / "reference")
+    return created
 
 
 def start(recipe: Recipe) -> Any:
-    told: list[str] = []
-    return find_start(recipe, RunDirectory(recipe.run_path), told.append)
+    message: list[str] = []
+    return find_start(recipe, RunDirectory(recipe.run_path), message.append)
 
 
 def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_one(recipe: Recipe) -> None:
@@ -51,9 +51,9 @@ def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_o
     planned = describe_start(recipe)
     assert planned[0] == "rl-000002, rl after step 2; whole by its checksums" and "rl-000004/__0_0.distcp has changed" in planned[1]
     assert [path.name for path in saved_in(root)] == ["rl-000004", "rl-000002"], "a plan changes nothing"
-    found = start(recipe)
-    assert (found.checkpoint, found.state["step"]) == (root / "rl-000002", 2)
-    (line,) = found.lines
+    result = start(recipe)
+    assert (result.checkpoint, result.state["step"]) == (root / "rl-000002", 2)
+    (line,) = result.lines
     assert line.endswith("; rl-000002 is used instead; rl-000004 is kept as it is, under another name") and "\n" not in line
     assert [path.name for path in damaged_in(root)] == ["rl-000004.damaged"]
 
@@ -109,8 +109,8 @@ def test_start_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) ->
 def test_doctor_verifies_the_checkpoints_of_a_run(recipe: Recipe, mtpctl: Any) -> None:
     run = recipe.run_path
     write_checkpoint(run, "rl-000001", number=0)
-    told = mtpctl("doctor", str(run))
-    assert told.code == 0 and "rl-000004" in told.out and "reference" in told.out and "not verified" in told.out
+    message = mtpctl("doctor", str(run))
+    assert message.code == 0 and "rl-000004" in message.out and "reference" in message.out and "not verified" in message.out
     os.truncate(run / "checkpoints" / "rl-000002" / SHARD, 10)
     diagnosis = examine_run(run)
     assert [(check.name, check.finding.state) for check in diagnosis.checks] == [
@@ -120,8 +120,8 @@ def test_doctor_verifies_the_checkpoints_of_a_run(recipe: Recipe, mtpctl: Any) -
         ("reference", "ok"),
     ]
     assert isinstance(diagnosis.error, ThresholdMissed) and diagnosis.verdict == "damaged"
-    told = mtpctl("doctor", str(run), "--json")
-    assert told.code == 6 and json.loads(told.out)["checks"]["rl-000002"]["data"]["file"] == SHARD
+    message = mtpctl("doctor", str(run), "--json")
+    assert message.code == 6 and json.loads(message.out)["checks"]["rl-000002"]["data"]["file"] == SHARD
     with pytest.raises(UserError, match="is not a run directory"):
         examine_run(run / "checkpoints")
 
@@ -145,11 +145,11 @@ class Disk:
 
 
 def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    state, disk = RunState(tmp_path, TrainConfig(), report=told.append), Disk(monkeypatch, 25)
+    message: list[str] = []
+    state, disk = RunState(tmp_path, TrainConfig(), report=message.append), Disk(monkeypatch, 25)
     assert asyncio.run(state.until_saved(disk.save)) == "saved"
     assert disk.tries == 4 and disk.now == 3 * AGAIN_S
-    assert told == [
+    assert message == [
         "checkpoint rl-000009-end was not written: No space left on device; free space: it is retried every 10 seconds, for 5 minutes"
     ]
 

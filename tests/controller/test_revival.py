@@ -214,7 +214,7 @@ def test_loss_and_resume_point_are_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "messages"),
     [
         (recipe_with(restarts=0), "trainer rank 0, rl_step: ActorDiedError$"),
         (recipe_with(restarts=2), "train.max_restarts: 2 within an hour are used up"),
@@ -222,8 +222,8 @@ def test_loss_and_resume_point_are_logged(tmp_path: Path) -> None:
         (recipe_with(checkpoint_minutes=0.0, checkpoint_every=0), "trainer rank 0, rl_step: ActorDiedError$"),
     ],
 )
-def test_trainer_is_not_restarted_after_too_many_losses_or_without_checkpoints(tmp_path: Path, recipe: Recipe, told: str) -> None:
-    with pytest.raises(RuntimeFailure, match=told):
+def test_trainer_is_not_restarted_after_too_many_losses_or_without_checkpoints(tmp_path: Path, recipe: Recipe, messages: str) -> None:
+    with pytest.raises(RuntimeFailure, match=messages):
         rl(recipe, tmp_path, {"rl_step": {4, 5, 6}})
 
 
@@ -252,8 +252,8 @@ def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> 
     state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
     revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
     asyncio.run(revival.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
-    told = [message for _, message in world.events]
-    assert told[1] == "trainer-1: its host is gone; restarting the trainer, 1 of train.max_restarts: 1" and len(told) == 3
+    messages = [message for _, message in world.events]
+    assert messages[1] == "trainer-1: its host is gone; restarting the trainer, 1 of train.max_restarts: 1" and len(messages) == 3
 
 
 def test_supervised_stage_repeats_the_same_problems_after_a_loss(tmp_path: Path) -> None:

@@ -379,15 +379,15 @@ def test_slow_reward_does_not_make_engines_idle(tmp_path: Path) -> None:
 
 def test_rewards_are_computed_concurrently_as_responses_arrive(tmp_path: Path) -> None:
     """None waits for the others of its group: the first is rewarded while the second is still being generated."""
-    world, seen = World(), []
+    world, observed = World(), []
 
     class SecondIsSlow(FakeGenerator):
         async def wait(self, sample: Sample) -> None:
             await asyncio.sleep(0.0 if sample.index == 0 else 0.05)
-            seen.append(("made", sample.index))
+            observed.append(("made", sample.index))
 
     async def reward(response: str, problem: Answered, sample: Sample) -> Outcome:
-        seen.append(("rewarded", sample.index))
+        observed.append(("rewarded", sample.index))
         return await right_or_wrong(response, problem, sample)
 
     async def scenario() -> None:
@@ -395,7 +395,7 @@ def test_rewards_are_computed_concurrently_as_responses_arrive(tmp_path: Path) -
         await asyncio.wait_for(stage_of(recipe_of(steps=1, staleness=0.0), world, tmp_path, generator=generator, reward=reward).run(), 20)
 
     asyncio.run(scenario())
-    assert seen.index(("rewarded", 0)) < seen.index(("made", 1))
+    assert observed.index(("rewarded", 0)) < observed.index(("made", 1))
 
 
 def run_with_failures(recipe: Recipe, tmp_path: Path, failed: Outcome, fails: Callable[[Sample], bool]) -> World:
@@ -553,16 +553,16 @@ def test_responses_cut_by_the_deadline_are_counted_and_reported(tmp_path: Path) 
 
 def test_last_evaluation_uses_the_last_update(tmp_path: Path) -> None:
     """Also where the last updates were not due to be synced yet."""
-    world, seen = World(), []
+    world, observed = World(), []
 
     async def reward(response: str, problem: Answered, sample: Sample) -> Outcome:
-        seen.append((world.version, len(world.batches)))
+        observed.append((world.version, len(world.batches)))
         return await right_or_wrong(response, problem, sample)
 
     stage = stage_of(recipe_of(steps=6, sync_every=4), world, tmp_path, reward=reward)
     hold_out(stage)
     drive(stage)
-    assert seen[-1] == (2, 6)
+    assert observed[-1] == (2, 6)
 
 
 def test_empty_response_is_rewarded_and_not_scored(tmp_path: Path) -> None:

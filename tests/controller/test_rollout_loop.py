@@ -61,9 +61,9 @@ def test_acceptance_collapse_after_a_sync_warns_or_ends_the_run(tmp_path: Path, 
         await stage.publish()
         await asyncio.wait_for(stage.run(), 20)
 
-    told = "fell to 0.0% over the .* drafts after the sync of version 3, from 80.0%"
+    messages = "fell to 0.0% over the .* drafts after the sync of version 3, from 80.0%"
     if on_collapse == "error":
-        with pytest.raises(RuntimeFailure, match=f"sync.on_collapse: .*{told}"):
+        with pytest.raises(RuntimeFailure, match=f"sync.on_collapse: .*{messages}"):
             asyncio.run(scenario())
         return
     asyncio.run(scenario())

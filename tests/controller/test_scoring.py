@@ -63,11 +63,11 @@ def test_lost_server_ends_the_run() -> None:
         scored(Server(0, RuntimeFailure("every log-prob replica failed: 0: …")))
 
 
-@pytest.mark.parametrize(("replay", "kept"), [("rollout", GIVEN), ("recompute", RECORDED), ("off", GIVEN)])
-def test_sample_is_scored_with_its_routes_or_gets_those_of_the_pass(replay: Any, kept: Routes) -> None:
+@pytest.mark.parametrize(("replay", "retained"), [("rollout", GIVEN), ("recompute", RECORDED), ("off", GIVEN)])
+def test_sample_is_scored_with_its_routes_or_gets_those_of_the_pass(replay: Any, retained: Routes) -> None:
     server = Server(0)
     sample = Sample("p", "g", [5], response_ids=[1, 2], routes=GIVEN, index=3)
     asyncio.run(Scoring(cast(LogprobServer, server), temperature=0.7, replay=replay)(sample))
     (request,) = server.asked
-    assert sample.routes is not None and np.array_equal(sample.routes, kept) and request.name == "p/3"
+    assert sample.routes is not None and np.array_equal(sample.routes, retained) and request.name == "p/3"
     assert (request.routes is GIVEN, request.record) == (replay == "rollout", replay == "recompute")

@@ -166,19 +166,19 @@ def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monke
 
     async def main() -> None:
         state, trainer, group = run(tmp_path, async_save=beside)
-        told: list[str] = []
-        state.report = told.append
+        message: list[str] = []
+        state.report = message.append
         trainer.failing_saves, trainer.written = 1, True
         for _ in range(2 + beside):
             await step(state, group)
         failed = f"checkpoint {tmp_path}/sft-000002 was not written: disk full"
-        assert told == [f"{failed}; training goes on, and a checkpoint is tried again after a later update"]
+        assert message == [f"{failed}; training goes on, and a checkpoint is tried again after a later update"]
         await step(state, group)
         assert trainer.published == [] and not list(tmp_path.iterdir()), "not at once"
         now[0] += AGAIN_S
         for _ in range(1 + beside):
             await step(state, group)
-        assert trainer.published == ["sft-000005" if beside else "sft-000004"] and len(told) == 1
+        assert trainer.published == ["sft-000005" if beside else "sft-000004"] and len(message) == 1
         for _ in range(2 + beside):
             await step(state, group)
         assert trainer.published[1:] == (["sft-000006", "sft-000008"] if beside else ["sft-000006"]), "as often as before"
@@ -198,8 +198,8 @@ def test_run_fails_after_minutes_without_a_checkpoint(tmp_path: Path, monkeypatc
         await step(state, group)  # an update that takes so long has a try after it
         assert len(state.failed_at) == 2
         now[0] += AGAIN_S
-        told = "sft-000004 was not written: disk full; 3 tries within 5 minutes failed; free space and start the same command again"
-        with pytest.raises(RuntimeFailure, match=told):
+        message = "sft-000004 was not written: disk full; 3 tries within 5 minutes failed; free space and start the same command again"
+        with pytest.raises(RuntimeFailure, match=message):
             await step(state, group)
 
     asyncio.run(main())
@@ -243,10 +243,10 @@ def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, mo
         state, trainer, group = run(tmp_path)
         state.buffer = Buffer()
         await step(state, group)
-        told: list[str] = []
-        state.report = told.append
+        message: list[str] = []
+        state.report = message.append
         await step(state, group)
-        assert "sft-000002 was not written: No space left on device; training goes on" in told[0]
+        assert "sft-000002 was not written: No space left on device; training goes on" in message[0]
         assert trainer.published == [] and not trainer.folder.exists()
         full = False
         assert await state.rescue(group) == tmp_path / "sft-000002"
@@ -257,19 +257,19 @@ def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, mo
 
 
 def test_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
-    told: list[str] = []
+    message: list[str] = []
     root = tmp_path / "checkpoints"
-    assert (ended_stages(root), newest_version(root, told.append)) == ([], (None, 0))
+    assert (ended_stages(root), newest_version(root, message.append)) == ([], (None, 0))
     path = write_checkpoint(tmp_path, "rl-000004", version=3)
-    assert (ended_stages(root), newest_version(root, told.append)) == (["sft"], (path, 3))
+    assert (ended_stages(root), newest_version(root, message.append)) == (["sft"], (path, 3))
     write_checkpoint(tmp_path, "rl-000006", version=5)
     flip(root / "rl-000006" / SHARD)
-    assert newest_version(root, told.append) == (path, 3)
-    (line,) = told
+    assert newest_version(root, message.append) == (path, 3)
+    (line,) = message
     assert line.startswith(f"{root}/rl-000006/{SHARD} has changed since") and line.endswith("; rl-000004 is used instead")
     for each in (path, root / "rl-000006"):
         os.truncate(each / SHARD, BYTES - 1)
-    for read in (ended_stages, lambda root: newest_version(root, told.append)):
+    for read in (ended_stages, lambda root: newest_version(root, message.append)):
         with pytest.raises(UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: it is not whole, nor is the 1 before"):
             read(root)
 
@@ -316,8 +316,8 @@ def test_ended_stage_continues_if_more_updates_are_configured(
     """But not one that came before another, nor one that its loss has ended."""
     ended = ["sft", "rl"] if stage == "rl" else ["sft"]
     (tmp_path / "end").mkdir()
-    kept = {"stage": stage, "step": 4, "version": 3, "cursor": {"epoch": 1}, "ended": ended}
-    (tmp_path / "end" / "run.json").write_text(json.dumps(kept))
+    retained = {"stage": stage, "step": 4, "version": 3, "cursor": {"epoch": 1}, "ended": ended}
+    (tmp_path / "end" / "run.json").write_text(json.dumps(retained))
 
     state = RunState(tmp_path, TrainConfig.model_validate({"sft": sft, "rl": rl}))
     state.load(resumed_from(tmp_path / "end", state.train))

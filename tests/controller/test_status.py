@@ -50,22 +50,22 @@ def with_client(telemetry: Telemetry, counts: ReplicaCounts | None, use: Callabl
 
 def test_page_shows_the_latest_values(tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
-        found = (await client.get("/status.json")).json()
-        assert (found["state"], found["stage"], found["step"], found["steps"]) == ("running", "rl", 7, 20)
-        assert (found["reward"], found["unfiltered_reward"], found["accuracy"]) == (0.5, 0.25, 0.5) and 0 <= found["age_s"] < 20
-        assert found["replicas"] == {"serving": 2, "asked": 3, "least": 1, "most": 4, "restarts": 1}
-        assert found["restarts"] == ["trainer back after 3 s"] and found["waiting"] == ["rollout: waiting for room, 3 s"]
-        assert [(event["kind"], event["message"]) for event in found["errors"]] == [
+        result = (await client.get("/status.json")).json()
+        assert (result["state"], result["stage"], result["step"], result["steps"]) == ("running", "rl", 7, 20)
+        assert (result["reward"], result["unfiltered_reward"], result["accuracy"]) == (0.5, 0.25, 0.5) and 0 <= result["age_s"] < 20
+        assert result["replicas"] == {"serving": 2, "asked": 3, "least": 1, "most": 4, "restarts": 1}
+        assert result["restarts"] == ["trainer back after 3 s"] and result["waiting"] == ["rollout: waiting for room, 3 s"]
+        assert [(event["kind"], event["message"]) for event in result["errors"]] == [
             ("alarm", "the reward <swings>"),
             ("restart", "trainer back after 3 s"),
         ]
-        assert found["metrics"]["eval/accuracy"] == 0.5 and found["metrics"]["sync/seconds"] == "NaN"
-        assert "sft/loss" not in found["metrics"], "that stage is over"
+        assert result["metrics"]["eval/accuracy"] == 0.5 and result["metrics"]["sync/seconds"] == "NaN"
+        assert "sft/loss" not in result["metrics"], "that stage is over"
 
         page = await client.get("/")
         assert page.headers["content-type"].startswith("text/html") and page.headers["refresh"] == "5"
-        for told in ("7 of 20", "waiting for room, 3 s", "2 of 3 (1 to 4) serve, 1 restarted", "the reward &lt;swings&gt;", "50.0%"):
-            assert told in page.text
+        for message in ("7 of 20", "waiting for room, 3 s", "2 of 3 (1 to 4) serve, 1 restarted", "the reward &lt;swings&gt;", "50.0%"):
+            assert message in page.text
 
         metrics = await client.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -92,8 +92,8 @@ def test_page_shows_the_latest_values(tmp_path: Path) -> None:
 
 def test_page_exists_before_the_first_step(tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
-        found = (await client.get("/status.json")).json()
-        assert (found["stage"], found["step"], found["reward"], found["replicas"]) == ("", 0, None, None)
+        result = (await client.get("/status.json")).json()
+        assert (result["stage"], result["step"], result["reward"], result["replicas"]) == ("", 0, None, None)
         assert (await client.get("/")).status_code == (await client.get("/metrics")).status_code == 200
 
     with telemetry_of(tmp_path / "run") as telemetry:
@@ -108,8 +108,8 @@ def test_resumed_run_shows_its_previous_values(tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").unlink()
 
     async def use(client: httpx.AsyncClient) -> None:
-        found = (await client.get("/status.json")).json()
-        assert (found["step"], found["reward"], found["restarts"]) == (2, 0.2, ["trainer back after 3 s"])
+        result = (await client.get("/status.json")).json()
+        assert (result["step"], result["reward"], result["restarts"]) == (2, 0.2, ["trainer back after 3 s"])
 
     with telemetry_of(tmp_path / "run", Resumed("rl", 2, ["sft"])) as telemetry:
         with_client(telemetry, None, use)
@@ -135,21 +135,21 @@ def test_status_json_is_valid_for_any_metric(tmp_path: Path) -> None:
 
 def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "REPORT_S", 0.001)
-    told: list[Sequence[str]] = []
+    message: list[Sequence[str]] = []
 
     async def main() -> None:
-        under_way = Waits(told.append, tmp_path)
+        under_way = Waits(message.append, tmp_path)
         telling = asyncio.create_task(under_way.run())
         with under_way.on("rollout: starting", "rollout replica 0"), under_way.on("trainer"):
             printed = "── today, process 1\nLoading\n\x1b[32m 10%\r 50%|█\r\na.py:1: UserWarning: b\n  warnings.warn(\n"
             (tmp_path / "rollout-replica-0.log").write_text(printed)
-            while not told or "50%" not in told[-1][0]:
+            while not message or "50%" not in message[-1][0]:
                 await asyncio.sleep(0.001)
         telling.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 30))
-    assert told[-2] == ["rollout: starting, 0 s · 50%|█", "trainer, 0 s"]
-    assert told[-1] == [], "nothing is left to wait for"
+    assert message[-2] == ["rollout: starting, 0 s · 50%|█", "trainer, 0 s"]
+    assert message[-1] == [], "nothing is left to wait for"
 
 
 def test_wait_ignores_output_of_an_earlier_run(tmp_path: Path) -> None:

@@ -33,18 +33,18 @@ def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         signal.signal(each, handler)
 
 
-def stops(tmp_path: Path, told: list[str], ended: str | None = None) -> Stops:
+def stops(tmp_path: Path, message: list[str], ended: str | None = None) -> Stops:
     daemons: Any = SimpleNamespace(ended=lambda: ended)
-    return Stops(RunState(tmp_path, TrainConfig()), told.append, daemons)
+    return Stops(RunState(tmp_path, TrainConfig()), message.append, daemons)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: Path, deadlines: list[Any], number: signal.Signals) -> None:
-    told: list[str] = []
+    message: list[str] = []
     cleaned = []
 
     async def scenario() -> None:
-        stop = stops(tmp_path, told)
+        stop = stops(tmp_path, message)
         with stop.handled():
             signal.raise_signal(number)
             await asyncio.wait_for(stop.state.stopping.wait(), 20)
@@ -58,17 +58,17 @@ def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: 
     with pytest.raises(StopRequested) as caught:
         asyncio.run(scenario())
     assert caught.value.number == number and cleaned
-    assert told == ["stopping after this step; another signal stops at once"]
+    assert message == ["stopping after this step; another signal stops at once"]
     assert deadlines == [(stopping.GIVE_UP_S, 128 + number, "interrupted")]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeFailure("rollout replica 0: ActorDiedError")])
 def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: list[Any], error: RuntimeFailure | None) -> None:
-    told: list[str] = []
+    message: list[str] = []
     line = "Ray on this machine: gcs_server has ended with signal 9; start the same command again to continue"
 
     async def scenario() -> None:
-        stop = stops(tmp_path, told, "gcs_server has ended with signal 9")
+        stop = stops(tmp_path, message, "gcs_server has ended with signal 9")
         with stop.handled():
             await asyncio.wait_for(stop.state.stopping.wait(), 20)
             await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: 
     with pytest.raises(RuntimeFailure) as caught:
         asyncio.run(scenario())
     assert (str(caught.value), caught.value.exit_code, caught.value.__cause__) == (line, 5, error)
-    assert told == [f"{line}; stopping after this step"]
+    assert message == [f"{line}; stopping after this step"]
     assert deadlines == [(stopping.LOST_S, 5, f"error: {line}")]
 
 

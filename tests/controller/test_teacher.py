@@ -30,9 +30,9 @@ Answers = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]
 
 
 def sample_of(logprobs: list[float], mask: list[int]) -> Sample:
-    made = Sample("p", "g", [5, 6], response_ids=range(len(mask)), loss_mask=mask, behaviour_logprobs=logprobs)
-    made.append([], [], 0)
-    return made
+    created = Sample("p", "g", [5, 6], response_ids=range(len(mask)), loss_mask=mask, behaviour_logprobs=logprobs)
+    created.append([], [], 0)
+    return created
 
 
 @contextmanager
@@ -61,20 +61,20 @@ def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=made.serve_forever, daemon=True).start()
+    created = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=created.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{made.server_address[1]}", asked
+        yield f"http://127.0.0.1:{created.server_address[1]}", asked
     finally:
-        made.shutdown()
-        made.server_close()
+        created.shutdown()
+        created.server_close()
 
 
 def scored(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
     if number == 0:
         return 429, {"error": {"message": "the queue is full"}}
-    kept = body["mask"]
-    return 200, {"data": [{"logprobs": [-0.5 if each else None for each in kept]}]}
+    retained = body["mask"]
+    return 200, {"data": [{"logprobs": [-0.5 if each else None for each in retained]}]}
 
 
 PROBLEM = Problem("p", "12+34=", "46", fields={"level": 3})
@@ -112,8 +112,8 @@ def test_log_probs_reach_the_sample_and_the_advantages() -> None:
 
 def test_candidates_of_each_token_reach_the_sample_and_become_columns() -> None:
     def named(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
-        rows = [[{"id": 7, "logprob": -0.5}, {"id": 9, "logprob": -1.5}] if kept else [] for kept in body["mask"]]
-        return 200, {"data": [{"logprobs": [-0.5 if kept else None for kept in body["mask"]], "top_logprobs": rows}]}
+        rows = [[{"id": 7, "logprob": -0.5}, {"id": 9, "logprob": -1.5}] if retained else [] for retained in body["mask"]]
+        return 200, {"data": [{"logprobs": [-0.5 if retained else None for retained in body["mask"]], "top_logprobs": rows}]}
 
     sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
     sample.old_logprobs = sample.behaviour_logprobs
@@ -217,14 +217,14 @@ def test_a_server_that_is_not_a_log_prob_server_is_rejected_at_the_start(status:
         async with ServedAtUrl(url):
             raise AssertionError("entered")
 
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=made.serve_forever, daemon=True).start()
+    created = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=created.serve_forever, daemon=True).start()
     try:
         with pytest.raises(UserError, match=reason):
-            asyncio.run(enter(f"http://127.0.0.1:{made.server_address[1]}"))
+            asyncio.run(enter(f"http://127.0.0.1:{created.server_address[1]}"))
     finally:
-        made.shutdown()
-        made.server_close()
+        created.shutdown()
+        created.server_close()
 
 
 def test_hint_is_only_in_the_teachers_prompt() -> None:

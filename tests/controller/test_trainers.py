@@ -48,14 +48,14 @@ def raises(error: Exception) -> Answer:
 
 
 def group(*ranks: Rank) -> TrainerGroup:
-    made = TrainerGroup.__new__(TrainerGroup)
-    made.recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "cluster": {"step_deadline_s": 0.2}})
-    made.ranks = cast(Any, ranks)
-    return made
+    created = TrainerGroup.__new__(TrainerGroup)
+    created.recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "cluster": {"step_deadline_s": 0.2}})
+    created.ranks = cast(Any, ranks)
+    return created
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "told"),
+    ("ranks", "kind", "message"),
     [
         ([Rank(fine, fine), Rank(dead, dead)], TrainerLost, "trainer rank 1, persist_weights: ActorDiedError"),
         ([Rank(fine, fine), Rank(silent, silent)], TrainerLost, r"trainer rank 1, persist_weights: no answer within 0\.2 s"),
@@ -73,12 +73,12 @@ def group(*ranks: Rank) -> TrainerGroup:
     ],
 )
 def test_rank_is_lost_if_dead_or_silent_and_not_if_it_raises(
-    ranks: list[Rank], kind: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+    ranks: list[Rank], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainers, "ALIVE_S", 0.2)
-    with pytest.raises(RuntimeFailure if kind is not UserError else UserError, match=told) as found:
+    with pytest.raises(RuntimeFailure if kind is not UserError else UserError, match=message) as result:
         asyncio.run(group(*ranks).persist_weights())
-    assert type(found.value) is kind
+    assert type(result.value) is kind
 
 
 class Cluster:
@@ -111,7 +111,7 @@ class Cluster:
         monkeypatch.setattr(ActorBundle, "options", lambda bundle: {"on": bundle.node})
         monkeypatch.setattr(TrainerGroup, "end", lambda self: None)
         placement = cast(Placement, SimpleNamespace(of=lambda _: [SimpleNamespace(cpus=1.0, gpus=0.0)]))
-        made, told = TrainerGroup(recipe, placement, self.bundles), list[str]()
+        created, message = TrainerGroup(recipe, placement, self.bundles), list[str]()
 
         async def main() -> None:
             stopping = asyncio.Event()
@@ -123,11 +123,11 @@ class Cluster:
                     stopping.set()
 
             waiting = asyncio.create_task(later())
-            await asyncio.wait_for(made.restart(told.append, stopping), 10)
+            await asyncio.wait_for(created.restart(message.append, stopping), 10)
             waiting.cancel()
 
         asyncio.run(main())
-        return started[-1], told, made.recipe.train.parallel.dp
+        return started[-1], message, created.recipe.train.parallel.dp
 
 
 def test_ranks_restart_on_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,9 @@ def test_fewer_ranks_restart_if_room_is_missing_down_to_min_dp(monkeypatch: pyte
 
 def test_restart_waits_for_a_host_without_min_dp(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Cluster(monkeypatch, {"a": 1, "c": 0})
-    started, told, dp = hosts.restart(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
+    started, message, dp = hosts.restart(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
     assert (started, dp) == (["c", "c", "e", "e"], 2)
-    assert told == ["no room for the trainer's ranks; waiting for a host that joins, or is free again"]
+    assert message == ["no room for the trainer's ranks; waiting for a host that joins, or is free again"]
 
 
 def test_stop_ends_the_wait_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,18 +233,18 @@ class Announcing(Trainer):
 
 
 def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable[None]]) -> Callable[[Path], None]:
-    """A coroutine as a test, with a pool of two engines that are made up; `made` has every one that was started."""
+    """A coroutine as a test, with a pool of two engines that are made up; `created` has every one that was started."""
 
     async def drive(root: Path) -> None:
-        made: list[FakeReplica] = []
+        created: list[FakeReplica] = []
 
         async def start(index: int) -> FakeReplica:
-            await asyncio.sleep(0.2 * (len(made) > 1))
-            made.append(FakeReplica())
-            return made[-1]
+            await asyncio.sleep(0.2 * (len(created) > 1))
+            created.append(FakeReplica())
+            return created[-1]
 
         pool = await ReplicaPool.start(start, 2, max_in_flight=4)
-        await asyncio.wait_for(test(root, made, pool), 15)
+        await asyncio.wait_for(test(root, created, pool), 15)
         await pool.close()
 
     def inner(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable
 
 @over_a_pool
 async def test_response_may_outlast_the_sync_deadline_without_partial_rollout(
-    root: Path, made: list[FakeReplica], pool: ReplicaPool
+    root: Path, created: list[FakeReplica], pool: ReplicaPool
 ) -> None:
     """They have a deadline of their own. None of them sees two versions, and what is asked for meanwhile is of the new one."""
     chosen = {"sync": {"transport": "shm", "deadline_s": 0.1, "verify": "never"}, "async": {"partial_rollout": False}}
@@ -277,26 +277,26 @@ def pushing(root: Path, trainer: Trainer, pool: ReplicaPool) -> WeightSync:
 
 
 @over_a_pool
-async def test_engine_restarted_during_a_plan_waits_for_the_next_version(root: Path, made: list[FakeReplica], pool: ReplicaPool) -> None:
+async def test_engine_restarted_during_a_plan_waits_for_the_next_version(root: Path, created: list[FakeReplica], pool: ReplicaPool) -> None:
     """It was not named, so that those who were would not be complete with it, and the first try would be for nothing."""
 
     async def until_it_is_back() -> None:
-        while len(made) < 3:
+        while len(created) < 3:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
 
     trainer = Announcing(until_it_is_back)
-    made[1].die()
+    created[1].die()
     await pool.speculate()  # notices it
     await pushing(root, trainer, pool)(1)
     assert trainer.members == [["rollout 0.0.0"]]
-    assert [replica.version for replica in made] == [1, 0, 0]
+    assert [replica.version for replica in created] == [1, 0, 0]
 
 
 @over_a_pool
-async def test_engine_lost_during_a_plan_makes_the_others_retry_at_once(root: Path, made: list[FakeReplica], pool: ReplicaPool) -> None:
+async def test_engine_lost_during_a_plan_makes_the_others_retry_at_once(root: Path, created: list[FakeReplica], pool: ReplicaPool) -> None:
     async def dying() -> None:
-        made[1].die()
+        created[1].die()
         await pool.speculate()  # notices it
 
     trainer = Announcing(dying)
@@ -304,4 +304,4 @@ async def test_engine_lost_during_a_plan_makes_the_others_retry_at_once(root: Pa
     await pushing(root, trainer, pool)(1)
     assert time.monotonic() - began < 10, "and not after the deadline of a transfer that waits for it"
     assert trainer.members == [["rollout 0.0.0", "rollout 1.0.0"], ["rollout 0.0.0"]]
-    assert made[0].version == 1
+    assert created[0].version == 1

@@ -14,8 +14,8 @@ from tests.fakes.tiny import engine, mimo
 
 def drop(folder, *ends):
     file = folder.path / "model.safetensors"
-    kept = {name: value for name, value in load_file(file).items() if not name.endswith(ends)}
-    save_file(kept, file, metadata={"format": "pt"})
+    retained = {name: value for name, value in load_file(file).items() if not name.endswith(ends)}
+    save_file(retained, file, metadata={"format": "pt"})
 
 
 def test_missing_tensor(tmp_path):

@@ -71,8 +71,8 @@ def test_unmapped_parameters_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
     mimo(tmp_path / "hf")
     whole = StreamMap.__init__
 
-    def poorer(self: StreamMap, *given: Any) -> None:
-        whole(self, *given)
+    def poorer(self: StreamMap, *inputs: Any) -> None:
+        whole(self, *inputs)
         self.tasks = [task for task in self.tasks if "mlp.linear_fc2" not in task.param_name]
 
     monkeypatch.setattr(StreamMap, "__init__", poorer)

@@ -31,9 +31,9 @@ def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
         return {name: value for name, value in metrics.items() if "timing" not in name}, {n: v.clone() for n, v in trainer.export()}
 
 
-@pytest.mark.parametrize("given", [fp8, fp8_dense, pickled, prefixed, packed, unnamed])
-def test_update_matches_the_converted_folder(tmp_path: Path, given: Callable[[Path], None]) -> None:
-    given(tmp_path / "hf")
+@pytest.mark.parametrize("inputs", [fp8, fp8_dense, pickled, prefixed, packed, unnamed])
+def test_update_matches_the_converted_folder(tmp_path: Path, inputs: Callable[[Path], None]) -> None:
+    inputs(tmp_path / "hf")
     converted(tmp_path / "hf", tmp_path / "checkpoint")
     converted(tmp_path / "checkpoint", tmp_path / "back")
     result, weights = updated(tmp_path / "hf")
@@ -67,10 +67,10 @@ def test_mtp_layers_are_not_checked_without_mtp(tmp_path: Path, case: str) -> No
     ]
     assert drafts
     for change in changes:
-        kept = {name: value for name, value in whole.items() if name not in drafts}
+        retained = {name: value for name, value in whole.items() if name not in drafts}
         for name in drafts:
-            kept |= change(name)
-        write(tmp_path, kept)
+            retained |= change(name)
+        write(tmp_path, retained)
         with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="off")) as trainer:
             assert all(torch.equal(value, whole[name]) for name, value in trainer.export())
 

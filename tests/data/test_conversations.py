@@ -107,8 +107,8 @@ def test_a_system_prompt_of_the_recipe_goes_before_a_conversation_without_one(ch
 def test_tools_of_the_row_go_to_the_template(chatml: Tokenizer) -> None:
     text, turns = trained(chatml, talk("1+1?", "2", tools=[{"name": "add"}]))
     assert text.startswith('<|im_start|>tools [{"name": "add"}]<|im_end|>') and turns == ["2<|im_end|>"]
-    asked = Problem("c", "1+1?", "2", messages=[{"role": "user", "content": "1+1?"}], fields={"tools": [{"name": "add"}]})
-    assert b'"add"' in bytes(token for token in encode_prompt(chatml, asked, DataConfig()) if token < 256)
+    requested = Problem("c", "1+1?", "2", messages=[{"role": "user", "content": "1+1?"}], fields={"tools": [{"name": "add"}]})
+    assert b'"add"' in bytes(token for token in encode_prompt(chatml, requested, DataConfig()) if token < 256)
 
 
 def test_a_turn_of_weight_0_is_read_and_not_trained_on(chatml: Tokenizer) -> None:

@@ -94,18 +94,18 @@ def test_the_hubs_own_copy_in_parquet_serves_a_dataset_of_another_kind(cache: Pa
 
 
 @pytest.mark.parametrize(
-    ("subset", "split", "told"),
+    ("subset", "split", "message"),
     [
         (None, "train", "data.subset: openai/gsm8k has the subsets main, socratic; set data.subset: main"),
         ("mian", "train", "data.subset: openai/gsm8k has no subset 'mian'; its subsets are main, socratic"),
         ("main", "valid", "data.split: openai/gsm8k has no split 'valid'; its splits are train, test"),
     ],
 )
-def test_missing_subset_or_split_is_reported_with_existing_ones(cache: Path, subset: str | None, split: str, told: str) -> None:
+def test_missing_subset_or_split_is_reported_with_existing_ones(cache: Path, subset: str | None, split: str, message: str) -> None:
     cached(cache)
     with pytest.raises(UserError) as caught:
         list(read(subset, split))
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_without_network_and_cache_it_is_one_line_that_says_how_to_get_it(cache: Path) -> None:
@@ -139,11 +139,11 @@ def test_a_look_at_the_data_asks_no_hub(cache: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
     config = DataConfig(path="openai/gsm8k", subset="main", columns=ColumnsConfig(prompt="question"))
-    (found,) = inspect_sets(config, EvaluationConfig(), ["rl"])
-    assert str(found) == "train: openai/gsm8k is not in the cache yet; the run downloads it from the hub"
+    (result,) = inspect_sets(config, EvaluationConfig(), ["rl"])
+    assert str(result) == "train: openai/gsm8k is not in the cache yet; the run downloads it from the hub"
     cached(cache)
-    (found,) = inspect_sets(config, EvaluationConfig(), ["rl"])
-    assert str(found) == "train: openai/gsm8k (train), 3 rows"
+    (result,) = inspect_sets(config, EvaluationConfig(), ["rl"])
+    assert str(result) == "train: openai/gsm8k (train), 3 rows"
 
 
 class Hub:
@@ -184,16 +184,16 @@ def test_a_dataset_without_readable_files_is_refused(cache: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("RepositoryNotFoundError", "is neither a local file or folder nor"), ("GatedRepoError", "is gated")]
+    ("kind", "message"), [("RepositoryNotFoundError", "is neither a local file or folder nor"), ("GatedRepoError", "is gated")]
 )
-def test_dataset_rejected_by_hub_is_user_error(cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str) -> None:
+def test_dataset_rejected_by_hub_is_user_error(cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str) -> None:
     import huggingface_hub.errors
 
     def refuse(*_: object, **__: object) -> None:
         raise getattr(huggingface_hub.errors, kind)("no", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
-    with pytest.raises(UserError, match=rf"^data\.path: openai/gsm8k {told}"):
+    with pytest.raises(UserError, match=rf"^data\.path: openai/gsm8k {message}"):
         list(read())
 
 

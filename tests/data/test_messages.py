@@ -111,8 +111,8 @@ def test_content_as_text_parts_is_one_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Wea"}, "th", {"text": "er?", "image_url": None}, None]
     (problem,) = read(tmp_path / "r.jsonl", {"messages": [{"role": "user", "content": parts}, SAY]})
     assert [*problem.messages] == [ASK, SAY] and problem.prompt.startswith("[user]\nWeather?")
-    asked = Problem("p", "", "", messages=[{"role": "user", "content": parts}])
-    assert encode_prompt(chatml(), asked, DataConfig()) == encode_prompt(chatml(), Problem("p", "", "", messages=[ASK]), DataConfig())
+    requested = Problem("p", "", "", messages=[{"role": "user", "content": parts}])
+    assert encode_prompt(chatml(), requested, DataConfig()) == encode_prompt(chatml(), Problem("p", "", "", messages=[ASK]), DataConfig())
 
 
 def test_nulls_from_parquet_are_absent_fields_except_in_arguments(tmp_path: Path) -> None:

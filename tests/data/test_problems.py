@@ -28,12 +28,12 @@ def test_without_shuffle_the_order_is_the_files() -> None:
 
 def test_epoch_and_drawn_count() -> None:
     cursor = PromptCursor(PROBLEMS, seed=1)
-    seen = []
+    observed = []
     for _ in range(15):
-        seen.append((cursor.epoch, cursor.drawn))
+        observed.append((cursor.epoch, cursor.drawn))
         next(cursor)
-    assert [drawn for _, drawn in seen] == list(range(15))
-    assert [epoch for epoch, _ in seen] == [0] * 7 + [1] * 7 + [2]
+    assert [drawn for _, drawn in observed] == list(range(15))
+    assert [epoch for epoch, _ in observed] == [0] * 7 + [1] * 7 + [2]
 
 
 @pytest.mark.parametrize("before", [0, 3, 7, 11])

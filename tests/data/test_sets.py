@@ -127,8 +127,8 @@ def test_files_that_are_missing_empty_or_of_another_kind(tmp_path: Path) -> None
     with pytest.raises(UserError, match="not a readable Parquet file"):
         read_problems(tmp_path / "fake.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["1"]}), tmp_path / "columns.parquet")
-    told = r"data\.columns\.answer: columns\.parquet has no column 'answer'; its columns are prompt, label: set .*: {answer: label}$"
-    with pytest.raises(UserError, match=told):
+    message = r"data\.columns\.answer: columns\.parquet has no column 'answer'; its columns are prompt, label: set .*: {answer: label}$"
+    with pytest.raises(UserError, match=message):
         read_problems(tmp_path / "columns.parquet")
     offsets, half = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")
     latin = pyarrow.StringArray.from_buffers(1, offsets, half)
@@ -152,7 +152,7 @@ def test_answers_are_optional_if_not_required(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("p.jsonl", '{"prompt": "a", "answer": ""}\n', r"p\.jsonl:1: `answer` must be non-blank text"),
         ("p.jsonl", "[]\n", r"p\.jsonl:1: a row must be an object with columns"),
@@ -160,10 +160,10 @@ def test_answers_are_optional_if_not_required(tmp_path: Path) -> None:
         ("p.txt", "hello", r"--prompts: .*p\.txt is neither"),
     ],
 )
-def test_invalid_prompt_file_is_reported(name: str, text: str, told: str, tmp_path: Path) -> None:
+def test_invalid_prompt_file_is_reported(name: str, text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_problems(path, "--prompts", answers=False)
 
 

@@ -133,9 +133,9 @@ def test_a_prompt_stays_open_whatever_the_tokenizer_closes(tmp_path: Path) -> No
     inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     inner.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 257), ("<eos>", 258)])
     inner.save(str(tmp_path / "tokenizer.json"))
-    made = load_tokenizer(tmp_path)
-    assert made.encode("7=", special=True) == [257, *b"7="]
-    assert made.encode("7=") == list(b"7=")
+    created = load_tokenizer(tmp_path)
+    assert created.encode("7=", special=True) == [257, *b"7="]
+    assert created.encode("7=") == list(b"7=")
 
 
 @pytest.mark.parametrize(

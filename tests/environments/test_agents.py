@@ -68,12 +68,12 @@ class Engines:
 
 
 def problems(*prompts: str) -> list[GenerationRequest]:
-    made = []
+    created = []
     for number, prompt in enumerate(prompts):
         request = GenerationRequest(Sample(f"p{number}", f"g{number}", [1, 2]), 300, stop_token_ids=[EOS], deadline_s=20.0)
         request.problem = Problem(f"p{number}", prompt, "answer")
-        made.append(request)
-    return made
+        created.append(request)
+    return created
 
 
 def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str] | None = None, **rollout: Any) -> dict[str, Sample]:
@@ -89,13 +89,13 @@ def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str]
 
     async def run() -> dict[str, Sample]:
         engines = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer")))
-        found = {}
+        result = {}
         tell = (told if told is not None else []).append
         log = tmp_path / "agent.log"
         async with playing(config, engines, byte_tokenizer(), context=500, name="toy", report=tell, log=log) as generator:
             async for sample in generator.generate(asked()):
-                found[sample.prompt_id] = sample
-        return found
+                result[sample.prompt_id] = sample
+        return result
 
     return asyncio.run(run())
 
@@ -103,9 +103,9 @@ def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str]
 @pytest.mark.parametrize("agent", ["plain", "waited"])
 def test_an_agents_conversation_is_one_sample(tmp_path: Path, agent: str) -> None:
     args = {"bonus": 0.5} if agent == "plain" else {}
-    found = played(tmp_path, problems("1+1?", "2+2?"), agent=agent, agent_args=args)
-    assert sorted(found) == ["p0", "p1"]
-    for sample in found.values():
+    result = played(tmp_path, problems("1+1?", "2+2?"), agent=agent, agent_args=args)
+    assert sorted(result) == ["p0", "p1"]
+    for sample in result.values():
         assert bytes(t for t in sampled(sample) if t < 256) == b"answeranswer" and not sample.earlier
         assert sample.environment_reward == (1.5 if agent == "plain" else None)
         assert sample.environment is not None and (sample.environment.turns, sample.environment.samples) == (2, 1)
@@ -115,15 +115,15 @@ def test_an_agents_conversation_is_one_sample(tmp_path: Path, agent: str) -> Non
 def test_failing_environments_do_not_affect_others(tmp_path: Path) -> None:
     requests = problems("raise", "hang", "flood", "silent", *["block", "1+1?"] * 5)
     began = time.monotonic()
-    found = played(tmp_path, requests, agent="mixed", deadline_s=4.0)
+    result = played(tmp_path, requests, agent="mixed", deadline_s=4.0)
     assert time.monotonic() - began < 30
-    reasons = {request.problem.prompt: found[request.sample.prompt_id].finish_reason for request in requests}  # type: ignore[attr-defined]
+    reasons = {request.problem.prompt: result[request.sample.prompt_id].finish_reason for request in requests}  # type: ignore[attr-defined]
     assert reasons == {"raise": ENVIRONMENT_ERROR, "hang": DEADLINE, "flood": "stop", "silent": "stop", "block": "stop", "1+1?": "stop"}
-    raised = found["p0"].environment
+    raised = result["p0"].environment
     assert raised is not None and raised.errors == 1 and "agent.py:" in raised.failure and "no good" in raised.failure
-    late = found["p1"].environment
+    late = result["p1"].environment
     assert late is not None and late.timeouts == 1 and "rollout.deadline_s" in late.failure
-    assert found["p3"].environment_reward == 0.5 and not found["p3"].response_ids and found["p3"].prompt_ids.tolist() == [1, 2]
+    assert result["p3"].environment_reward == 0.5 and not result["p3"].response_ids and result["p3"].prompt_ids.tolist() == [1, 2]
 
 
 def test_several_conversations_are_parts_of_one_trajectory(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
         address = told[0].split()[-1]
         async with httpx.AsyncClient(headers={"authorization": "Bearer s3cret"}, timeout=20) as web:
             for _ in range(2):
-                given = (await web.post(address)).json()
-                messages = [{"role": "user", "content": given["problem"]["prompt"]}]
-                answer = (await web.post(f"{given['base_url']}/chat/completions", json={"messages": messages})).json()
-                right = answer["choices"][0]["message"]["content"] == given["problem"]["answer"]
-                assert (await web.post(f"{given['base_url']}/finish", json={"reward": float(right)})).json() == {"finished": True}
+                inputs = (await web.post(address)).json()
+                messages = [{"role": "user", "content": inputs["problem"]["prompt"]}]
+                answer = (await web.post(f"{inputs['base_url']}/chat/completions", json={"messages": messages})).json()
+                right = answer["choices"][0]["message"]["content"] == inputs["problem"]["answer"]
+                assert (await web.post(f"{inputs['base_url']}/finish", json={"reward": float(right)})).json() == {"finished": True}
 
     async def asked() -> AsyncIterator[GenerationRequest]:
         for request in problems("1+1?", "2+2?"):
@@ -168,13 +168,13 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
         async with playing(config, engines, byte_tokenizer(), context=500, name="toy", report=told.append) as generator:
-            found = [sample async for sample in generator.generate(asked())]
+            result = [sample async for sample in generator.generate(asked())]
         await working
-        return found
+        return result
 
-    found = asyncio.run(run())
-    assert [sample.environment_reward for sample in found] == [1.0, 1.0]
-    assert sorted(sample.prompt_id for sample in found) == ["p0", "p1"]
+    result = asyncio.run(run())
+    assert [sample.environment_reward for sample in result] == [1.0, 1.0]
+    assert sorted(sample.prompt_id for sample in result) == ["p0", "p1"]
 
 
 def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +204,9 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
         options: dict[str, Any] = {"context": 500, "name": "toy", "report": told.append, "key_file": key_file}
         async with playing(config, engines, byte_tokenizer(), **options) as generator:
-            found = [sample async for sample in generator.generate(asked())]
+            result = [sample async for sample in generator.generate(asked())]
         await working
-        return found
+        return result
 
     idle, finished = asyncio.run(run())
     assert idle.finish_reason == DEADLINE and idle.environment is not None

@@ -42,7 +42,7 @@ def test_rendered_reply_equals_the_template_of_the_whole_conversation(family: Fa
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         (
             "{% for m in messages %}[Round {{ loop.index }}]{{ m.content }}{% endfor %}",
@@ -53,10 +53,10 @@ def test_rendered_reply_equals_the_template_of_the_whole_conversation(family: Fa
         ("{{ raise_exception('no tools here') }}", r"rejects a conversation of .* \(no tools here"),
     ],
 )
-def test_template_that_renders_more_than_the_new_messages_is_rejected(template: str, told: str) -> None:
+def test_template_that_renders_more_than_the_new_messages_is_rejected(template: str, message: str) -> None:
     tokenizer = tokenizer_of(BY_NAME["chatml"])
     tokenizer.inner.chat_template = template
-    with pytest.raises(EnvironmentFailure, match=told) as caught:
+    with pytest.raises(EnvironmentFailure, match=message) as caught:
         ChatReplies(tokenizer).tokens([{"role": "user", "content": "x"}], None)
     assert "\n" not in str(caught.value)
 

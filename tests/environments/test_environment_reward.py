@@ -23,6 +23,6 @@ def test_environment_without_a_reward_raises() -> None:
 
 
 def test_agents_reward_parts_are_included() -> None:
-    given = sample(0.75)
-    given.reward_parts = {"calls": 2.0}
-    assert environment_reward("", None, given) == {"reward": 0.75, "calls": 2.0}
+    inputs = sample(0.75)
+    inputs.reward_parts = {"calls": 2.0}
+    assert environment_reward("", None, inputs) == {"reward": 0.75, "calls": 2.0}

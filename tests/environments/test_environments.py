@@ -30,9 +30,9 @@ CALL = "go </call>"
 
 
 def found(name: str, **args: object) -> EnvironmentClass:
-    made = environment_of(VllmConfig(environment=f"tests.fakes.user_environments:{name}", environment_args=args))
-    assert made is not None
-    return made
+    created = environment_of(VllmConfig(environment=f"tests.fakes.user_environments:{name}", environment_args=args))
+    assert created is not None
+    return created
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
     # What the engine sampled: each kept chunk stands where it was sampled, behind exactly what the engine was given.
     whole = sample.token_ids.tolist()
     place, replies = 0, iter(note.said)
-    turn_began, seen = 0, list(note.turns)
+    turn_began, observed = 0, list(note.turns)
     chunks = [chunk for chunk in note.chunks if whole[: len(chunk.before)] == chunk.before and len(chunk.before) >= len(sample.prompt_ids)]
     by_start: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in chunks:
@@ -181,18 +181,18 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
     while place < len(ids):
         if mask[place]:
             run = next(chunk for chunk in reversed(by_start[place]) if chunk.tokens and logprobs_of(chunk.logprobs)[0] == logprobs[place])
-            kept = next((n for n in range(len(run.tokens)) if place + n == len(ids) or not mask[place + n]), len(run.tokens))
-            assert ids[place : place + kept] == run.tokens[:kept]
-            assert logprobs[place : place + kept] == logprobs_of(run.logprobs[:kept])
-            assert versions[place : place + kept] == run.versions[:kept]
-            place += kept
-            if kept < len(run.tokens):
+            retained = next((n for n in range(len(run.tokens)) if place + n == len(ids) or not mask[place + n]), len(run.tokens))
+            assert ids[place : place + retained] == run.tokens[:retained]
+            assert logprobs[place : place + retained] == logprobs_of(run.logprobs[:retained])
+            assert versions[place : place + retained] == run.versions[:retained]
+            place += retained
+            if retained < len(run.tokens):
                 said = tokenizer.decode(ids[turn_began:place])
                 assert note.stops and STOP in said and STOP not in tokenizer.decode(ids[turn_began : place - 1])
             continue
         # What the environment said, tokenised by itself; its log-probs are 0, and its version is that of the turn before it.
         turn = ids[turn_began:place]
-        assert seen.pop(0) == tokenizer.decode(turn)
+        assert observed.pop(0) == tokenizer.decode(turn)
         kind, said = next(replies)
         if kind == "text":
             expected = tokenizer.encode(str(said))
@@ -208,7 +208,7 @@ def check(sample: Sample, note: Note, family: Family, tokenizer: HfTokenizer, en
         place += len(expected)
         turn_began = place
     assert next(replies, None) is None or len(ids) == MAX_TOKENS, "nothing that it said is missing"
-    assert len(seen) <= 1, "the last turn alone may be without a reply"
+    assert len(observed) <= 1, "the last turn alone may be without a reply"
     assert sample.environment is not None and sample.environment.turns == len(note.said)
     assert (sample.environment.errors, sample.environment.timeouts) == (0, 0), sample.environment.failure
     assert note.closed == 1

@@ -93,13 +93,13 @@ def episodes(rollout: VllmConfig, problem: Problem, says: Says, *, count: int = 
     """Episodes of a problem, one after another, played in this process: it has imported verifiers already."""
 
     async def run() -> list[Episode]:
-        (_, args), found = rollout.started_agent or ("", {}), []
+        (_, args), result = rollout.started_agent or ("", {}), []
         async with Gateway(model_of(Scripted(says)), byte_tokenizer(), "toy", turns, listen("127.0.0.1", 0)) as gateway:
             for _ in range(count):
                 secret, trajectory = gateway.open(request_of(**request))
                 outcome = await verifiers.play(problem, gateway.base_url(secret), **cast(Any, args))
-                found.append(Episode(outcome, gateway.close(secret), trajectory.answers))
-        return found
+                result.append(Episode(outcome, gateway.close(secret), trajectory.answers))
+        return result
 
     with mock.patch.object(verifiers, "_environments", {}):
         return asyncio.run(run())
@@ -114,8 +114,8 @@ def test_tasks_are_problems_and_their_rewards_the_samples() -> None:
     problems = problem_sets(rollout).train
     data = {"idx": 1, "prompt": "last letter of tiger:", "answer": "r"}
     assert problems[1] == Problem("last_letter/train/1", "last letter of tiger:", "r", fields=data)
-    found = played(rollout, problems[:3], lambda before, call: "n" if "lemon" in before else "a long answer")
-    lemon, tiger = found["last_letter/train/2"], found["last_letter/train/1"]
+    result = played(rollout, problems[:3], lambda before, call: "n" if "lemon" in before else "a long answer")
+    lemon, tiger = result["last_letter/train/2"], result["last_letter/train/1"]
     assert (lemon.environment_reward, lemon.reward_parts) == (1.25, {"right": 1.0, "short": 1.0, "letters": 1.0})
     assert (tiger.environment_reward, tiger.reward_parts) == (0.0, {"right": 0.0, "short": 0.0, "letters": 13.0})
     assert text(lemon) == "n<eos>" and bytes(sampled(lemon)[:-1]) == b"n" and not lemon.earlier
@@ -149,8 +149,8 @@ def test_tools_are_called_in_the_environments_own_servers_by_the_harness_null() 
 
     seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     rollout = rollout_of("sums_tool", environment_args={"agent": seat}, tool_parser="hermes")
-    found = played(rollout, problem_sets(rollout).train[:2], says)
-    for number, sample in enumerate(found[f"sums_tool/train/{each}"] for each in range(2)):
+    result = played(rollout, problem_sets(rollout).train[:2], says)
+    for number, sample in enumerate(result[f"sums_tool/train/{each}"] for each in range(2)):
         assert sample.environment is not None and not sample.environment.failure
         assert (sample.environment_reward, sample.environment.turns, sample.environment.rewritten) == (1.0, 2, 0)
         assert text(sample).endswith(f"</tool_call><eos>tool: {21 + 2 * number}\nassistant: {21 + 2 * number}<eos>")
@@ -160,8 +160,8 @@ def test_an_episode_ends_with_its_turns_and_is_rewarded() -> None:
     rollout = rollout_of("guess_number", environment_args={}, max_turns=2)
     problems = problem_sets(rollout).train
     for problem, reward in ((problems[4], 1.0), (problems[5], 0.0)):
-        (found,) = episodes(rollout, problem, lambda before, call: "5" if "higher" in before else "2", turns=2)
-        assert (found.outcome["reward"], found.answers) == (reward, 2)
+        (result,) = episodes(rollout, problem, lambda before, call: "5" if "higher" in before else "2", turns=2)
+        assert (result.outcome["reward"], result.answers) == (reward, 2)
 
 
 def test_trajectory_without_room_has_no_sample_and_no_failure() -> None:
@@ -212,7 +212,7 @@ def test_tasks_without_end_need_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, fields, told",
+    "name, fields, message",
     [
         ("nothing_here", {}, r"rollout\.environment: verifiers:nothing_here: .*not found"),
         ("last_letter", {"environment_args": {"taskset": {"splt": "x"}}}, r"rollout\.environment_args\.taskset\.splt: "),
@@ -220,8 +220,8 @@ def test_tasks_without_end_need_a_size() -> None:
         ("last_letter", {"environment_eval_args": {"taskset": {"split": 3}}}, r"rollout\.environment_eval_args\.taskset\.split: "),
     ],
 )
-def test_errors_are_one_line_with_the_recipe_key(name: str, fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(Exception, match=told):
+def test_errors_are_one_line_with_the_recipe_key(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
         problem_sets(rollout_of(name, **fields))
 
 
@@ -242,9 +242,9 @@ def test_finished_episode_leaves_no_http_client() -> None:
     from verifiers.v1.clients.eval import EvalClient
 
     rollout = rollout_of("last_letter")
-    found = episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d", count=6)
+    result = episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d", count=6)
     gc.collect()
-    assert [each.outcome["reward"] for each in found] == [1.25] * 6
+    assert [each.outcome["reward"] for each in result] == [1.25] * 6
     assert sum(isinstance(each, EvalClient) for each in gc.get_objects()) <= 1
 
 
@@ -253,17 +253,17 @@ def test_rows_of_a_file_are_tasks_too() -> None:
     assert episodes(rollout_of("last_letter"), row, lambda before, call: "o")[0].outcome["reward"] == 1.25
 
 
-@pytest.mark.parametrize("found", [None, "0.3.1"])
-def test_missing_package_error_has_the_install_command(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("result", [None, "0.3.1"])
+def test_missing_package_error_has_the_install_command(result: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        if found is None:
+        if result is None:
             raise importlib.metadata.PackageNotFoundError(name)
-        return found
+        return result
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(EnvironmentMissing, match=r"rollout\.environment: .*; uv pip install verifiers==0\.4\.0") as caught:
         problem_sets(rollout_of("last_letter"))
-    assert caught.value.exit_code == 3 and (found or "not installed") in str(caught.value)
+    assert caught.value.exit_code == 3 and (result or "not installed") in str(caught.value)
 
 
 def test_outcome_renames_metrics_with_reserved_names() -> None:
@@ -274,8 +274,8 @@ def test_outcome_renames_metrics_with_reserved_names() -> None:
     agent = Made(name="agent", trainable=True, config=Made(client=Made(base_url="here")))
     rewards = {"mean": Made(score=0.5), "unscored": None}
     trace = Made(agent=agent, ok=True, last_error=None, reward=0.5, rewards=rewards, metrics={"reward": 2.0})
-    found = outcome_of(Made(traces=[trace], errors=[]), "here")
-    assert found == {"reward": 0.5, "mean_": 0.5, "reward_": 2.0}
+    result = outcome_of(Made(traces=[trace], errors=[]), "here")
+    assert result == {"reward": 0.5, "mean_": 0.5, "reward_": 2.0}
     from mtpctl.rl.rewards.function import parse
 
-    assert Outcome(*parse(found)).reward == 0.5
+    assert Outcome(*parse(result)).reward == 0.5

@@ -26,13 +26,13 @@ BASE = random_tensors(tiny_config(vocab_size=32), 0)
 def adapter(base: Mapping[str, torch.Tensor], seed: int, *, rank: int = RANK, size: float = 0.1) -> Tensors:
     """A and B of every linear layer of the trunk; those of a fused layer share nothing."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    result = {}
     for name, weight in base.items():
         if _ADAPTED.fullmatch(name):
             at = ADAPTER_PREFIX + name.removesuffix(".weight")
-            found[f"{at}.lora_A.weight"] = size * torch.randn(rank, weight.shape[1], generator=generator)
-            found[f"{at}.lora_B.weight"] = size * torch.randn(weight.shape[0], rank, generator=generator)
-    return {name: tensor.to(next(iter(base.values())).dtype) for name, tensor in found.items()}
+            result[f"{at}.lora_A.weight"] = size * torch.randn(rank, weight.shape[1], generator=generator)
+            result[f"{at}.lora_B.weight"] = size * torch.randn(weight.shape[0], rank, generator=generator)
+    return {name: tensor.to(next(iter(base.values())).dtype) for name, tensor in result.items()}
 
 
 def config(rank: int = RANK) -> dict[str, Any]:

@@ -19,20 +19,20 @@ def record() -> list[Drafting]:
     """Every drafting of this process's engine from now on."""
     from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
 
-    found: list[Drafting] = []
+    result: list[Drafting] = []
     sample_draft = MultiModuleMTPSpeculator.sample_draft
 
     def recording(self: Any, states: torch.Tensor, positions: torch.Tensor, *args: Any, spec_step_idx: int = 0, **kwargs: Any) -> Any:
         if spec_step_idx == 0:
             token = self.input_buffers.input_ids[self.last_token_indices[0]]
-            found.append(Drafting(int(positions[0]) - 1, int(token)))
-        found[-1].logits.append(self.compute_draft_logits(states, spec_step_idx)[0].float().cpu())
+            result.append(Drafting(int(positions[0]) - 1, int(token)))
+        result[-1].logits.append(self.compute_draft_logits(states, spec_step_idx)[0].float().cpu())
         drafts = sample_draft(self, states, positions, *args, spec_step_idx=spec_step_idx, **kwargs)
-        found[-1].drafts.append(int(drafts[0]))
+        result[-1].drafts.append(int(drafts[0]))
         return drafts
 
     MultiModuleMTPSpeculator.sample_draft = recording
-    return found
+    return result
 
 
 def main(folder: str, out: str) -> None:

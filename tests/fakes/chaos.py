@@ -246,12 +246,12 @@ class Disturbed:
 
     def actors(self, kind: str) -> list[psutil.Process]:
         """The processes of the run's actors of a kind."""
-        found = []
+        result = []
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if f"ray::{kind}" in " ".join(child.cmdline()):
-                    found.append(child)
-        return found
+                    result.append(child)
+        return result
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -315,11 +315,11 @@ class Disturbed:
             time.sleep(0.2)
         if what == "checkpoint of the trainer":
             trainers = self._wait_for_actors(TRAINER)
-            told, damage = damage_checkpoint(root, draw, log.stat().st_size)
+            message, damage = damage_checkpoint(root, draw, log.stat().st_size)
             for trainer in trainers if damage is not None else ():
                 with suppress(psutil.Error):
                     trainer.kill()
-            told += f", killed {len(trainers)} rank(s)"
+            message += f", killed {len(trainers)} rank(s)"
         else:
             number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
             self.process.send_signal(number)
@@ -327,39 +327,39 @@ class Disturbed:
             logged = log.stat().st_size
             match what:
                 case "checkpoint":
-                    told, damage = damage_checkpoint(root, draw, logged)
+                    message, damage = damage_checkpoint(root, draw, logged)
                 case "model":
-                    told, damage = damage_model(self.seen, draw, logged)
+                    message, damage = damage_model(self.seen, draw, logged)
                 case "record":
-                    told, damage = damage_record(self.seen, draw, logged)
+                    message, damage = damage_record(self.seen, draw, logged)
                 case "pointer":
-                    told, damage = damage_pointer(root, draw), None
+                    message, damage = damage_pointer(root, draw), None
                 case _:
                     raise AssertionError(what)
-            told = f"sent {number.name}, {told}"
+            message = f"sent {number.name}, {message}"
         if damage is not None:
             self.damages.append(damage)
-        return told
+        return message
 
     def _join(self, draw: random.Random) -> str:
         """Kill the trainer, and have a replica join while it is being started again: another one, or one that is killed as well."""
         for actor in (trainers := self._wait_for_actors(TRAINER)):
             with suppress(psutil.Error):
                 actor.kill()
-        told = f"killed {len(trainers)} trainer rank(s)"
+        message = f"killed {len(trainers)} trainer rank(s)"
         if ELASTIC in self.sets and self.replicas < REPLICAS[1]:
-            return f"{told}, {self._scale(self.replicas + 1)}"
+            return f"{message}, {self._scale(self.replicas + 1)}"
         if not (engines := self.actors(ROLLOUT)):
-            return f"{told}, nobody else was there"
+            return f"{message}, nobody else was there"
         engine = draw.choice(engines)
         engine.kill()
-        return f"{told}, killed engine {engine.pid}"
+        return f"{message}, killed engine {engine.pid}"
 
     def _scale(self, replicas: int) -> str:
         """Have `mtpctl scale` ask the run for another number of rollout replicas, until it answers. Returns what it was told."""
         assert self.process is not None
         command = [*self.space.enter, sys.executable, "-m", "mtpctl", "scale", str(self.run_dir), "--replicas", str(replicas)]
-        before, code, told, end = self.replicas, 2, "", time.monotonic() + END_S
+        before, code, message, end = self.replicas, 2, "", time.monotonic() + END_S
         while code == 2 and time.monotonic() < end and self.process.poll() is None:  # the run begins, or its disk is full
             asking = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, env=with_tree()
@@ -367,19 +367,19 @@ class Disturbed:
             while asking.poll() is None:
                 self._release()
                 time.sleep(0.05)
-            code, told = asking.returncode, asking.communicate()[0].strip()
+            code, message = asking.returncode, asking.communicate()[0].strip()
         if code == 0:
             self.replicas = replicas
-        return f"asked for {replicas} replica(s) instead of {before}, exit code {code}: {told}"
+        return f"asked for {replicas} replica(s) instead of {before}, exit code {code}: {message}"
 
     def _wait_for_actors(self, kind: str) -> list[psutil.Process]:
         """The actors of a kind, once there are any: they may be being started anew."""
         assert self.process is not None
         end = time.monotonic() + END_S
-        while not (found := self.actors(kind)) and time.monotonic() < end and self.process.poll() is None:
+        while not (result := self.actors(kind)) and time.monotonic() < end and self.process.poll() is None:
             self._release()
             time.sleep(0.05)
-        return found
+        return result
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._released.append((time.monotonic() + seconds, what))
@@ -513,8 +513,8 @@ def _resume(actor: psutil.Process) -> None:
 @contextmanager
 def space(folder: Path, *, wanted: bool) -> Iterator[Space]:
     """A namespace whose disk is below `folder`."""
-    with closing(Space(folder / "disk", wanted=wanted)) as made:
-        yield made
+    with closing(Space(folder / "disk", wanted=wanted)) as created:
+        yield created
 
 
 @contextmanager
@@ -523,8 +523,8 @@ def hosts(more: int) -> Iterator[Hosts]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        with closing(Hosts(more)) as made:
-            yield made
+        with closing(Hosts(more)) as created:
+            yield created
 
 
 def events_asked() -> int:
@@ -538,5 +538,5 @@ def seed_asked() -> int:
 
 def kinds_asked(kinds: Sequence[str]) -> Sequence[str]:
     """The kinds of events that a test makes happen."""
-    asked = os.environ.get("MTPCTL_CHAOS_KINDS")
-    return asked.split(",") if asked else kinds
+    requested = os.environ.get("MTPCTL_CHAOS_KINDS")
+    return requested.split(",") if requested else kinds

@@ -58,15 +58,15 @@ def apply(file: Path, way: str, draw: random.Random) -> str:
     if way == "truncate":
         size = draw.randrange(len(contents))
         os.truncate(file, size)
-        told = f"truncated to {size} of {len(contents)} bytes"
+        message = f"truncated to {size} of {len(contents)} bytes"
     else:
         offsets = draw.sample(range(len(contents)), min(len(contents), draw.choice((1, 20))))
         for offset in offsets:
             contents[offset] ^= 1 << draw.randrange(8)
         file.write_bytes(contents)
-        told = f"a bit flipped in {len(offsets)} bytes, the first at {min(offsets)}"
+        message = f"a bit flipped in {len(offsets)} bytes, the first at {min(offsets)}"
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    return told
+    return message
 
 
 def whole_in(root: Path) -> list[Path]:
@@ -87,10 +87,10 @@ def damage_checkpoint(root: Path, draw: random.Random, logged: int) -> tuple[str
     file = draw.choice(sorted(path for path in whole[0].iterdir() if path.is_file()))
     way = draw.choice(WAYS)
     try:
-        told = apply(file, way, draw)
+        message = apply(file, way, draw)
     except FileNotFoundError:
         return "nobody was there: a newer one has taken its place", None
-    return f"{whole[0].name}/{file.name}: {told}", Damage(file, way, logged)
+    return f"{whole[0].name}/{file.name}: {message}", Damage(file, way, logged)
 
 
 def damage_model(run: Path, draw: random.Random, logged: int) -> tuple[str, Damage | None]:
@@ -118,8 +118,8 @@ def damage_record(run: Path, draw: random.Random, logged: int) -> tuple[str, Dam
         contents[draw.choice(begins)] ^= 1
         file.write_bytes(contents)
         return f"{file.name}: a bit flipped in a line", Damage(file, way, logged)
-    told = apply(file, way, draw)
-    return f"{file.name}: {told}", Damage(file, way, logged, file) if file.suffix == ".yaml" else None
+    message = apply(file, way, draw)
+    return f"{file.name}: {message}", Damage(file, way, logged, file) if file.suffix == ".yaml" else None
 
 
 def damage_pointer(root: Path, draw: random.Random) -> str:
@@ -138,7 +138,7 @@ def unnoticed(damages: Sequence[Damage], root: Path, log: str) -> list[str]:
     A checkpoint that a newer one has replaced before the run went back to any is not looked at. Nor is a recipe that could still be read:
     the run compares it with its own, and writes it again.
     """
-    kept = [re.sub(r"\.damaged(-\d+)?$", "", path.name) for path in damaged_in(root)]
+    retained = [re.sub(r"\.damaged(-\d+)?$", "", path.name) for path in damaged_in(root)]
     mistakes = []
     for damage in damages:
         folder, lines = damage.file.parent, damage.lines(log)
@@ -146,9 +146,9 @@ def unnoticed(damages: Sequence[Damage], root: Path, log: str) -> list[str]:
             if not lines and damage.file.suffix != ".yaml":
                 mistakes.append(f"{damage.name}: {damage.way} was not told")
             continue
-        told = any(f"{folder.name}/" in line and "is used instead" in line for line in log[damage.logged :].splitlines())
-        if re.search(rf"from {folder.name}\b", log[damage.logged :]) and not told:
+        message = any(f"{folder.name}/" in line and "is used instead" in line for line in log[damage.logged :].splitlines())
+        if re.search(rf"from {folder.name}\b", log[damage.logged :]) and not message:
             mistakes.append(f"{damage.name}: {damage.way} was not told, and the run went on from it")
-        elif told and folder.name not in kept:
+        elif message and folder.name not in retained:
             mistakes.append(f"{folder.name} was damaged, and is not kept")
     return mistakes

@@ -67,14 +67,14 @@ def accept(root: Path) -> None:
     with engine(HfFolder.open(root / "hf"), mtp=JOINT, train=False) as made:
         made.restore(root / "step")
         batch = [Sequence(prompt + response, len(prompt), [1] * len(response)) for prompt, response in samples]
-        found = made.score(batch, options=[ScoreOptions(mtp=True)] * len(batch))
-    asked = right = 0
-    for score in found:
+        result = made.score(batch, options=[ScoreOptions(mtp=True)] * len(batch))
+    requested = right = 0
+    for score in result:
         hits, at = score.drafts[0].hits, 1
         while at < len(hits):
-            asked, right = asked + 1, right + bool(hits[at])
+            requested, right = requested + 1, right + bool(hits[at])
             at += 2 if hits[at] else 1
-    print("\nmtp/accept_1", right / asked)
+    print("\nmtp/accept_1", right / requested)
 
 
 if __name__ == "__main__":

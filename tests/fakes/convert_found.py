@@ -16,13 +16,13 @@ Held = dict[str, Tensor]
 
 def pack(held: Held, experts: int, suffix: str = "") -> Held:
     """Pack the experts of each layer into one tensor."""
-    kept = {name: value for name, value in held.items() if ".mlp.experts." not in name}
+    retained = {name: value for name, value in held.items() if ".mlp.experts." not in name}
     for at in sorted({name.partition(".mlp.experts.")[0] for name in held if ".mlp.experts." in name}):
         part = {kind: [held[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
         both = [torch.cat(pair) for pair in zip(part["gate"], part["up"], strict=True)]
-        kept[f"{at}.mlp.experts.gate_up_proj{suffix}"] = torch.stack(both)
-        kept[f"{at}.mlp.experts.down_proj{suffix}"] = torch.stack(part["down"])
-    return kept
+        retained[f"{at}.mlp.experts.gate_up_proj{suffix}"] = torch.stack(both)
+        retained[f"{at}.mlp.experts.down_proj{suffix}"] = torch.stack(part["down"])
+    return retained
 
 
 def quantize(path: Path, block: int = 16) -> Held:

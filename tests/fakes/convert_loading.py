@@ -62,12 +62,12 @@ def main() -> None:
     said = parser.parse_args()
     if said.make:
         create_hf_folder(MIMO | LARGE, said.folder, seed=0, dtype=torch.bfloat16)
-    folder, found = HfFolder.open(said.folder), []
+    folder, result = HfFolder.open(said.folder), []
     with engine(folder, train=False, precision="bf16", mtp=MtpConfig(mode="load"), random_seed=0) as made:
         for _ in range(3):
             seconds, peak = reading(made, said.folder)
-            found.append({"seconds": round(seconds, 2), "gib": round(peak / 2**30, 3)})
-    print(json.dumps(found))
+            result.append({"seconds": round(seconds, 2), "gib": round(peak / 2**30, 3)})
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

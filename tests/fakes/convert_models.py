@@ -38,7 +38,7 @@ def model(case: str, path: Path) -> Any:
     if case == "mimo":
         mimo(path)
         return None
-    made = hf_model(*CASES[case], path)
+    created = hf_model(*CASES[case], path)
     if case in MTP_FAMILIES:
         count = "mtp_num_hidden_layers" if case.startswith("qwen3.5") else "num_nextn_predict_layers"
         change_config(path, **{count: 1})
@@ -52,7 +52,7 @@ def model(case: str, path: Path) -> Any:
         }
         copies = {name: held[same[name]].clone() for name in tensor_shapes(shape) if name in same and name not in held}
         write(path, held | drawn | copies)
-    return made
+    return created
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -77,8 +77,8 @@ def converted(source: Path, target: Path, **wanted: Any) -> ConversionResult:
 
 def assert_same_tensors(there: Path, here: Path) -> None:
     """Equal names, and bit-equal tensors."""
-    found, expected = tensors(there), tensors(here)
-    assert found.keys() == expected.keys()
+    result, expected = tensors(there), tensors(here)
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
-        assert torch.equal(found[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+        assert result[name].dtype == value.dtype and result[name].shape == value.shape, name
+        assert torch.equal(result[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name

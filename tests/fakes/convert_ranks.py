@@ -39,10 +39,10 @@ def run(root: Path, case: str) -> str:
         home = root / case.split(":")[0]
         folder = HfFolder.open(home / "hf")
         mtp, seed = MtpConfig(mode="load"), None if case.endswith(":folder") else 7
-        with engine(folder, rank=rank, parallel=layout_of(case), train=False, mtp=mtp, random_seed=seed) as made:
+        with engine(folder, rank=rank, parallel=layout_of(case), train=False, mtp=mtp, random_seed=seed) as created:
             if seed is not None:
-                made.restore(home / "checkpoint")
-            made.save(saved_again(root, case))
+                created.restore(home / "checkpoint")
+            created.save(saved_again(root, case))
 
     return run_ranks(layout_of(case).world_size, save, DEADLINE_S)[1] or "ok"
 

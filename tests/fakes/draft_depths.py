@@ -21,16 +21,16 @@ from tests.fakes.tiny import engine
 
 
 def main(folder: str, precision: str, samples: str, out: str) -> None:
-    asked: list[tuple[list[int], int]] = json.loads(Path(samples).read_text())
-    lengths = [len(ids) for ids, _ in asked]
-    flat = torch.tensor([token for ids, _ in asked for token in ids])
+    requested: list[tuple[list[int], int]] = json.loads(Path(samples).read_text())
+    lengths = [len(ids) for ids, _ in requested]
+    flat = torch.tensor([token for ids, _ in requested for token in ids])
     source = HfFolder.open(folder)
     mtp = MtpConfig(mode="load", repeat=DRAFTS if shape_of(source.config).mtp_layers == 1 else 1)
-    with engine(source, precision=precision, mtp=mtp) as made, torch.no_grad():
-        hidden = made.module(flat, Packing.of(lengths, "cpu"), depths=DRAFTS)
+    with engine(source, precision=precision, mtp=mtp) as created, torch.no_grad():
+        hidden = created.module(flat, Packing.of(lengths, "cpu"), depths=DRAFTS)
         depths = [(state @ hidden.head.T).float().split(lengths) for state in hidden.mtp]
-    found = [torch.stack([depth[number][position] for depth in depths]) for number, (_, position) in enumerate(asked)]
-    torch.save(torch.stack(found), out)
+    result = [torch.stack([depth[number][position] for depth in depths]) for number, (_, position) in enumerate(requested)]
+    torch.save(torch.stack(result), out)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "input_proj.weight": (hidden, 2 * hidden),
         "final_layernorm.weight": (hidden,),
     }
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
-    found |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+        result |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    result |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
     for layer in range(config["num_nextn_predict_layers"]):
-        found |= {f"model.mtp_layers.{layer}.{name}": shape for name, shape in (block | mtp).items()}
-    return found
+        result |= {f"model.mtp_layers.{layer}.{name}": shape for name, shape in (block | mtp).items()}
+    return result
 
 
 def random_tensors(config: Mapping[str, Any], seed: int, std: float = 0.08) -> Tensors:

@@ -36,25 +36,25 @@ def record() -> list[Drafting]:
     """Every drafting of this process's engine from now on, for one request at a time."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    found: list[Drafting] = []
+    result: list[Drafting] = []
     propose = SpecDecodeBaseProposer.propose
 
     def recording(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         positions, place = kwargs["target_positions"], kwargs["token_indices_to_sample"]
         last = len(positions) - 1 if place is None else int(place[0])
-        found.append(Drafting(int(positions[last]), int(kwargs["next_token_ids"][0])))
+        result.append(Drafting(int(positions[last]), int(kwargs["next_token_ids"][0])))
         drafts = propose(self, *args, **kwargs)
-        found[-1].drafts = drafts[0].tolist()
+        result[-1].drafts = drafts[0].tolist()
         return drafts
 
     def greedy(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(hidden_states)
-        found[-1].logits.append(logits[0].float().clone())
+        result[-1].logits.append(logits[0].float().clone())
         return logits.argmax(dim=-1)
 
     SpecDecodeBaseProposer.propose = recording
     SpecDecodeBaseProposer._greedy_sample = greedy
-    return found
+    return result
 
 
 async def response(folder: str, precision: str) -> tuple[list[int], list[Drafting]]:

@@ -79,10 +79,10 @@ def end(process: subprocess.Popen[str]) -> str:
     """What it has printed, once it has been told to go on and has ended; a failure is this test's."""
     with process:
         try:
-            printed, told = process.communicate("\n", timeout=300)
+            printed, message = process.communicate("\n", timeout=300)
         finally:
             process.kill()
-    assert process.returncode == 0, printed[-4000:] + told[-4000:]
+    assert process.returncode == 0, printed[-4000:] + message[-4000:]
     return printed
 
 

@@ -72,16 +72,16 @@ class RouterLog:
     def routes_of(self, sample: Sample) -> list[Routes | None]:
         """For each token but the last, the row of the step that sampled the token behind it, or in which a prompt was read first."""
         tokens = sample.prompt_ids + sample.response_ids
-        found: list[Routes | None] = [None] * (len(tokens) - 1)
+        results: list[Routes | None] = [None] * (len(tokens) - 1)
         # In the order of the requests: what a later one reads again of the response has been answered for already.
         names = sorted((n for n in self.rows if n.startswith(f"{sample.name}/")), key=lambda n: int(n.split("/")[2].split("-")[0]))
         for name, follower in zip_longest(names, names[1:]):
             # A request may have read its last token, and what it sampled behind it was dropped: the next one reads it again.
-            end = self.prompts[follower] - 1 if follower else len(found)
+            end = self.prompts[follower] - 1 if follower else len(results)
             for rows in self.rows[name]:
                 for place, (token, routes) in enumerate(zip(rows.tokens, rows.routes, strict=True), rows.start):
                     if place >= end or token != tokens[place]:
                         break  # a rejected draft, and whatever was drafted behind it
-                    if found[place] is None:
-                        found[place] = routes
-        return found
+                    if results[place] is None:
+                        results[place] = routes
+        return results

@@ -32,17 +32,17 @@ def main(folder: str, file: str) -> None:
     tokens = max(512, *(sample.length for sample in samples))
     config = EngineConfig(ParallelConfig(), precision="bf16", mtp=MtpConfig(mode="off"), tokens_per_microbatch=tokens, train=False)
     engine = MegatronEngine(HfFolder.open(folder), config)
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for replay in (False, True):
         scores = engine.score([s if replay else replace(s, routes=None) for s in sequences_of(samples)], record=True)
         apart = np.concatenate([np.abs(np.subtract(a.logprobs, s.behaviour_logprobs)) for a, s in zip(scores, samples, strict=True)])
-        found["replayed" if replay else "own"] = {"mean": float(apart.mean()), "max": float(apart.max())}
+        result["replayed" if replay else "own"] = {"mean": float(apart.mean()), "max": float(apart.max())}
         if not replay and samples[0].routes is not None:
             pairs = [(a.routes[: s.routed], s.routes) for a, s in zip(scores, samples, strict=True) if a.routes is not None]
             same = [(mine[..., None] == theirs[..., None, :]).any(-1).ravel() for mine, theirs in pairs if theirs is not None]
-            found["own"]["agreement"] = float(np.concatenate(same).mean())
+            result["own"]["agreement"] = float(np.concatenate(same).mean())
     engine.close()
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ Says = Callable[[str, int], str]
 def byte_tokenizer() -> HfTokenizer:
     folder = Path(mkdtemp())
     make_byte_tokenizer(folder)
-    found = load_byte_tokenizer(folder)
-    assert isinstance(found, HfTokenizer)
-    return found
+    result = load_byte_tokenizer(folder)
+    assert isinstance(result, HfTokenizer)
+    return result
 
 
 class Scripted:
@@ -60,5 +60,5 @@ def model_of(engine: Scripted, *, context: int = 4096, calls: ReadCalls | None =
 
 def request_of(**fields: object) -> GenerationRequest:
     """The request of a trajectory: problem `p`, group `g`."""
-    given = {"max_tokens": 400, "stop_token_ids": [EOS], "deadline_s": 30.0} | fields
-    return GenerationRequest(Sample("p", "g", [1], 3), **given)  # type: ignore[arg-type]
+    inputs = {"max_tokens": 400, "stop_token_ids": [EOS], "deadline_s": 30.0} | fields
+    return GenerationRequest(Sample("p", "g", [1], 3), **inputs)  # type: ignore[arg-type]

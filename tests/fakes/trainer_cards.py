@@ -41,7 +41,7 @@ def cases(names: Collection[str] = NAMES) -> list[Case]:
     pairs = [case for case in PAIRS if case.name in names]
     single = {case.like for case in pairs}
     whole = [replace(case, saved=False) for case in [*(case for case in CASES if case.name in single), *pairs]]
-    return [made for case in whole for made in (case, in_bf16(case))]
+    return [created for case in whole for created in (case, in_bf16(case))]
 
 
 def in_bf16(case: Case) -> Case:

@@ -175,8 +175,8 @@ def _crowded(name: str, **settings: Any) -> Case:
 def _crowded_lora(name: str, **settings: Any) -> Case:
     """Adapters of experts only, so that the input of the first layer's adapters has no gradient."""
     lora = LoraConfig(rank=4, targets=["linear_fc1", "linear_fc2"])
-    made = _case(name, "qwen3-moe", "off", fields={"lora": lora}, like="crowded-lora", **settings)
-    return replace(made, replay=True, crowded=True)
+    created = _case(name, "qwen3-moe", "off", fields={"lora": lora}, like="crowded-lora", **settings)
+    return replace(created, replay=True, crowded=True)
 
 
 CASES = [

@@ -97,18 +97,18 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         if case.poisoned:
             poisoned_update(made, batch)
         # The first update was shared out by the ranks; for this one each is given its own sequences.
-        told = batch if case.policy is None else with_columns(batch, scores)
+        message = batch if case.policy is None else with_columns(batch, scores)
         objective = NextToken() if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
         members, passes = own_part(batch, case)
         with counted_parts() as parts:
-            metrics = made.update([told[i] for i in members], objective, passes=passes)
+            metrics = made.update([message[i] for i in members], objective, passes=passes)
         crowd = case.crowded and case.parallel.ep > 1 and parallel_state.get_expert_model_parallel_rank() == 0
         assert bool(parts) == crowd or not case.crowded, f"{len(parts)} passes in parts"
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
-        found = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
-        return found | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
+        result = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+        return result | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
 
 
 def uneven() -> list[Sequence]:
@@ -124,12 +124,12 @@ def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[
     assert shape is not None
     if crowded:
         shape = replace(shape, experts=shape.experts // 2)
-    found = [replace(s, routes=drawn_routes(shape, len(s.token_ids) - 1, number)) for number, s in enumerate(batch)]
-    found[1] = batch[1]
-    routes = found[3].routes
+    result = [replace(s, routes=drawn_routes(shape, len(s.token_ids) - 1, number)) for number, s in enumerate(batch)]
+    result[1] = batch[1]
+    routes = result[3].routes
     assert routes is not None
-    found[3] = replace(found[3], routes=routes[:2])
-    return found
+    result[3] = replace(result[3], routes=routes[:2])
+    return result
 
 
 @contextmanager
@@ -152,11 +152,11 @@ def counted_parts() -> Iterator[list[int]]:
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
     """An update that all ranks must skip because of a NaN on the last one."""
     weight = next(value for name, value in made.module.named_parameters() if name.endswith("linear_fc2.weight"))
-    kept = weight.detach().clone()
+    retained = weight.detach().clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         weight.data[0, 0] = torch.nan
     assert made.update(batch, NextToken())["skipped"] == 1.0
-    weight.data.copy_(kept)
+    weight.data.copy_(retained)
 
 
 def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[int]]]:
@@ -196,9 +196,9 @@ def run(case: Case, root: Path) -> Any:
     """The results of rank 0, or the error of the first failed rank. All ranks must have equal metrics and scores."""
 
     def plain(rank: Rank) -> dict[str, Any]:
-        found = found_by(case, rank, root)
+        result = found_by(case, rank, root)
         # Plain tensors: those of the queue's own shared memory would end with this process.
-        return found | {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")}
+        return result | {part: {name: value.tolist() for name, value in result[part].items()} for part in ("weights", "gradients")}
 
     answers, error = run_ranks(case.parallel.world_size, plain, DEADLINE_S)
     if error:

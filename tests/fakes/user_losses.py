@@ -19,8 +19,8 @@ def squared(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: 
 
 def plain(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
     """REINFORCE without `loss_from`."""
-    kept = torch.where(terms.aggregation > 0, logprob, 0.0)
-    return LossOut(-(terms.advantage * terms.aggregation * kept).sum(), {})
+    retained = torch.where(terms.aggregation > 0, logprob, 0.0)
+    return LossOut(-(terms.advantage * terms.aggregation * retained).sum(), {})
 
 
 def built_in(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig, **arguments: object) -> LossOut:

@@ -36,9 +36,9 @@ def recipe(folder: Path, content: list[dict[str, Any]] | None = None, **fields: 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = sparse_folder(tmp_path / "hf")
-    make_byte_tokenizer(made)
-    return made
+    created = sparse_folder(tmp_path / "hf")
+    make_byte_tokenizer(created)
+    return created
 
 
 def test_whole_folder_is_accepted(folder: Path) -> None:
@@ -124,8 +124,10 @@ def test_held_out_rows_that_are_trained_on_are_counted(folder: Path) -> None:
     """Also in a further set, and regardless of white space around the prompt."""
     held_out = rows(folder.parent / "eval.jsonl", [{"prompt": " 1 + 2 =\n", "answer": "3"}, {"prompt": "9 + 9 =", "answer": "18"}])
     named = {"sets": {"own": {"path": held_out}}}
-    made = recipe(folder, data={"eval_path": held_out}, evaluation=named)
-    assert leaks_in(inspect_sets(made.data, made.evaluation, ["rl"]), ["rl"]).startswith("2 of 4 held-out problems are trained on too")
+    created = recipe(folder, data={"eval_path": held_out}, evaluation=named)
+    assert leaks_in(inspect_sets(created.data, created.evaluation, ["rl"]), ["rl"]).startswith(
+        "2 of 4 held-out problems are trained on too"
+    )
     own = recipe(folder, data={"eval_path": held_out, "sft_path": rows(folder.parent / "sft.jsonl", [{"prompt": "3", "answer": "3"}])})
     reports = inspect_sets(own.data, own.evaluation, ["sft"])
     assert leaks_in(reports, ["sft"]) == "" and leaks_in(reports, ["sft", "rl"]).startswith("1 of 2")

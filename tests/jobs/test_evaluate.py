@@ -22,22 +22,22 @@ ROW = '{"question": "1+1=", "answer": "2"}\n'
 
 def test_run_provides_its_recipe_and_newest_weights(run: Path) -> None:
     (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(Path("elsewhere"), "seed=5")))
-    with asked(str(run), None, [], ["rollout.temperature=0.5"]) as found:
-        assert (found.recipe.seed, found.recipe.rollout.temperature, found.recipe.run_path, found.start) == (5, 0.5, run, None)
+    with asked(str(run), None, [], ["rollout.temperature=0.5"]) as result:
+        assert (result.recipe.seed, result.recipe.rollout.temperature, result.recipe.run_path, result.start) == (5, 0.5, run, None)
     checkpoint = leave_checkpoint(run, "rl-000003", 3)
-    with asked(str(checkpoint), None, [], []) as found:
-        assert (found.recipe.run_path, found.start) == (run, str(checkpoint))
+    with asked(str(checkpoint), None, [], []) as result:
+        assert (result.recipe.run_path, result.start) == (run, str(checkpoint))
 
 
 def test_weights_folder_takes_its_recipe_from_sets(run: Path) -> None:
-    with asked(str(run / "model"), None, [], ["evaluation.sets.a.path=rows.jsonl"]) as found:
-        assert found.recipe.model.path == found.start == str(run / "model")
-        assert found.recipe.evaluation.sets["a"].path == "rows.jsonl"
+    with asked(str(run / "model"), None, [], ["evaluation.sets.a.path=rows.jsonl"]) as result:
+        assert result.recipe.model.path == result.start == str(run / "model")
+        assert result.recipe.evaluation.sets["a"].path == "rows.jsonl"
 
 
 def test_recipe_by_name_with_weights_of_from() -> None:
-    with asked("tiny_mtp", "runs/x", [], ["seed=3"]) as found:
-        assert (found.recipe.seed, found.start) == (3, "runs/x")
+    with asked("tiny_mtp", "runs/x", [], ["seed=3"]) as result:
+        assert (result.recipe.seed, result.start) == (3, "runs/x")
 
 
 def test_other_folder_is_rejected(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_other_folder_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "told"),
+    ("sets", "message"),
     [
         (["data.task=null"], r"^evaluation\.sets: the recipe has no held-out problems"),
         (["evaluation.sets.a={path: no.jsonl}"], r"^evaluation\.sets\.a\.path: there is no file no\.jsonl"),
@@ -77,14 +77,14 @@ def test_other_folder_is_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_sets_are_reported_before_anything_starts(
-    sets: list[str], told: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: list[str], message: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def started(*_: Any) -> None:
         raise AssertionError("engines were started")
 
     monkeypatch.setattr(jobs_evaluate, "room_for_engines", started)
     (tmp_path / "rows.jsonl").write_text(ROW)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, report=silent)
     assert "\n" not in str(caught.value)
 
@@ -127,11 +127,11 @@ def test_engines_evaluate_every_set_of_a_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(ROW)
     held_out = f"evaluation.sets.a={{path: {tmp_path}/rows.jsonl, columns: {{prompt: question}}, n: 4}}"
     said: list[str] = []
-    found = evaluate_weights(recipe(run, "data.task.eval_size=3", held_out), n=None, report=said.append)
+    result = evaluate_weights(recipe(run, "data.task.eval_size=3", held_out), n=None, report=said.append)
     assert said == [f"model: the weights of {run / 'model'}; 7 responses to 4 held-out problems"]
-    assert {name: (each["n"], each["problems"]) for name, each in found["sets"].items()} == {"held-out": (1, 3.0), "a": (4, 1.0)}
-    assert {"avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "spec_accept_rate"} <= set(found["sets"]["a"])
-    assert 0 < found["sets"]["a"]["length_mean"] <= 16
+    assert {name: (each["n"], each["problems"]) for name, each in result["sets"].items()} == {"held-out": (1, 3.0), "a": (4, 1.0)}
+    assert {"avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "spec_accept_rate"} <= set(result["sets"]["a"])
+    assert 0 < result["sets"]["a"]["length_mean"] <= 16
 
 
 def test_check_reads_the_data_and_reports_mistakes(mtpctl: Any, tmp_path: Path) -> None:
@@ -169,6 +169,6 @@ def test_large_file_is_inspected_within_the_time_limit(tmp_path: Path) -> None:
 
     row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
     (tmp_path / "rows.jsonl").write_text(row * 200_000)
-    (found,) = inspect_sets(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
-    assert not found.whole and 0 < found.rows < 200_000
-    assert str(found).endswith("rows read, not all")
+    (result,) = inspect_sets(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
+    assert not result.whole and 0 < result.rows < 200_000
+    assert str(result).endswith("rows read, not all")

@@ -28,8 +28,8 @@ class Echo:
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         self.requests = [request async for request in requests]
-        for given, request in enumerate(reversed(self.requests)):
-            if given == self.fail_after:
+        for inputs, request in enumerate(reversed(self.requests)):
+            if inputs == self.fail_after:
                 raise RuntimeFailure("every rollout replica failed")
             sample = request.sample
             sample.append([50, 60], [-1.0, -2.0], 7)
@@ -112,9 +112,9 @@ def test_request_seed_does_not_depend_on_existing_samples(tmp_path: Path) -> Non
 
 def test_summary_means_handle_missing_counts(tmp_path: Path) -> None:
     tally = answer(Echo(), tmp_path / "o", 2)
-    found = summary(tally, made=4, tokens=8, seconds=2.0)
-    assert (found["samples"], found["tokens"], found["tokens_per_s"], found["length_mean"]) == (4, 8, 4.0, 2.0)
-    assert (found["accept_rate"], found["accept_length"], found["reward_mean"]) == (0.5, 1.5, 1.0)
-    assert found["finish_reasons"] == {"stop": 4}
+    result = summary(tally, made=4, tokens=8, seconds=2.0)
+    assert (result["samples"], result["tokens"], result["tokens_per_s"], result["length_mean"]) == (4, 8, 4.0, 2.0)
+    assert (result["accept_rate"], result["accept_length"], result["reward_mean"]) == (0.5, 1.5, 1.0)
+    assert result["finish_reasons"] == {"stop": 4}
     empty = summary(Tally(), made=0, tokens=0, seconds=0.0)
     assert [empty[name] for name in ("tokens_per_s", "length_mean", "accept_rate", "reward_mean")] == [None] * 4

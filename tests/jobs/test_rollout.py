@@ -20,14 +20,14 @@ from tests.fakes.runs import run as run
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be generated, instead of starting Ray for it."""
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def generate(recipe: Recipe, source: Any, missing: list[Any], file: SampleFile, *_: Any) -> float:
-        asked.append((source, missing))
+        requested.append((source, missing))
         return 0.0
 
     monkeypatch.setattr(rollout, "_generate", generate)
-    return asked
+    return requested
 
 
 def answer(
@@ -50,10 +50,12 @@ def test_checkpoint_generates_with_its_weights_and_version(run: Path, tmp_path: 
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
 
-    made = recipe(run, *(["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"] if adapter else []))
-    assert made.model.config is not None
-    trained = HfFolder.open(run / "model") if adapter else create_hf_folder(made.model.config, tmp_path / "trained", seed=1)
-    engine = MegatronEngine(trained, EngineConfig(ParallelConfig(), precision="fp32", mtp=made.mtp, train=False, lora=made.train.lora))
+    created = recipe(run, *(["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"] if adapter else []))
+    assert created.model.config is not None
+    trained = HfFolder.open(run / "model") if adapter else create_hf_folder(created.model.config, tmp_path / "trained", seed=1)
+    engine = MegatronEngine(
+        trained, EngineConfig(ParallelConfig(), precision="fp32", mtp=created.mtp, train=False, lora=created.train.lora)
+    )
     for name, parameter in engine.module.named_parameters():
         if name.endswith("lora_b"):
             parameter.data.normal_(std=0.1)
@@ -65,11 +67,13 @@ def test_checkpoint_generates_with_its_weights_and_version(run: Path, tmp_path: 
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": f"{i}+{i}="} | ({"answer": 2 * i} if i else {}) for i in range(6)))
     said: list[str] = []
     heard: list[int] = []
-    found = rollout.rollout(made, prompts, tmp_path / "o", n=2, report=said.append, progress=lambda done, total, tally: heard.append(done))
+    result = rollout.rollout(
+        created, prompts, tmp_path / "o", n=2, report=said.append, progress=lambda done, total, tally: heard.append(done)
+    )
     assert said == [f"model: checkpoint {checkpoint} (weight version 3)"]
     assert heard == list(range(1, 13))
-    assert (found["samples"], found["made"], found["rewarded"]) == (12, 12, 10)
-    assert found["drafted"] > 0 and found["tokens_per_s"] > 0
+    assert (result["samples"], result["made"], result["rewarded"]) == (12, 12, 10)
+    assert result["drafted"] > 0 and result["tokens_per_s"] > 0
     rows = [json.loads(line) for line in (tmp_path / "o").read_text().splitlines()]
     assert {(row["prompt_id"], row["index"]) for row in rows} == {(f"p.jsonl:{i}", k) for i in range(1, 7) for k in (0, 1)}
     assert {span["version"] for row in rows for span in row["version_spans"]} == {3}
@@ -99,8 +103,8 @@ def test_model_generates_if_there_is_no_checkpoint(run: Path, tmp_path: Path, ge
 
 
 def test_model_folder_generates_without_a_run_directory(run: Path, tmp_path: Path, generated: list[Any]) -> None:
-    made = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=weights")
-    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o")
+    created = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=weights")
+    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o")
     assert generated[0][0].model.path == run / "model"
     assert not (tmp_path / "elsewhere").exists()
 
@@ -117,9 +121,9 @@ def test_newest_weights_of_a_run_generate_unless_others_are_named(from_: str, ru
     )
     wanted = {"": (newest, 7), "run": (newest, 7), "run/checkpoints/rl-000003": (third, 3), "other": (elsewhere, 1), "model": (None, 0)}
     start = str(weights) if from_ == "model" else str(tmp_path / from_) if from_ else None
-    made = recipe(trained, "model.config=null", f"model.path={weights}", "model.init=weights")
+    created = recipe(trained, "model.config=null", f"model.path={weights}", "model.init=weights")
     said: list[str] = []
-    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", report=said.append, start=start)
+    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", report=said.append, start=start)
     source, (checkpoint, version) = generated[0][0], wanted[from_]
     assert (source.model.path, source.checkpoint, source.version) == (weights, checkpoint, version)
     assert said[0] == "model: " + (f"checkpoint {checkpoint} (weight version {version})" if checkpoint else f"the weights of {weights}")
@@ -127,25 +131,25 @@ def test_newest_weights_of_a_run_generate_unless_others_are_named(from_: str, ru
 
 def test_a_model_can_be_named_for_a_recipe_that_makes_its_own(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     before = sorted((run / "model").iterdir())
-    made = recipe(tmp_path / "nowhere")
-    answer(made, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", start=str(run / "model"))
+    created = recipe(tmp_path / "nowhere")
+    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", start=str(run / "model"))
     assert (generated[0][0].model.path, generated[0][0].checkpoint) == (run / "model", None)
     assert sorted((run / "model").iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("left", "told"),
+    ("left", "message"),
     [
         ("", r"is neither a run directory .* nor a checkpoint .* nor a model's folder \(config\.json\)"),
         ("recipe.resolved.yaml", "no checkpoint yet"),
     ],
 )
-def test_path_without_weights_is_reported(left: str, told: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
+def test_path_without_weights_is_reported(left: str, message: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     if left:
         (empty / left).touch()
-    with pytest.raises(UserError, match=rf"--from: {empty} .*{told}"):
+    with pytest.raises(UserError, match=rf"--from: {empty} .*{message}"):
         answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o", start=str(empty))
 
 
@@ -158,20 +162,20 @@ def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, 
     from mtpctl.samples import Sample
 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
-    made = recipe(run)
+    created = recipe(run)
     with SampleFile.open(
-        tmp_path / "o", rollout.origin_of(made, engines.source_of(made, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
+        tmp_path / "o", rollout.origin_of(created, engines.source_of(created, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
     ) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
-    answer(made, prompts, tmp_path / "o")
+    answer(created, prompts, tmp_path / "o")
     assert [prompt.prompt_id for prompt, _ in generated[0][1]] == ["p.jsonl:2"]
     leave_checkpoint(run, "rl-000003", 3)
     with pytest.raises(UserError, match="was sampled from other weights or sampling settings of this recipe"):
-        answer(made, prompts, tmp_path / "o")
+        answer(created, prompts, tmp_path / "o")
 
 
 @pytest.mark.parametrize(
-    ("row", "sets", "n", "told"),
+    ("row", "sets", "n", "message"),
     [
         ({"prompt": "1" * 64}, [], 1, r"p\.jsonl:1: the prompt has 64 tokens and the context holds 64; shorten or remove it"),
         ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"the context holds 32"),
@@ -182,9 +186,9 @@ def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, 
     ],
 )
 def test_bad_input_is_reported_before_anything_starts(
-    row: dict[str, Any], sets: list[str], n: int, told: str, run: Path, tmp_path: Path, generated: list[Any]
+    row: dict[str, Any], sets: list[str], n: int, message: str, run: Path, tmp_path: Path, generated: list[Any]
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         answer(recipe(run, *sets), write_prompts(tmp_path / "p.jsonl", row), tmp_path / "o", n)
     assert generated == [] and not (tmp_path / "o").exists()
 

@@ -73,5 +73,5 @@ def test_trajectory_is_written_and_a_single_request_is_not(run: Path, tmp_path: 
     (row,) = map(json.loads, out.read_text().splitlines())
     assert (row["prompt_id"], row["reward"]) == ("trajectory/0", 0.5)
     answered = [each["logprob"] for turn in (first, second) for each in turn["logprobs"]["content"]]
-    kept = [logprob for logprob, kept in zip(row["behaviour_logprobs"], row["loss_mask"], strict=True) if kept]
-    assert kept == pytest.approx(answered, abs=1e-6) and row["environment"]["turns"] == 2
+    retained = [logprob for logprob, retained in zip(row["behaviour_logprobs"], row["loss_mask"], strict=True) if retained]
+    assert retained == pytest.approx(answered, abs=1e-6) and row["environment"]["turns"] == 2

@@ -35,58 +35,61 @@ def test_run_target_keeps_its_recipe_and_lists_changes(trained: Path) -> None:
     assert as_it_was.summary == f"{trained} goes on with the recipe that it had"
     assert dump_resolved(as_it_was.recipe) == (trained / "recipe.resolved.yaml").read_text(), "a resumed run is no other recipe"
     steps = as_it_was.recipe.train.rl.steps
-    found = load_target(trained, sets=["train.rl.steps=7", "seed=5"])
-    assert found.summary == f"{trained} goes on with train.rl.steps: {steps} → 7"
+    result = load_target(trained, sets=["train.rl.steps=7", "seed=5"])
+    assert result.summary == f"{trained} goes on with train.rl.steps: {steps} → 7"
 
 
 def test_moved_run_uses_its_current_directory(trained: Path) -> None:
     moved = trained.rename(trained.with_name("moved: here"))
-    found = load_target(moved)
-    assert found.recipe.run_path == moved and found.changed == ()
+    result = load_target(moved)
+    assert result.recipe.run_path == moved and result.changed == ()
 
 
 def test_run_directory_can_be_changed_by_set(trained: Path) -> None:
-    found = load_target(trained, sets=["run_dir=elsewhere"])
-    assert found.recipe.run_path == Path("elsewhere") and found.changed == (f'run_dir: "{trained}" → "elsewhere"',)
+    result = load_target(trained, sets=["run_dir=elsewhere"])
+    assert result.recipe.run_path == Path("elsewhere") and result.changed == (f'run_dir: "{trained}" → "elsewhere"',)
 
 
 def test_a_checkpoint_stands_for_its_run_with_those_weights(trained: Path) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
-    found = load_target(checkpoint)
-    assert (found.run, found.start, found.recipe.seed) == (trained, str(checkpoint), 5)
+    result = load_target(checkpoint)
+    assert (result.run, result.start, result.recipe.seed) == (trained, str(checkpoint), 5)
 
 
 def test_train_resumes_a_run_and_reports_it_first(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
-    told = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
-    assert (told.code, asked[0].seed, asked[0].train.rl.optimizer.lr) == (0, 5, 0.5)
-    assert told.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and told.err.endswith(" → 0.5\n")
+    requested: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
+    message = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
+    assert (message.code, requested[0].seed, requested[0].train.rl.optimizer.lr) == (0, 5, 0.5)
+    assert message.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and message.err.endswith(" → 0.5\n")
 
 
 def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     shard = next(checkpoint.glob("*.distcp")).read_bytes()
-    asked: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
-    told = mtpctl("train", str(trained), "--start-over")
-    kept = trained.with_name(f"{trained.name}.1")
-    assert (told.code, asked[0].run_path, asked[0].seed) == (0, trained, 5)
-    assert told.err == f"{trained} begins again; the run that was there is kept as {kept}\n"
-    assert next((kept / "checkpoints" / "rl-000003").glob("*.distcp")).read_bytes() == shard
+    requested: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
+    message = mtpctl("train", str(trained), "--start-over")
+    retained = trained.with_name(f"{trained.name}.1")
+    assert (message.code, requested[0].run_path, requested[0].seed) == (0, trained, 5)
+    assert message.err == f"{trained} begins again; the run that was there is kept as {retained}\n"
+    assert next((retained / "checkpoints" / "rl-000003").glob("*.distcp")).read_bytes() == shard
     assert not (trained / "checkpoints").exists()
     for other, said in (
         ("--dry-run", "cannot be combined with --dry-run"),
-        (f"--from={kept}", "cannot be combined with --from; name a new run_dir"),
+        (f"--from={retained}", "cannot be combined with --from; name a new run_dir"),
     ):
-        told = mtpctl("train", str(kept), "--start-over", other)
-        assert (told.code, told.err) == (2, f"error: --start-over: {said}\n")
+        message = mtpctl("train", str(retained), "--start-over", other)
+        assert (message.code, message.err) == (2, f"error: --start-over: {said}\n")
 
 
 def test_train_and_diff_reject_checkpoints(mtpctl: Any, trained: Path) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
-    told = mtpctl("train", str(checkpoint))
-    assert (told.code, told.err) == (2, f"error: {checkpoint} is a checkpoint of {trained}; name the run, whose newest one is taken\n")
+    message = mtpctl("train", str(checkpoint))
+    assert (message.code, message.err) == (
+        2,
+        f"error: {checkpoint} is a checkpoint of {trained}; name the run, whose newest one is taken\n",
+    )
 
 
 def test_recipes_of_runs_are_shown_and_compared(mtpctl: Any, trained: Path, tmp_path: Path) -> None:
@@ -139,9 +142,9 @@ def test_moved_run_can_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lies.mkdir(parents=True)
     (lies / "recipe.resolved.yaml").write_text(dump_resolved(begun))
     assert load_target(lies).recipe.run_path == lies and load_target(lies).changed == ()
-    found = load_target(lies, sets=["name=b"])
-    assert found.recipe.run_path == tmp_path / "disk" / "b"
-    assert found.summary == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
+    result = load_target(lies, sets=["name=b"])
+    assert result.recipe.run_path == tmp_path / "disk" / "b"
+    assert result.summary == f'{tmp_path / "disk" / "b"} begins with the recipe of {lies} and name: "a" → "b"'
 
 
 def test_copied_run_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +153,10 @@ def test_copied_run_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pyte
     first.mkdir(parents=True)
     (first / "recipe.resolved.yaml").write_text(dump_resolved(recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")))
     shutil.copytree(first, copy)
-    found = load_target(copy, sets=["seed=9"])
-    assert (found.recipe.name, found.recipe.run_dir) == ("b", "runs/{name}")
-    assert found.summary == f"{copy} goes on with seed: 0 → 9"
-    (copy / "recipe.resolved.yaml").write_text(dump_resolved(found.recipe))
+    result = load_target(copy, sets=["seed=9"])
+    assert (result.recipe.name, result.recipe.run_dir) == ("b", "runs/{name}")
+    assert result.summary == f"{copy} goes on with seed: 0 → 9"
+    (copy / "recipe.resolved.yaml").write_text(dump_resolved(result.recipe))
     assert load_target(copy, sets=["name=c"]).recipe.run_path.absolute() == tmp_path / "runs" / "c"
     elsewhere = copy.rename(tmp_path / "d")
     assert (load_target(elsewhere).recipe.name, load_target(elsewhere).recipe.run_path) == ("d", elsewhere)
@@ -161,8 +164,8 @@ def test_copied_run_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    requested: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
     converted: list[list[str]] = []
 
     def convert(command: list[str], **_: Any) -> Any:
@@ -173,13 +176,13 @@ def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path
     monkeypatch.setattr("mtpctl.jobs.targets.subprocess.run", convert)
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     new = trained.with_name("new")
-    told = mtpctl("train", "--from", str(trained), "--set", f"run_dir={new}", "--set", "train.rl.optimizer.lr=0.5")
-    assert told.code == 0, told.err
+    message = mtpctl("train", "--from", str(trained), "--set", f"run_dir={new}", "--set", "train.rl.optimizer.lr=0.5")
+    assert message.code == 0, message.err
     assert converted == [[str(checkpoint), str(new / "start"), "--force"]]
-    (started,) = asked
+    (started,) = requested
     assert (started.model.path, started.model.config, started.model.init) == (str(new / "start"), None, "weights")
     assert (started.seed, started.train.rl.optimizer.lr, started.run_path) == (5, 0.5, new)
-    first, second = told.err.splitlines()
+    first, second = message.err.splitlines()
     assert first.startswith(f"{new} begins with the recipe of {trained} and ") and "model." not in first
     assert second == f"{new} begins from the weights of {trained}, rl-000003"
 
@@ -194,19 +197,19 @@ def test_start_weights_move_with_the_run(trained: Path) -> None:
 
 
 def test_weights_folder_is_used_in_place(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: asked.append(recipe) or 0)
+    requested: list[Recipe] = []
+    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
     new, folder = trained.with_name("new"), trained / "model"
     sets = [part for each in (f"run_dir={new}", "cluster.num_cpus=2") for part in ("--set", each)]
     assert mtpctl("train", str(trained), "--from", str(folder), *sets).code == 0
-    assert (asked[0].model.path, new.exists()) == (str(folder), False)
-    told = mtpctl("train", "--from", str(folder))
-    assert (told.code, told.err) == (2, f"error: --from: {folder} has no recipe with it; name a recipe before it\n")
+    assert (requested[0].model.path, new.exists()) == (str(folder), False)
+    message = mtpctl("train", "--from", str(folder))
+    assert (message.code, message.err) == (2, f"error: --from: {folder} has no recipe with it; name a recipe before it\n")
 
 
 def test_begun_run_rejects_other_weights(mtpctl: Any, trained: Path) -> None:
     leave_checkpoint(trained, "rl-000003", 3)
-    told = mtpctl("train", "--from", str(trained))
-    assert told.code == 2 and told.err.startswith(
+    message = mtpctl("train", "--from", str(trained))
+    assert message.code == 2 and message.err.startswith(
         f"error: --from: {trained} holds a run that has begun already; name a new one with --set "
     )

@@ -45,9 +45,9 @@ HIDDEN, WEIGHT, LABELS = torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1,
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_invalid_argument_and_both_values_are_named(changed: dict[str, Any], message: str) -> None:
-    given = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **changed}
+    inputs = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **changed}
     with pytest.raises(ValueError, match=message):
-        linear_logprob(given.pop("hidden"), given.pop("weight"), given.pop("labels"), **given)
+        linear_logprob(inputs.pop("hidden"), inputs.pop("weight"), inputs.pop("labels"), **inputs)
 
 
 def test_topk_larger_than_the_vocabulary_is_rejected() -> None:

@@ -87,8 +87,8 @@ def test_fused_loss_matches_the_unfused_one(settings: dict[str, Any], workspace:
 
     def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         calls.append(len(rows))
-        made = loss(logprob, entropy, terms.at(rows), config)
-        return made.loss_sum, made.sums
+        created = loss(logprob, entropy, terms.at(rows), config)
+        return created.loss_sum, created.sums
 
     fused = linear_policy_loss(
         p["hidden"], p["weight"], p["labels"], token_loss, entropy=True, rows=p["mask"], grad_scale=scale, workspace_bytes=workspace

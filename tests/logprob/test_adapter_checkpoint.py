@@ -41,9 +41,9 @@ def trainer(folder: Path, precision: str) -> MegatronEngine:
 
 
 def scored(rank: ScoreRank, version: int) -> list[float]:
-    found = rank.score(REQUESTS, version)
-    assert found is not None
-    return list(found[0].logprobs)
+    result = rank.score(REQUESTS, version)
+    assert result is not None
+    return list(result[0].logprobs)
 
 
 def test_server_scores_match_the_trainers_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_merge_rounds_like_the_trainers_export(precision: str, run: Loop, folder
     rank = ScoreRank(replica_config(folder, precision=precision), 0)
     bounds = rank.build("")
     try:
-        made = Replica(LocalRanks(rank), bounds, 0, keep_previous=False)
-        run(update_target(made, sends.publish(sent.items(), 1, checksums=True), verify=True))
+        created = Replica(LocalRanks(rank), bounds, 0, keep_previous=False)
+        run(update_target(created, sends.publish(sent.items(), 1, checksums=True), verify=True))
         assert {name: checksum(tensor) for name, tensor in rank.engine.export()} == wanted
     finally:
         rank.engine.close()

@@ -122,8 +122,8 @@ def told(what: str, server: Server, others: Others, before: float, mark: int, bo
 def test_bad_requests(server: Server, others: Others, what: str, body: bytes, key: str, times: int, status: int, reason: str) -> None:
     before, mark = server.memory_mib(), len(others.waited)
     for _ in range(times):
-        found, text = server.post(body, key)
-        assert found == status and reason in text
+        result, text = server.post(body, key)
+        assert result == status and reason in text
     told(f"{times} x {what} -> {status}", server, others, before, mark)
 
 

@@ -123,11 +123,11 @@ LENGTHS = [2, 3, 17, 64, 65, 130, 300, 512]
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropy_are_those_of_transformers(client: httpx.Client, reference: Any, temperature: float) -> None:
-    given = sequences(LENGTHS)
-    starts = [max(1, len(ids) // 3) for ids in given]
-    answer = score(client, token_ids=given, prompt_length=starts, temperature=temperature, top_logprobs=3)
-    assert [one["index"] for one in answer["data"]] == list(range(len(given)))
-    for one, ids, start in zip(answer["data"], given, starts, strict=True):
+    inputs = sequences(LENGTHS)
+    starts = [max(1, len(ids) // 3) for ids in inputs]
+    answer = score(client, token_ids=inputs, prompt_length=starts, temperature=temperature, top_logprobs=3)
+    assert [one["index"] for one in answer["data"]] == list(range(len(inputs)))
+    for one, ids, start in zip(answer["data"], inputs, starts, strict=True):
         expected = reference(ids, temperature)[start - 1 : -1]
         labels = torch.tensor(ids[start:])
         assert one["token_ids"] == ids[start:]
@@ -135,8 +135,8 @@ def test_log_probs_and_entropy_are_those_of_transformers(client: httpx.Client, r
         torch.testing.assert_close(torch.tensor(one["entropy"]).double(), -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=0)
         top = expected.topk(3)
         assert torch.tensor([[t["id"] for t in row] for row in one["top_logprobs"]]).equal(top.indices)
-        found = torch.tensor([[t["logprob"] for t in row] for row in one["top_logprobs"]]).double()
-        torch.testing.assert_close(found, top.values, atol=1e-5, rtol=0)
+        result = torch.tensor([[t["logprob"] for t in row] for row in one["top_logprobs"]]).double()
+        torch.testing.assert_close(result, top.values, atol=1e-5, rtol=0)
 
 
 def test_mtp_scores_are_those_of_the_drafter(client: httpx.Client, folder: Path) -> None:
@@ -159,13 +159,13 @@ def test_mtp_scores_are_those_of_the_drafter(client: httpx.Client, folder: Path)
 
 def test_alone_or_in_any_mixed_batch_the_answer_is_the_same_to_the_bit(served: Served, client: httpx.Client) -> None:
     generator = torch.Generator().manual_seed(2)
-    given = sequences([2, 5, 33, 100, 511, 7, 64, 250, *torch.randint(2, 400, (16,), generator=generator).tolist()], seed=1)
-    alone = [score(client, token_ids=ids)["data"][0] for ids in given]
+    inputs = sequences([2, 5, 33, 100, 511, 7, 64, 250, *torch.randint(2, 400, (16,), generator=generator).tolist()], seed=1)
+    alone = [score(client, token_ids=ids)["data"][0] for ids in inputs]
     for _ in range(4):
-        order = torch.randperm(len(given), generator=generator).tolist()
+        order = torch.randperm(len(inputs), generator=generator).tolist()
         before = served.server.counters.batches
-        mixed = score(client, token_ids=[given[i] for i in order])["data"]
-        assert served.server.counters.batches - before < len(given)
+        mixed = score(client, token_ids=[inputs[i] for i in order])["data"]
+        assert served.server.counters.batches - before < len(inputs)
         for place, i in enumerate(order):
             for field in ("logprobs", "entropy"):
                 assert mixed[place][field] == alone[i][field]
@@ -395,5 +395,5 @@ def test_a_request_without_the_content_type_of_json_is_told_the_header_to_send(c
         request.headers["content-type"] = kind
     response = client.send(request)
     assert response.status_code == 415
-    told = f"content-type: must be application/json, {said}; send the header 'content-type: application/json'"
-    assert response.json()["error"]["message"] == told
+    message = f"content-type: must be application/json, {said}; send the header 'content-type: application/json'"
+    assert response.json()["error"]["message"] == message

@@ -107,15 +107,15 @@ async def kill_under_load(
     await asyncio.gather(trouble(), *(client(number) for number in range(4)))
     assert server.counters.failed == 0 and server.counters.requests == len(answers)
     assert server.replicas.restarts == kills
-    assert all(told.before <= told.answer.version <= told.after for told in answers)
+    assert all(message.before <= message.answer.version <= message.after for message in answers)
     return answers
 
 
 async def check_as_at_rest(server: LogprobServer, answers: list[Told]) -> None:
     """Answers that came through all that (a thousand of them) are to the bit those of a server at rest."""
     answers = random.Random(0).sample(answers, min(1000, len(answers)))
-    calm = await asyncio.gather(*(server.score(told.asked) for told in answers))
-    assert [told.answer.logprobs for told in answers] == [answer.logprobs for answer in calm]
+    calm = await asyncio.gather(*(server.score(message.asked) for message in answers))
+    assert [message.answer.logprobs for message in answers] == [answer.logprobs for answer in calm]
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ def test_twenty_kills_lose_nothing_and_mix_no_versions(
             await server.update(publisher.publish(iter(weights[version % 2].items()), version))
 
         answers = await kill_under_load(server, 20, random.Random(1), update)
-        assert server.version == 10 and {told.answer.version for told in answers} == set(range(11))
+        assert server.version == 10 and {message.answer.version for message in answers} == set(range(11))
         for parity in (0, 1):
-            await check_as_at_rest(server, [told for told in answers if told.answer.version % 2 == parity])
+            await check_as_at_rest(server, [message for message in answers if message.answer.version % 2 == parity])
             await update()
         print(f"{len(answers)} answers, {server.counters.retried} asked again, {server.counters.batches} batches")
         await server.close()

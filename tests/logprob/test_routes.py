@@ -33,9 +33,9 @@ def server(run: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logp
     async def start(_: int) -> Replica:
         return Replica(LocalRanks(rank), bounds, 0, keep_previous=False)
 
-    made = run(serve(start))
-    yield made
-    run(made.close())
+    created = run(serve(start))
+    yield created
+    run(created.close())
     rank.engine.close()
 
 
@@ -46,17 +46,17 @@ def routes_of(server: LogprobServer, seed: int, tokens: int = 29) -> Routes:
 
 def scores(server: LogprobServer, run: Loop, requests: list[ScoreRequest]) -> list[Scored]:
     async def ask() -> list[Scored]:
-        found = {index: scored async for index, scored in server.stream(requests)}
-        return [found[index] for index in range(len(requests))]
+        result = {index: scored async for index, scored in server.stream(requests)}
+        return [result[index] for index in range(len(requests))]
 
     return run(ask())
 
 
 def test_each_request_is_scored_under_its_own_routes_whatever_it_shares_a_pass_with(server: LogprobServer, run: Loop) -> None:
-    given = [routes_of(server, 0), None, routes_of(server, 2, 15)]
-    mixed = scores(server, run, [ScoreRequest(ids, 10, routes=r, record=True) for ids, r in zip(TOKENS, given, strict=True)])
+    inputs = [routes_of(server, 0), None, routes_of(server, 2, 15)]
+    mixed = scores(server, run, [ScoreRequest(ids, 10, routes=r, record=True) for ids, r in zip(TOKENS, inputs, strict=True)])
     free = scores(server, run, [ScoreRequest(ids, 10) for ids in TOKENS])
-    for place, (scored, routes) in enumerate(zip(mixed, given, strict=True)):
+    for place, (scored, routes) in enumerate(zip(mixed, inputs, strict=True)):
         (alone,) = scores(server, run, [ScoreRequest(TOKENS[place], 10, routes=routes)])
         assert alone.logprobs == pytest.approx(scored.logprobs, abs=1e-6) and alone.routes is None
         assert scored.routes is not None and len(scored.routes) == 29

@@ -69,8 +69,8 @@ async def test_answers_belong_to_their_requests() -> None:
     server = await serve(Started(seconds=1e-5), 2)
     requests = [request(n, prompt_length=n // 2) for n in range(2, 100)]
     answers = await asyncio.gather(*map(server.score, requests))
-    for asked, answer in zip(requests, answers, strict=True):
-        assert answer.logprobs == [-float(i) for i in asked.token_ids[asked.prompt_length :]]
+    for requested, answer in zip(requests, answers, strict=True):
+        assert answer.logprobs == [-float(i) for i in requested.token_ids[requested.prompt_length :]]
     await server.close()
 
 
@@ -288,8 +288,8 @@ async def test_idle_replica_that_dies_is_detected() -> None:
 @settled
 async def test_stream_yields_answers_as_they_finish() -> None:
     server = await serve(Started(seconds=1e-5), tokens_per_batch=64)
-    found = {place: answer async for place, answer in server.stream([request(n) for n in range(2, 40)])}
-    assert sorted(found) == list(range(38)) and [len(found[n].logprobs) for n in range(38)] == list(range(1, 39))
+    result = {place: answer async for place, answer in server.stream([request(n) for n in range(2, 40)])}
+    assert sorted(result) == list(range(38)) and [len(result[n].logprobs) for n in range(38)] == list(range(1, 39))
     await server.close()
 
 

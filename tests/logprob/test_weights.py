@@ -101,11 +101,11 @@ def test_an_update_gives_what_a_load_gives(
 def test_the_target_alone_leaves_the_draft_as_it_was(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
     one = replica(keep_previous=True)
     run(update_target(one, publish(1, others, ("target",))))
-    found = run(one.checksums())
+    result = run(one.checksums())
     from mtpctl.sync.checksums import checksum
 
     for name, tensor in tensors.items():
-        assert found[name] == checksum(tensor if ".mtp_layers." in name else others[name])
+        assert result[name] == checksum(tensor if ".mtp_layers." in name else others[name])
 
 
 def test_the_previous_version_is_kept_on_demand(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
@@ -221,11 +221,11 @@ def test_a_mixed_replica_is_replaced_by_one_at_the_published_version(
 def test_a_buffer_is_a_weight_like_others(keep_previous: bool) -> None:
     """A router's bias is one."""
     module = torch.nn.BatchNorm1d(2)
-    held = VersionedWeights(module, 0, keep_previous=keep_previous)
-    held.begin(1)
-    held.destination(module.running_mean).fill_(7)  # type: ignore[arg-type]
-    held.commit()
+    stored = VersionedWeights(module, 0, keep_previous=keep_previous)
+    stored.begin(1)
+    stored.destination(module.running_mean).fill_(7)  # type: ignore[arg-type]
+    stored.commit()
     assert module.running_mean.tolist() == [7, 7]  # type: ignore[union-attr, operator]
     if keep_previous:
-        with held.using(0):
+        with stored.using(0):
             assert module.running_mean.tolist() == [0, 0]  # type: ignore[union-attr, operator]

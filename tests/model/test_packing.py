@@ -27,11 +27,11 @@ def test_cp_rank_has_a_block_from_the_front_and_one_from_the_back():
 
 def test_block_attends_back_to_the_start_of_its_first_sample():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
-    held = torch.cat([first.tokens, second.tokens])
-    assert first.visible(held).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    stored = torch.cat([first.tokens, second.tokens])
+    assert first.visible(stored).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert (first.cu_seqlens_q.tolist(), first.cu_seqlens_kv.tolist()) == ([0, 2, 3, 4], [0, 2, 7, 8])
     # The second rank's blocks are adjacent; the sample that spans both has two parts.
-    assert second.visible(held).tolist() == [2, 3, 2, 3, 4, 5]
+    assert second.visible(stored).tolist() == [2, 3, 2, 3, 4, 5]
     assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 2, 4], [0, 2, 6])
 
 
@@ -64,8 +64,8 @@ def test_indivisible_token_count_is_rejected():
 def over_ranks(lengths: list[int], cp: int, k: Tensor, v: Tensor) -> list[tuple[Packing, Tensor, Tensor]]:
     """Each rank's packing and its visible keys and values after gathering those of all ranks."""
     ranks = [Packing.of(lengths, "cpu", cp_rank=rank, cp=cp) for rank in range(cp)]
-    held = torch.cat([rank.tokens for rank in ranks])
-    return [(rank, rank.visible(k[held]), rank.visible(v[held])) for rank in ranks]
+    stored = torch.cat([rank.tokens for rank in ranks])
+    return [(rank, rank.visible(k[stored]), rank.visible(v[stored])) for rank in ranks]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

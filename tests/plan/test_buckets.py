@@ -134,8 +134,8 @@ def test_invalid_plans_are_errors(specs: list[TensorSpec], limit: int, aliases: 
 def test_planned_adapter_tensors_equal_the_trainers_export(tmp_path: Path, model: str) -> None:
     folder = mimo(tmp_path / "model", **MODELS[model])
     lora = LoraConfig(rank=3, targets=adapter_targets(folder.shape))
-    with engine(folder, lora=lora) as made:
-        exported = {name: tuple(tensor.shape) for name, tensor in made.export_adapter()}
+    with engine(folder, lora=lora) as created:
+        exported = {name: tuple(tensor.shape) for name, tensor in created.export_adapter()}
     planned = adapter_tensors(folder.shape, lora.rank, lora.targets, "float32")
     assert {spec.name: spec.shape for spec in planned} == exported
 

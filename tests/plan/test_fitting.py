@@ -21,16 +21,16 @@ def recipe(*sets: str) -> Recipe:
     return load_recipe("mimo7b_mtp", sets=sets).recipe
 
 
-def only(made: Recipe) -> Misfit:
-    (misfit,) = misfits(made, MIMO)
+def only(created: Recipe) -> Misfit:
+    (misfit,) = misfits(created, MIMO)
     return misfit
 
 
 def test_the_gain_of_a_remedy_is_the_reduction_of_the_memory() -> None:
-    made = recipe(ONE_CARD)
-    needs = trainer_memory(made, MIMO).total
-    for remedy in only(made).remedies:
-        assert remedy.gain == needs - trainer_memory(changed(made, remedy.change), MIMO).total > 0
+    created = recipe(ONE_CARD)
+    needs = trainer_memory(created, MIMO).total
+    for remedy in only(created).remedies:
+        assert remedy.gain == needs - trainer_memory(changed(created, remedy.change), MIMO).total > 0
         assert remedy.fits == (needs - remedy.gain <= 139 * GIB)
 
 
@@ -46,20 +46,20 @@ def test_the_error_names_a_sufficient_remedy_without_more_cards() -> None:
 def test_remedies_pass_the_recipes_checks_and_report_further_cards() -> None:
     sets = {str(remedy): remedy for remedy in only(recipe(ONE_CARD)).remedies}
     for text, remedy in sets.items():
-        made = recipe(ONE_CARD, *text.split())
-        assert not list(complaints_of(made)) and made == changed(recipe(ONE_CARD), remedy.change)
+        created = recipe(ONE_CARD, *text.split())
+        assert not list(complaints_of(created)) and created == changed(recipe(ONE_CARD), remedy.change)
     assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].cards
     assert not sets["train.recompute=full"].cards and not sets["train.offload.optimizer=true"].cards
 
 
 @pytest.mark.parametrize("card", [90, 60, 50])
 def test_remedies_are_combined_if_no_single_one_suffices(card: int) -> None:
-    made = recipe(ONE_CARD, f"cluster.gpu_gib={card}", "rollout.gpu_memory=0.5")
-    misfit = only(made)
+    created = recipe(ONE_CARD, f"cluster.gpu_gib={card}", "rollout.gpu_memory=0.5")
+    misfit = only(created)
     assert not any(remedy.fits for remedy in misfit.remedies) and len(misfit.together) > 1
     for remedy in misfit.together:
-        made = changed(made, remedy.change)
-    check_fits(made, MIMO)
+        created = changed(created, remedy.change)
+    check_fits(created, MIMO)
 
 
 def test_remedies_of_an_engine_are_a_larger_share_or_two_ranks() -> None:
@@ -70,11 +70,11 @@ def test_remedies_of_an_engine_are_a_larger_share_or_two_ranks() -> None:
 
 
 def test_remedies_of_a_cache_in_bytes_are_sizes_that_fit() -> None:
-    for asked in (1 << 20, 128 * GIB):
-        made = recipe(f"rollout.kv_cache_bytes={asked}")
-        remedy = next(remedy for remedy in only(made).remedies if "rollout.kv_cache_bytes" in remedy.change)
+    for requested in (1 << 20, 128 * GIB):
+        created = recipe(f"rollout.kv_cache_bytes={requested}")
+        remedy = next(remedy for remedy in only(created).remedies if "rollout.kv_cache_bytes" in remedy.change)
         assert remedy.fits
-        check_fits(changed(made, remedy.change), MIMO)
+        check_fits(changed(created, remedy.change), MIMO)
 
 
 def test_remedies_of_a_log_prob_rank_and_a_shared_card_are_shares() -> None:
@@ -87,7 +87,7 @@ def test_remedies_of_a_log_prob_rank_and_a_shared_card_are_shares() -> None:
 
 def test_card_needed_is_the_smallest_card_that_fits() -> None:
     for sets in ([ONE_CARD], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
-        made = recipe(*sets, "cluster.gpu_gib=null")
-        needed = card_needed(made, MIMO)
-        assert not list(misfits(changed(made, {"cluster.gpu_gib": needed * 1.001}), MIMO))
-        assert list(misfits(changed(made, {"cluster.gpu_gib": needed * 0.99}), MIMO))
+        created = recipe(*sets, "cluster.gpu_gib=null")
+        needed = card_needed(created, MIMO)
+        assert not list(misfits(changed(created, {"cluster.gpu_gib": needed * 1.001}), MIMO))
+        assert list(misfits(changed(created, {"cluster.gpu_gib": needed * 0.99}), MIMO))

@@ -158,10 +158,10 @@ def test_a_distributed_optimizer_shards_experts_over_their_replicas() -> None:
     rest = count_parameters(shape)["total"] - routed
     sharded = ["mtp.mode=off", "rollout.speculation.num_tokens=0", "train.distributed_optimizer=true"]
     # Layout, and which part of all experts a rank holds and remembers. Two data-parallel ranks with different experts share nothing.
-    for layout, held, remembered in (("{dp: 2}", 1, 2), ("{dp: 2, ep: 2}", 2, 2), ("{dp: 4, ep: 2}", 2, 4), ("{cp: 2, ep: 2}", 2, 2)):
+    for layout, stored, remembered in (("{dp: 2}", 1, 2), ("{dp: 2, ep: 2}", 2, 2), ("{dp: 4, ep: 2}", 2, 4), ("{cp: 2, ep: 2}", 2, 2)):
         memory = trainer_memory(recipe(f"train.parallel={layout}", *sharded, name="tiny_mtp"), shape)
         ranks = 4 if "4" in layout else 2
-        assert memory.weights == 4 * (rest + routed // held)
+        assert memory.weights == 4 * (rest + routed // stored)
         assert memory.optimizer == 8 * (rest // ranks + routed // remembered), layout
     # With tp an expert is whole on its rank, and the ranks that have the same experts are as many more.
     both = trainer_memory(recipe("train.parallel={tp: 2, sequence_parallel: true, dp: 2, ep: 2}", *sharded, name="tiny_mtp"), shape)
@@ -186,9 +186,9 @@ def test_frozen_mtp_layers_have_gradient_buffers_and_sharded_state() -> None:
 
 
 def test_the_reference_policy_is_a_copy_of_the_trained_parameters() -> None:
-    free, held = (trainer_memory(recipe("train.parallel={tp: 1}", f"train.rl.kl_coef={kl}"), MIMO) for kl in (0, 0.1))
-    assert (free.reference, held.reference) == (0, 2 * count_parameters(MIMO)["total"])
-    assert held.total >= free.total + held.reference
+    free, stored = (trainer_memory(recipe("train.parallel={tp: 1}", f"train.rl.kl_coef={kl}"), MIMO) for kl in (0, 0.1))
+    assert (free.reference, stored.reference) == (0, 2 * count_parameters(MIMO)["total"])
+    assert stored.total >= free.total + stored.reference
     # While it scores, it is in the policy's place, which is kept aside: more than the activations of few tokens.
     few = trainer_memory(recipe("train.parallel={tp: 1}", "train.rl.kl_coef=0.1", "train.tokens_per_microbatch=1024"), MIMO)
     assert few.total == few.weights + few.gradients + few.optimizer + 2 * few.reference + few.workspace
@@ -354,9 +354,9 @@ def test_a_log_prob_rank_holds_one_layers_activations_and_one_or_two_versions() 
 def test_a_log_prob_rank_stores_base_weights_of_synced_adapters() -> None:
     lora = ["train.lora={rank: 16}", "sync.sections=[adapter, draft]"]
     merged = logprob_memory(recipe(lora[0]), MIMO)
-    alone, split, kept = (logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
+    alone, split, retained = (logprob_memory(recipe(*lora, *sets), MIMO) for sets in ([], SPLIT, ["logprob.keep_previous=true"]))
     layers = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if name.startswith("model.layers.") and "_proj.weight" in name)
-    assert merged.base_weights == 0 and alone.base_weights == kept.base_weights == 2 * layers
+    assert merged.base_weights == 0 and alone.base_weights == retained.base_weights == 2 * layers
     assert alone.total == merged.total + alone.base_weights
     # Two ranks of tensors in two stages, of 20 and 16 of the 36 layers.
     assert split.base_weights == 2 * layers * 20 // 36 // 2
@@ -400,12 +400,12 @@ def test_ranks_that_exceed_a_card_are_errors(sets: list[str], message: str) -> N
     ],
 )
 def test_ranks_on_a_shared_card_are_checked_together(sets: list[str], message: str) -> None:
-    made = recipe("cluster.gpu_gib=80", *sets, name="tiny_mtp")
+    created = recipe("cluster.gpu_gib=80", *sets, name="tiny_mtp")
     if message:
         with pytest.raises(ClusterResources, match=message):
-            check_fits(made, moe_shape())
+            check_fits(created, moe_shape())
     else:
-        check_fits(made, moe_shape())
+        check_fits(created, moe_shape())
 
 
 def test_memory_is_not_checked_without_the_cards_size() -> None:

@@ -55,8 +55,8 @@ def test_recompute_of_stale_samples_without_correction_is_cautioned(sets: list[s
     ],
 )
 def test_unstable_settings_are_cautioned(sets: list[str], caution: str) -> None:
-    found = list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
-    assert len(found) == 1 and found[0].startswith(caution) and "\n" not in found[0]
+    result = list(cautions_of(load_recipe("tiny_mtp", sets=sets).recipe))
+    assert len(result) == 1 and result[0].startswith(caution) and "\n" not in result[0]
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from tests.fakes.toys import SERVED, TOYS
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
     """The one thing that is wrong."""
-    found = list(complaints_of(load_recipe(recipe, sets=sets).recipe))
-    assert len(found) == 1, found
+    result = list(complaints_of(load_recipe(recipe, sets=sets).recipe))
+    assert len(result) == 1, result
     with pytest.raises(UserError) as caught:
         validate(load_recipe(recipe, sets=sets).recipe)
-    assert str(caught.value) == found[0] and "\n" not in found[0]
-    return found[0]
+    assert str(caught.value) == result[0] and "\n" not in result[0]
+    return result[0]
 
 
 # Sizes that the messages below count, whatever the recipe is tuned to.
@@ -245,8 +245,8 @@ HINTED = "path: policy, hint: '{answer}'"
     ],
 )
 def test_teachers_that_do_not_fit(teacher: str, sets: list[str], message: str) -> None:
-    found = [each for each in list_complaints([f"train.rl.teacher={{{teacher}}}", *sets]) if "teacher" in each]
-    assert any(each.startswith(message) for each in found), found
+    result = [each for each in list_complaints([f"train.rl.teacher={{{teacher}}}", *sets]) if "teacher" in each]
+    assert any(each.startswith(message) for each in result), result
 
 
 def test_a_teachers_folder_is_read(folder: Path) -> None:

@@ -117,8 +117,8 @@ def test_every_value_has_an_origin(base: Path) -> None:
     loaded = load_recipe(base, sets=["train.lora.rank=8", "rollout.engine_args={a: 1}", "train.sft={steps: 2}"])
     everything = flatten(loaded.recipe.model_dump(mode="json", by_alias=True))
     assert set(loaded.origins) == {".".join(path) for path in everything}
-    given = {key: origin for key, origin in loaded.origins.items() if origin != "default"}
-    assert given == {
+    inputs = {key: origin for key, origin in loaded.origins.items() if origin != "default"}
+    assert inputs == {
         "seed": f"{base}:1",
         "train.stages": f"{base}:3",
         "train.rl.optimizer.lr": f"{base}:5",
@@ -195,8 +195,8 @@ def test_appending_starts_from_the_default(base: Path) -> None:
 def test_invalid_set_is_one_line_with_fix(base: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(base, sets=[text])
-    told = str(caught.value)
-    assert message in told and told.startswith("--set") and "\n" not in told
+    messages = str(caught.value)
+    assert message in messages and messages.startswith("--set") and "\n" not in messages
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_key_with_several_types_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("inputs", "meant"),
     [
         ("learning_rate", "train.rl.optimizer.lr"),
         ("train.rl.learning_rate", "train.rl.optimizer.lr"),
@@ -249,20 +249,20 @@ def test_key_with_several_types_is_reported_once() -> None:
         ("rollout.tensor_parallel_size", "rollout.tp"),
     ],
 )
-def test_the_names_of_other_frameworks_are_understood(tmp_path: Path, given: str, meant: str) -> None:
-    with pytest.raises(UserError, match=rf"{given} is not a key; did you mean {meant}\?$"):
-        load_recipe("tiny_mtp", sets=[f"{given}=1"])
-    *above, name = given.split(".")
+def test_the_names_of_other_frameworks_are_understood(tmp_path: Path, inputs: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"{inputs} is not a key; did you mean {meant}\?$"):
+        load_recipe("tiny_mtp", sets=[f"{inputs}=1"])
+    *above, name = inputs.split(".")
     text = "".join(f"{'  ' * depth}{each}:\n" for depth, each in enumerate(above)) + f"{'  ' * len(above)}{name}: 1\n"
-    with pytest.raises(UserError, match=rf"{given} is not a key; did you mean {meant}\?$"):
+    with pytest.raises(UserError, match=rf"{inputs} is not a key; did you mean {meant}\?$"):
         load_recipe(write(tmp_path / "r.yaml", text))
 
 
 def test_aliases_point_to_existing_keys_and_do_not_shadow_siblings() -> None:
     for alias, keys in ALIASES.items():
         for key in keys:
-            found = find(tuple(key.split(".")))
-            assert found is not None and found.dotted == key, (alias, key)
+            result = find(tuple(key.split(".")))
+            assert result is not None and result.dotted == key, (alias, key)
             assert not key.endswith(f".{alias}") or alias in ("lr", "batch_size")
 
 

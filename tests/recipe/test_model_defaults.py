@@ -40,30 +40,30 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_model_without_a_head_runs_with_default_settings(tmp_path: Path) -> None:
-    made = loaded(tmp_path)
-    assert (made.recipe.mtp.mode, made.recipe.rollout.speculation.num_tokens) == ("off", 0)
-    assert made.notes[0] == "rollout.speculation.num_tokens: 0, because the model has no MTP head: speculation is off"
-    assert made.origins["mtp.mode"] == made.origins["rollout.speculation.num_tokens"] == "default"
-    validate(made.recipe)
+    created = loaded(tmp_path)
+    assert (created.recipe.mtp.mode, created.recipe.rollout.speculation.num_tokens) == ("off", 0)
+    assert created.notes[0] == "rollout.speculation.num_tokens: 0, because the model has no MTP head: speculation is off"
+    assert created.origins["mtp.mode"] == created.origins["rollout.speculation.num_tokens"] == "default"
+    validate(created.recipe)
 
 
 def test_defaults_that_were_filled_in_are_resolved_for_a_resumed_run(tmp_path: Path) -> None:
-    made = loaded(tmp_path, cluster={"device": "cpu"})
-    (tmp_path / "resolved.yaml").write_text(dump_resolved(made.recipe))
+    created = loaded(tmp_path, cluster={"device": "cpu"})
+    (tmp_path / "resolved.yaml").write_text(dump_resolved(created.recipe))
     again = load_recipe(tmp_path / "resolved.yaml")
-    assert again.recipe == made.recipe and not again.notes
+    assert again.recipe == created.recipe and not again.notes
     validate(again.recipe)
 
 
 def test_model_with_a_head_keeps_the_defaults(tmp_path: Path) -> None:
-    made = loaded(tmp_path, {**MIMO, "vocab_size": 320})
-    assert (made.recipe.mtp.mode, made.recipe.rollout.speculation.num_tokens) == ("isolated", 1)
+    created = loaded(tmp_path, {**MIMO, "vocab_size": 320})
+    assert (created.recipe.mtp.mode, created.recipe.rollout.speculation.num_tokens) == ("isolated", 1)
 
 
 def test_mode_off_turns_speculation_off(tmp_path: Path) -> None:
-    made = loaded(tmp_path, {**MIMO, "vocab_size": 320}, mtp={"mode": "off"})
-    assert made.recipe.rollout.speculation.num_tokens == 0
-    validate(made.recipe)
+    created = loaded(tmp_path, {**MIMO, "vocab_size": 320}, mtp={"mode": "off"})
+    assert created.recipe.rollout.speculation.num_tokens == 0
+    validate(created.recipe)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_head_that_is_only_in_the_weights_is_used(tmp_path: Path) -> None:
 
 def test_transport_follows_the_device(tmp_path: Path) -> None:
     for sections in ({}, {"sync": {"bucket_bytes": 4096}}):
-        made = loaded(tmp_path, cluster={"device": "cpu"}, **sections).recipe
-        assert (made.sync.transport, made.device) == ("shm", "cpu")
-        validate(made)
+        created = loaded(tmp_path, cluster={"device": "cpu"}, **sections).recipe
+        assert (created.sync.transport, created.device) == ("shm", "cpu")
+        validate(created)
     assert loaded(tmp_path).recipe.sync.transport == "nccl"
     assert loaded(tmp_path, sets=("cluster.device=cpu",)).recipe.sync.transport == "shm"
     with pytest.raises(UserError, match=r"sync.transport: nccl needs CUDA; set shm for cluster.device: cpu, or leave it out"):
@@ -104,15 +104,15 @@ def test_transport_follows_the_device(tmp_path: Path) -> None:
 
 def test_precision_follows_the_device(tmp_path: Path, flags: Path) -> None:
     on_cpu = {"cluster": {"device": "cpu"}}
-    made = loaded(tmp_path, **on_cpu)
-    assert made.recipe.train.precision == "fp32"
-    assert made.notes[-1] == "train.precision: fp32, because this CPU has no AMX, without which bf16 is slower"
+    created = loaded(tmp_path, **on_cpu)
+    assert created.recipe.train.precision == "fp32"
+    assert created.notes[-1] == "train.precision: fp32, because this CPU has no AMX, without which bf16 is slower"
     assert loaded(tmp_path).recipe.train.precision == "bf16"
     assert loaded(tmp_path, TOYS["qwen3.5"] | {"vocab_size": 331}, **on_cpu).recipe.train.precision == "bf16"
     assert loaded(tmp_path, sets=("train.precision=bf16",), **on_cpu).recipe.train.precision == "bf16"
     flags.write_text("flags\t\t: fpu avx2 amx_bf16 amx_tile amx_int8\n")
-    made = loaded(tmp_path, **on_cpu)
-    assert made.recipe.train.precision == "bf16" and not any("precision" in note for note in made.notes)
+    created = loaded(tmp_path, **on_cpu)
+    assert created.recipe.train.precision == "bf16" and not any("precision" in note for note in created.notes)
 
 
 def test_machine_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_file_in_a_set_is_found_next_to_the_recipe(tmp_path: Path, monkeypatch: 
     elsewhere.mkdir()
     (tmp_path / "reward.py").write_text("def reward(response: str) -> float:\n    return 1.0\n")
     monkeypatch.chdir(elsewhere)
-    made = loaded(tmp_path, sets=("reward.function=reward.py:reward",)).recipe
-    assert made.reward.function == f"{tmp_path / 'reward.py'}:reward"
+    created = loaded(tmp_path, sets=("reward.function=reward.py:reward",)).recipe
+    assert created.reward.function == f"{tmp_path / 'reward.py'}:reward"
     (elsewhere / "reward.py").write_text("")
     assert loaded(tmp_path, sets=("reward.function=reward.py:reward",)).recipe.reward.function == f"{elsewhere / 'reward.py'}:reward"

@@ -34,21 +34,21 @@ def test_both_keys_with_different_functions_are_refused_and_with_the_same_are_no
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         ("exat", "reward.function: 'exat' is not built in; did you mean exact?"),
         ("judge.py", "reward.function: judge.py is a file; name the function in it, as judge.py:score"),
         ("no/such.py:score", f"reward.function: there is no file no/such.py; it was looked for in {Path('no').resolve()}"),
     ],
 )
-def test_missing_function_is_reported(function: str, told: str) -> None:
-    assert list(check_reward(RewardConfig(function=function), None)) == [told]
+def test_missing_function_is_reported(function: str, message: str) -> None:
+    assert list(check_reward(RewardConfig(function=function), None)) == [message]
 
 
 def test_a_file_of_almost_that_name_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "judge.py").touch()
-    (told,) = check_reward(RewardConfig(function=f"{tmp_path / 'jugde.py'}:score"), None)
-    assert told.endswith(f"did you mean {tmp_path / 'judge.py'}?")
+    (message,) = check_reward(RewardConfig(function=f"{tmp_path / 'jugde.py'}:score"), None)
+    assert message.endswith(f"did you mean {tmp_path / 'judge.py'}?")
 
 
 @pytest.fixture

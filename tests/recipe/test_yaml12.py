@@ -42,8 +42,8 @@ from mtpctl.recipe import yaml12
     ],
 )
 def test_scalars(text: str, value: Any) -> None:
-    found = yaml12.parse(text, "here").value
-    assert found == value and type(found) is type(value)
+    result = yaml12.parse(text, "here").value
+    assert result == value and type(result) is type(value)
 
 
 def test_every_key_has_its_line() -> None:

@@ -20,8 +20,8 @@ def test_the_expected_policy_gradient_is_that_of_the_negative_kl(kl: Literal["re
     divergence = (policy.exp() * apart).sum() if kl == "reverse" else -(teacher.exp() * apart).sum()
     (right,) = torch.autograd.grad(-divergence, logits, retain_graph=True)
     gain = teacher_gain(kl, teacher, policy.detach())
-    (found,) = torch.autograd.grad((policy.detach().exp() * gain * policy).sum(), logits)
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+    (result,) = torch.autograd.grad((policy.detach().exp() * gain * policy).sum(), logits)
+    torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_that_the_policy_hardly_samples_weigh_no_more_than_the_bound() -> None:

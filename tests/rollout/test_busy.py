@@ -125,12 +125,12 @@ async def test_hanging_environment_does_not_admit_unlimited_requests() -> None:
         return Stops()
 
     pool = await ReplicaPool.start(start, 1, max_in_flight=2, turns=Turns(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT))
-    asked = 0
+    requested = 0
 
     async def requests() -> AsyncIterator[GenerationRequest]:
-        nonlocal asked
-        for asked in count(1):
-            yield GenerationRequest(Sample(f"p{asked}", "g", [1]), 500)
+        nonlocal requested
+        for requested in count(1):
+            yield GenerationRequest(Sample(f"p{requested}", "g", [1]), 500)
 
     async def drive() -> None:
         async for _ in pool.generate(requests()):
@@ -139,5 +139,5 @@ async def test_hanging_environment_does_not_admit_unlimited_requests() -> None:
     driving = asyncio.create_task(drive())
     await asyncio.sleep(0.3)
     driving.cancel()
-    assert asked == 2 + WITH_ENVIRONMENT * 2
+    assert requested == 2 + WITH_ENVIRONMENT * 2
     await pool.close()

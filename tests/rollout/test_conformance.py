@@ -79,11 +79,11 @@ async def stream(requests: list[GenerationRequest]) -> AsyncIterator[GenerationR
 
 
 async def collect(pool: Generator, requests: list[GenerationRequest]) -> dict[str, Sample]:
-    found: dict[str, Sample] = {}
+    result: dict[str, Sample] = {}
     async for sample in pool.generate(stream(requests)):
-        assert sample.prompt_id not in found
-        found[sample.prompt_id] = sample
-    return found
+        assert sample.prompt_id not in result
+        result[sample.prompt_id] = sample
+    return result
 
 
 def requests(count: int, max_tokens: int = 20, **options: object) -> list[GenerationRequest]:
@@ -102,9 +102,9 @@ def assert_whole(sample: Sample) -> None:
 
 
 def test_every_request_is_answered_once(pool: ReplicaPool, run: Loop) -> None:
-    found = run(collect(pool, requests(40)))
-    assert found.keys() == {f"p{index}" for index in range(40)}
-    for sample in found.values():
+    result = run(collect(pool, requests(40)))
+    assert result.keys() == {f"p{index}" for index in range(40)}
+    for sample in result.values():
         assert sample.finish_reason == "length"
         assert len(sample.response_ids) == 20
         assert_whole(sample)
@@ -154,11 +154,11 @@ def test_a_deadline_ends_one_response_and_no_other(kind: Kind, pool: ReplicaPool
         task = asyncio.ensure_future(collect(pool, [*requests(1, 2 * kind.long, deadline_s=0.03), *requests(4)[1:]]))
         return await task
 
-    found = run(drive())
-    assert found["p0"].finish_reason == DEADLINE
-    assert len(found["p0"].response_ids) < 2 * kind.long
-    assert_whole(found["p0"])
-    assert {found[f"p{index}"].finish_reason for index in (1, 2, 3)} == {"length"}
+    result = run(drive())
+    assert result["p0"].finish_reason == DEADLINE
+    assert len(result["p0"].response_ids) < 2 * kind.long
+    assert_whole(result["p0"])
+    assert {result[f"p{index}"].finish_reason for index in (1, 2, 3)} == {"length"}
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
@@ -175,12 +175,12 @@ def test_engine_generates_nothing_between_pause_and_resume(pool: ReplicaPool, ru
         await pool._replicas.each(lambda engine: engine.resume())  # type: ignore[attr-defined]
         return early, await task | await late
 
-    early, found = run(drive())
+    early, result = run(drive())
     assert early == (mode == "wait")
-    assert found.keys() == {f"p{index}" for index in range(16)}
+    assert result.keys() == {f"p{index}" for index in range(16)}
     for index in range(12):
-        assert len(found[f"p{index}"].response_ids) == 60
-    for sample in found.values():
+        assert len(result[f"p{index}"].response_ids) == 60
+    for sample in result.values():
         assert sample.finish_reason == "length"
         assert_whole(sample)
 

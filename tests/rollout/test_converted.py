@@ -34,12 +34,12 @@ def test_acceptance_is_the_trainers(start_engine: Callable[[VllmSettings], VllmE
 
     async def samples() -> list[Sample]:
         prompts = [[first, (first + 5 * step) % 128] for first in range(0, 128, 2) for step in (1, 3)]
-        asked = [GenerationRequest(Sample(f"p{i}", "g", prompt), 24, temperature=0.0) for i, prompt in enumerate(prompts)]
-        return await asyncio.gather(*(engine.generate(request) for request in asked))
+        requested = [GenerationRequest(Sample(f"p{i}", "g", prompt), 24, temperature=0.0) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*(engine.generate(request) for request in requested))
 
-    found = run(samples())
-    drafted, accepted = sum(s.speculation.drafted for s in found), sum(s.speculation.accepted for s in found)
-    (tmp_path / "samples.json").write_text(json.dumps([[s.prompt_ids.tolist(), s.response_ids.tolist()] for s in found]))
+    result = run(samples())
+    drafted, accepted = sum(s.speculation.drafted for s in result), sum(s.speculation.accepted for s in result)
+    (tmp_path / "samples.json").write_text(json.dumps([[s.prompt_ids.tolist(), s.response_ids.tolist()] for s in result]))
     trainers = float(drafting("accept", tmp_path).rsplit("mtp/accept_1", 1)[1].split()[0])
 
     print(f"accepted {accepted} of {drafted} drafts; the trainer says {trainers}")

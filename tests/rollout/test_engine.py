@@ -94,9 +94,9 @@ class InLine(Made):
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
         async with self.turn:
-            for made in range(room):
+            for created in range(room):
                 if request_id in self.cut:
-                    return GenerationChunk([7] * made, [-1.0] * made, [(0, made, 0)], ABORTED)
+                    return GenerationChunk([7] * created, [-1.0] * created, [(0, created, 0)], ABORTED)
                 await asyncio.sleep(0.01)
         return GenerationChunk([7] * room, [-1.0] * room, [(0, room, 0)], "length")
 
@@ -108,9 +108,9 @@ class InLine(Made):
 async def test_deadline_starts_when_the_request_gets_a_slot() -> None:
     """The pool sends a few requests more than an engine has places for."""
     engine = InLine()
-    held = engine.generate(GenerationRequest(Sample("p0", "g", [1]), 120))  # 1.2 s
+    stored = engine.generate(GenerationRequest(Sample("p0", "g", [1]), 120))  # 1.2 s
     waiting = engine.generate(GenerationRequest(Sample("p1", "g", [1]), 5, deadline_s=1.0))
-    _, sample = await asyncio.gather(held, waiting)
+    _, sample = await asyncio.gather(stored, waiting)
     assert (sample.finish_reason, len(sample.response_ids)) == ("length", 5)
     assert 0 < sample.spent_s < 1.0
 
@@ -118,8 +118,8 @@ async def test_deadline_starts_when_the_request_gets_a_slot() -> None:
 @in_loop
 async def test_response_over_its_deadline_is_aborted_and_the_next_one_is_not() -> None:
     engine = InLine()
-    asked = [GenerationRequest(Sample(f"p{index}", "g", [1]), tokens, deadline_s=1.0) for index, tokens in enumerate((200, 5))]
-    late, next_one = await asyncio.gather(*(engine.generate(request) for request in asked))
+    requested = [GenerationRequest(Sample(f"p{index}", "g", [1]), tokens, deadline_s=1.0) for index, tokens in enumerate((200, 5))]
+    late, next_one = await asyncio.gather(*(engine.generate(request) for request in requested))
     assert late.finish_reason == DEADLINE and 0 < len(late.response_ids) < 200
     assert (next_one.finish_reason, len(next_one.response_ids)) == ("length", 5)
 

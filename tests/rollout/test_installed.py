@@ -57,10 +57,10 @@ def test_sglangs_options_are_read_beside_the_interpreter_that_the_recipe_names(t
     source.write_text("class ServerArgs:\n    model_path: str\n    tp_size: int = 1\n    KINDS: ClassVar[int] = 2\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    made = SglangConfig(engine="sglang", python=str(tmp_path / "bin" / "python"), engine_args={"tp_sise": 2})
-    assert installed_options(made) == {"model_path", "tp_size"}
+    created = SglangConfig(engine="sglang", python=str(tmp_path / "bin" / "python"), engine_args={"tp_sise": 2})
+    assert installed_options(created) == {"model_path", "tp_size"}
     with pytest.raises(UserError, match=r"tp_sise: SGLang has no such option; did you mean tp_size\?"):
-        check_engine_args(recipe().model_copy(update={"rollout": made}))
+        check_engine_args(recipe().model_copy(update={"rollout": created}))
     assert not installed_options(SglangConfig(engine="sglang", python=str(tmp_path / "elsewhere" / "bin" / "python")))
 
 

@@ -29,10 +29,10 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     extra = {runner.STEP_S: str(STEP_S), runner.LOG: str(log), "PYTHONPATH": with_tree()["PYTHONPATH"]}
 
     def settings(*args: Any, **options: Any) -> VllmSettings:
-        made = upstream(*args, **options)
-        environment = made.environment | extra | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        created = upstream(*args, **options)
+        environment = created.environment | extra | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         worker = {"worker_cls": "tests.fakes.runner.FixedWorker"}
-        return replace(made, in_loop=False, environment=environment, args=made.args | worker)
+        return replace(created, in_loop=False, environment=environment, args=created.args | worker)
 
     monkeypatch.setattr(engines, "engine_settings", settings)
     monkeypatch.setattr(start, "engine_settings", settings)
@@ -41,14 +41,14 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_slots_are_filled_as_by_vllm(fixed_steps: Path, tmp_path: Path) -> None:
     options = engines.Options("tiny", tmp_path / "model", (BATCH,), 128, 64, 1, 0.75, 3, "cpu")
-    made = engines.Bench(options, print, 2)
+    created = engines.Bench(options, print, 2)
     table = bench.Table(print)
 
     async def measure() -> None:
-        async with engines.enter_all(made.pool(0), made.offline()) as (plain, offline):
-            await bench.measure_path(made, table, [made.queued()], offline, plain)
+        async with engines.enter_all(created.pool(0), created.offline()) as (plain, offline):
+            await bench.measure_path(created, table, [created.queued()], offline, plain)
 
-    with made.cluster():
+    with created.cluster():
         asyncio.run(measure())
     ours = next(row for row in table.rows if row.what == bench.POOL)
     assert ours.ratio is not None and ours.ratio >= bench.PATH_BOUND

@@ -76,13 +76,13 @@ class Handle:
 
         async def call(*args: Any) -> Any:
             self.calls.append(name)
-            asked, death = asyncio.ensure_future(method(*args)), asyncio.ensure_future(self._death.wait())
-            await asyncio.wait([asked, death], return_when=asyncio.FIRST_COMPLETED)
+            requested, death = asyncio.ensure_future(method(*args)), asyncio.ensure_future(self._death.wait())
+            await asyncio.wait([requested, death], return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                asked.cancel()
+                requested.cancel()
                 raise RayActorError
             death.cancel()
-            return asked.result()
+            return requested.result()
 
         return type("Method", (), {"remote": staticmethod(call)})()
 
@@ -129,13 +129,16 @@ async def test_error_reaches_its_caller() -> None:
 
 def test_error_of_a_foreign_package_becomes_a_runtime_error() -> None:
     foreign = type("OutOfBlocks", (ValueError,), {"__module__": "sglang.srt"})
-    for error, kind, told in ((foreign("none left"), RuntimeError, "OutOfBlocks: none left"), (UserError("no room"), UserError, "no room")):
+    for error, kind, message in (
+        (foreign("none left"), RuntimeError, "OutOfBlocks: none left"),
+        (UserError("no room"), UserError, "no room"),
+    ):
         try:
             raise error
         except Exception as raised:
-            found = pickle.loads(pickle.dumps(_portable(raised)))
-        assert (type(found), str(found)) == (kind, told)
-        assert "test_replica.py" in found.__notes__[0], "where it was raised"
+            result = pickle.loads(pickle.dumps(_portable(raised)))
+        assert (type(result), str(result)) == (kind, message)
+        assert "test_replica.py" in result.__notes__[0], "where it was raised"
 
 
 @in_loop
@@ -145,8 +148,8 @@ async def test_dead_actor_fails_all_waiting_requests() -> None:
     waiting = [asyncio.ensure_future(replica.generate(request("late"))) for _ in range(5)]
     await asyncio.sleep(0.01)
     handle.die()
-    found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
-    assert all(isinstance(error, EngineDead) for error in found)
+    result = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert all(isinstance(error, EngineDead) for error in result)
     with pytest.raises(EngineDead):
         await asyncio.wait_for(replica.generate(request()), 5)
 

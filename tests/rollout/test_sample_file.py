@@ -16,11 +16,11 @@ PROMPTS = {"p:1": "1+1=", "p:2": "2+2="}
 
 
 def sample(prompt_id: str = "p:1", index: int = 0, reward: float | None = 1.0) -> Sample:
-    made = Sample(prompt_id, prompt_id, [1, 2], index=index)
-    made.append([5, 6], [-0.5, -1.5], 3)
-    made.append([7], [-0.25], 4)
-    made.finish_reason, made.reward, made.speculation = "stop", reward, Speculation(2, 1, [1], 2)
-    return made
+    created = Sample(prompt_id, prompt_id, [1, 2], index=index)
+    created.append([5, 6], [-0.5, -1.5], 3)
+    created.append([7], [-0.25], 4)
+    created.finish_reason, created.reward, created.speculation = "stop", reward, Speculation(2, 1, [1], 2)
+    return created
 
 
 def write(path: Path, *samples: Sample) -> None:
@@ -71,14 +71,14 @@ def test_file_with_other_content_is_rejected_and_unchanged(tmp_path: Path, text:
 
 
 @pytest.mark.parametrize(
-    ("origin", "prompts", "told"),
+    ("origin", "prompts", "message"),
     [
         (Origin("other", ORIGIN.decides), PROMPTS, "o:2: was sampled from recipe tiny"),
         (Origin("tiny", {"temperature": 0.5, "checkpoint": None}), PROMPTS, "o:2: was sampled from other weights or sampling settings"),
         (ORIGIN, {"p:1": "1+1=", "p:2": "3+3="}, "o:2: the prompt p:2 has changed"),
     ],
 )
-def test_a_file_never_mixes_origins(tmp_path: Path, origin: Origin, prompts: dict[str, str], told: str) -> None:
+def test_a_file_never_mixes_origins(tmp_path: Path, origin: Origin, prompts: dict[str, str], message: str) -> None:
     write(tmp_path / "o", sample("p:1"), sample("p:2"))
     lines = (tmp_path / "o").read_bytes().splitlines(keepends=True)
     if origin is not ORIGIN:
@@ -86,7 +86,7 @@ def test_a_file_never_mixes_origins(tmp_path: Path, origin: Origin, prompts: dic
             file.append(sample("p:1"), "1+1=", "two")
         lines[0] = (tmp_path / "first").read_bytes()
     (tmp_path / "o").write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         SampleFile.open(tmp_path / "o", origin, prompts)
     assert (tmp_path / "o").read_bytes() == b"".join(lines)
 

@@ -31,10 +31,10 @@ def test_engines_have_a_tokenizer_if_stop_strings_are_possible(
 ) -> None:
     (tmp_path / "agent.py").write_text("async def run(problem, base_url): ...\n")
     recipe = load_recipe("tiny_mtp", sets=[each.replace("AGENT", f"{tmp_path}/agent.py:run") for each in sets]).recipe
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     async def refuse(settings: Any, **_: object) -> None:
-        seen.append(settings)
+        observed.append(settings)
         raise RuntimeFailure("seen")
 
     monkeypatch.setattr(start, "start_replica", refuse)
@@ -43,5 +43,5 @@ def test_engines_have_a_tokenizer_if_stop_strings_are_possible(
         asyncio.run(
             start.start_pool(recipe, model="folder", context=256, placement=place(recipe), tokenizer=byte_tokenizer().name, turns=turns)
         )
-    assert seen[0].args["skip_tokenizer_init"] is not reads_text
-    assert (seen[0].args.get("tokenizer") == byte_tokenizer().name) is reads_text
+    assert observed[0].args["skip_tokenizer_init"] is not reads_text
+    assert (observed[0].args.get("tokenizer") == byte_tokenizer().name) is reads_text

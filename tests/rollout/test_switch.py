@@ -78,8 +78,8 @@ def test_decision_is_reported_with_its_measurements() -> None:
     engine.run(300, 8)
     (choice,) = engine.said
     assert choice.drafts == 0 and choice.tokens_per_s.keys() == {0, 1}
-    told = r"speculation: 0 draft tokens for about 8 concurrent requests \(39\d tokens/s with 0, 35\d tokens/s with 1\)"
-    assert re.fullmatch(told, str(choice))
+    message = r"speculation: 0 draft tokens for about 8 concurrent requests \(39\d tokens/s with 0, 35\d tokens/s with 1\)"
+    assert re.fullmatch(message, str(choice))
 
 
 class Crowded(Simulated):

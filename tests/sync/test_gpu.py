@@ -92,9 +92,9 @@ class Trainer:
 
     def announce(self, version: int, sections: tuple[str, ...], members: list[str]) -> Manifest:
         self._pipe.send((version, sections, members))
-        found = self.told()
-        assert isinstance(found, Manifest), found
-        return found
+        result = self.told()
+        assert isinstance(result, Manifest), result
+        return result
 
     def told(self) -> Any:
         assert self._pipe.poll(120)
@@ -131,16 +131,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
-    found: VllmEngine = start_engine(settings(folder, adapter=LoraConfig(rank=adapters.RANK), release_kv=bool(CARDS)))
-    return found
+    result: VllmEngine = start_engine(settings(folder, adapter=LoraConfig(rank=adapters.RANK), release_kv=bool(CARDS)))
+    return result
 
 
 @pytest.fixture
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
     transport, card = getattr(request, "param", ("ipc", 0))
-    found = Trainer(tmp_path / "store", transport, card)
-    yield found
-    found.end()
+    result = Trainer(tmp_path / "store", transport, card)
+    yield result
+    result.end()
 
 
 def request(index: int, tokens: int = 40, prompt: list[int] = PROMPT) -> GenerationRequest:
@@ -175,8 +175,8 @@ def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, .
     report: SyncReport = run(cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60)))
     sent = trainer.told()
     assert isinstance(sent, Sent), sent
-    held = [name for name in version_of(version) if adapters.section_of(name) in sections]
-    assert (report.version, report.verified) == (version, len(held))
+    stored = [name for name in version_of(version) if adapters.section_of(name) in sections]
+    assert (report.version, report.verified) == (version, len(stored))
     return report
 
 
@@ -195,9 +195,9 @@ def test_an_adapter_is_pushed_while_requests_are_in_flight(engine: VllmEngine, r
     assert isinstance(trainer.told(), Sent)
     assert {span.version for sample in samples for span in sample.version_spans} == {first, first + 1}
     assert_matches(samples, {first: policy(first), first + 1: policy(first + 1)})
-    found = run(engine.generate(request(99)))
-    assert found.speculation.drafted > 0
-    assert_matches([found], {first + 1: policy(first + 1)})
+    result = run(engine.generate(request(99)))
+    assert result.speculation.drafted > 0
+    assert_matches([result], {first + 1: policy(first + 1)})
 
 
 @pytest.mark.skipif(CARDS == 0, reason="the KV cache lies on a card")
@@ -241,8 +241,8 @@ TP_CARDS = [
 
 @pytest.fixture(scope="module")
 def wide_engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
-    found: VllmEngine = start_engine(settings(folder, tp=2, adapter=LoraConfig(rank=adapters.RANK)))
-    return found
+    result: VllmEngine = start_engine(settings(folder, tp=2, adapter=LoraConfig(rank=adapters.RANK)))
+    return result
 
 
 @pytest.mark.parametrize("trainer", TP_CARDS, indirect=True)
@@ -268,8 +268,8 @@ def test_weights_are_pushed_to_a_log_prob_replica(folder: Path, run: Loop, train
     ids = PROMPT + [(11 * i) % 250 for i in range(80)]
 
     async def scored(version: int) -> list[float]:
-        (found,) = await replica.score([ScoreRequest(ids)], version)
-        return list(found.logprobs)
+        (result,) = await replica.score([ScoreRequest(ids)], version)
+        return list(result.logprobs)
 
     try:
         for version, sections in ((1, FIRST), (2, LATER)):

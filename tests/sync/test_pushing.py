@@ -81,9 +81,9 @@ def test_a_sent_version_is_persisted_for_later_receivers(tmp_path: Path, pair: l
     assert sends.store.versions() == []
     sends.persist(model(1).items())
     sends.flush()
-    kept = newest(sends.store)
-    assert kept is not None and (kept.version, kept.transport) == (1, "shm")
-    pair[1].take(kept)
+    retained = newest(sends.store)
+    assert retained is not None and (retained.version, retained.transport) == (1, "shm")
+    pair[1].take(retained)
     assert equal(pair[1].taken(), 1)
     sends.close()
 
@@ -145,9 +145,9 @@ def test_the_store_pauses_during_a_transfer(tmp_path: Path, pair: list[Receiver]
     sends.send(model(2).items())
     assert equal(pair[0].taken(), 2)
     sends.flush()
-    kept = newest(sends.store)
-    assert kept is not None and kept.version == 1
-    pair[1].take(kept)
+    retained = newest(sends.store)
+    assert retained is not None and retained.version == 1
+    pair[1].take(retained)
     assert equal(pair[1].taken(), 1)
     sends.close()
 

@@ -70,9 +70,9 @@ def test_remaining_time_is_upper_bound_for_stage_that_may_end_early() -> None:
             lines.row(step, {}, phase)
             panel.row(step, {}, phase)
         console.print(panel.render())
-    told = out.getvalue()
-    assert "left at most 8 min 18 s" in told and "at most 8 min 18 s left of SFT" in told
-    assert "left 8 s" in told and "about 8 s left of RL" in told
+    message = out.getvalue()
+    assert "left at most 8 min 18 s" in message and "at most 8 min 18 s left of SFT" in message
+    assert "left 8 s" in message and "about 8 s left of RL" in message
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -59,14 +59,14 @@ def test_stage_that_ended_early_is_done_if_checkpoint_is_final(tmp_path: Path) -
 
 
 def test_end_of_earlier_stage_does_not_end_run(tmp_path: Path) -> None:
-    found = describe_run(run(tmp_path / "a", 5, stage="sft"))
-    assert (found.state, found.stage, found.step, found.steps, found.reward) == ("broken off", "sft", 5, 5, None)
+    result = describe_run(run(tmp_path / "a", 5, stage="sft"))
+    assert (result.state, result.stage, result.step, result.steps, result.reward) == ("broken off", "sft", 5, 5, None)
 
 
 def test_the_two_rewards_of_a_run_have_two_names(mtpctl: Any, tmp_path: Path) -> None:
     """That of the batches that were trained on, and that of all groups."""
-    found = describe_run(run(tmp_path / "a", 4))
-    assert (found.reward, found.unfiltered_reward) == (0.9, 0.4)
+    result = describe_run(run(tmp_path / "a", 4))
+    assert (result.reward, result.unfiltered_reward) == (0.9, 0.4)
     header, line = mtpctl("runs", str(tmp_path)).out.splitlines()
     assert dict(zip(re.split(r" {2,}", header), re.split(r" {2,}", line), strict=True))["reward"] == "0.900"
     assert dict(zip(re.split(r" {2,}", header), re.split(r" {2,}", line), strict=True))["unfiltered"] == "0.400"
@@ -77,7 +77,7 @@ def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tm
     run(tmp_path / "x" / "a", 4, "stop")
     run(tmp_path / "x" / "a" / "inner", 1)
     run(tmp_path / "b", 10)
-    assert {found.path for found in find_runs(tmp_path)} == {tmp_path / "x" / "a", tmp_path / "b"}
+    assert {result.path for result in find_runs(tmp_path)} == {tmp_path / "x" / "a", tmp_path / "b"}
     lines = mtpctl("runs", str(tmp_path)).out.splitlines()
     assert lines[0].split() == ["run", "state", "step", "reward", "unfiltered", "held-out", "age"]
     row = next(line for line in lines if "/x/a" in line)
@@ -90,18 +90,18 @@ def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Pa
     run(tmp_path / "a", 4, "stop")
     broken = run(tmp_path / "b", 10)
     RunDirectory(broken).scaled.write_text("{")
-    told = mtpctl("runs", str(tmp_path)).out.splitlines()
-    assert {line.split()[1] for line in told[1:3]} == {"stopped", "unreadable"}
-    assert told[3] == f"unreadable: {broken}/replicas.json: is not a valid file of mtpctl scale; remove it, and repeat the command"
+    message = mtpctl("runs", str(tmp_path)).out.splitlines()
+    assert {line.split()[1] for line in message[1:3]} == {"stopped", "unreadable"}
+    assert message[3] == f"unreadable: {broken}/replicas.json: is not a valid file of mtpctl scale; remove it, and repeat the command"
     faults = {row["path"]: row["fault"] for row in json.loads(mtpctl("runs", str(tmp_path), "--json").out)}
-    assert faults[str(tmp_path / "a")] == "" and faults[str(broken)] == told[3].removeprefix("unreadable: ")
+    assert faults[str(tmp_path / "a")] == "" and faults[str(broken)] == message[3].removeprefix("unreadable: ")
 
 
 def test_status_reports_reason_of_trainer_restart(mtpctl: Any, tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4, "restart")
-    told = mtpctl("status", str(path)).out
-    assert told.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.900, unfiltered 0.400, held-out accuracy 0.250; wrote ")
-    assert told.endswith(" ago\nrestart: m\n")
+    message = mtpctl("status", str(path)).out
+    assert message.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.900, unfiltered 0.400, held-out accuracy 0.250; wrote ")
+    assert message.endswith(" ago\nrestart: m\n")
     assert json.loads(mtpctl("status", str(path), "--json").out)["restarts"] == ["m"]
     remember(RunDirectory(path), 2)
     assert "held-out accuracy 0.250, 2 asked for by mtpctl scale; wrote " in mtpctl("status", str(path)).out

@@ -20,9 +20,9 @@ def text(ids: list[int]) -> str:
 
 
 def sample(reward: float | None = 0.5, response: str = "a") -> Sample:
-    made = Sample("p1", "g1", [ord(c) for c in "2+2="], reward=reward)
-    made.append([ord(c) for c in response], [0.0] * len(response), 3)
-    return made
+    created = Sample("p1", "g1", [ord(c) for c in "2+2="], reward=reward)
+    created.append([ord(c) for c in response], [0.0] * len(response), 3)
+    return created
 
 
 def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> SampleRow:
@@ -30,21 +30,27 @@ def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> Sam
 
 
 def test_a_row_tells_the_models_turns_from_the_environments() -> None:
-    made = sample(response="ask")
-    made.append([ord(c) for c in "told"], [0.0] * 4, 3, trained=False)
-    made.append([ord("4")], [0.0], 4)
-    made.speculation = Speculation(drafted=5, accepted=2, accepted_by_position=[2, 0], steps=3)
-    made.reward_parts = {"exact": 1.0}
-    kept = sample_row(made, text, step=7, kind="update", answer="4")
-    assert [(part["by"], part["text"], part["tokens"]) for part in kept["parts"]] == [
+    created = sample(response="ask")
+    created.append([ord(c) for c in "told"], [0.0] * 4, 3, trained=False)
+    created.append([ord("4")], [0.0], 4)
+    created.speculation = Speculation(drafted=5, accepted=2, accepted_by_position=[2, 0], steps=3)
+    created.reward_parts = {"exact": 1.0}
+    retained = sample_row(created, text, step=7, kind="update", answer="4")
+    assert [(part["by"], part["text"], part["tokens"]) for part in retained["parts"]] == [
         ("model", "ask", 3),
         ("environment", "told", 4),
         ("model", "4", 1),
     ]
-    assert response_text(kept) == "ask⟦told⟧4"
-    assert (kept["step"], kept["prompt"], kept["answer"], kept["reward"], kept["reward_parts"]) == (7, "2+2=", "4", 0.5, {"exact": 1.0})
-    assert kept["versions"] == [[0, 7, 3], [7, 8, 4]]
-    assert kept["drafts"] == {"drafted": 5, "accepted": 2, "accepted_by_position": [2, 0], "steps": 3}
+    assert response_text(retained) == "ask⟦told⟧4"
+    assert (retained["step"], retained["prompt"], retained["answer"], retained["reward"], retained["reward_parts"]) == (
+        7,
+        "2+2=",
+        "4",
+        0.5,
+        {"exact": 1.0},
+    )
+    assert retained["versions"] == [[0, 7, 3], [7, 8, 4]]
+    assert retained["drafts"] == {"drafted": 5, "accepted": 2, "accepted_by_position": [2, 0], "steps": 3}
 
 
 def test_a_response_without_a_token_has_no_parts() -> None:
@@ -93,8 +99,8 @@ def test_groups_dropped_before_resume_are_kept(tmp_path: Path) -> None:
         log.write([row(4, f"session {session}", "dropped")])
         log.write([row(5, f"session {session}", "dropped")])
         log.close()
-    found = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
-    assert found == [(4, "session 1"), (4, "session 2"), (5, "session 2")]
+    result = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
+    assert result == [(4, "session 1"), (4, "session 2"), (5, "session 2")]
 
 
 def test_samples_of_repeated_updates_replace_lost_ones(tmp_path: Path) -> None:
@@ -107,8 +113,8 @@ def test_samples_of_repeated_updates_replace_lost_ones(tmp_path: Path) -> None:
     log.write([row(3, "lost", "eval")])
     log.write([row(2, "again")])
     log.close()
-    found = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
-    assert found == [(1, "kept"), (2, "again"), (3, "dropped")]
+    result = [(each["step"], response_text(each)) for each in read_samples(tmp_path)]
+    assert result == [(1, "kept"), (2, "again"), (3, "dropped")]
 
 
 def test_files_are_small_and_few_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,5 +69,5 @@ def test_of_a_long_run_some_steps_are_shown_with_all_their_samples() -> None:
 
 def test_long_prompt_is_shortened_to_last_words() -> None:
     assert ending("what is\n 1 + 1?") == "what is 1 + 1?"
-    told = ending("word " * 40 + "How many are left?")
-    assert told.startswith("… word ") and told.endswith("How many are left?") and len(told) <= 92
+    message = ending("word " * 40 + "How many are left?")
+    assert message.startswith("… word ") and message.endswith("How many are left?") and len(message) <= 92

@@ -38,14 +38,14 @@ def answering(run: RunDirectory, answer: Callable[[int], Answer], count: int) ->
 
 
 def test_each_of_several_who_ask_at_once_gets_the_answer_to_its_own_request(run: RunDirectory) -> None:
-    found: dict[int, Answer] = {}
-    asking = [threading.Thread(target=lambda n=n: found.update({n: ask(run, n)})) for n in range(4)]
+    result: dict[int, Answer] = {}
+    asking = [threading.Thread(target=lambda n=n: result.update({n: ask(run, n)})) for n in range(4)]
     answers = answering(run, lambda n: Answer(f"{n} it is", refused=n == 2), len(asking))
     for thread in asking:
         thread.start()
     for thread in (*asking, answers):
         thread.join(15)
-    assert found == {n: Answer(f"{n} it is", refused=n == 2) for n in range(4)}
+    assert result == {n: Answer(f"{n} it is", refused=n == 2) for n in range(4)}
     assert not list(run.requests.iterdir()), "nothing is left"
 
 

@@ -116,8 +116,8 @@ def test_a_disk_that_stays_full_ends_a_run_by_one_line(tmp_path: Path, monkeypat
     """And not by what closing its files would raise."""
     monkeypatch.setattr("mtpctl.telemetry.metrics_file.PATIENCE_S", 0.0)
     telemetry, _ = start(tmp_path / "run", TelemetryConfig())
-    told = r"cannot write .*metrics.jsonl: File too large; free space and start"
-    with full_for_tensorboard(), pytest.raises(RuntimeFailure, match=told), telemetry:
+    message = r"cannot write .*metrics.jsonl: File too large; free space and start"
+    with full_for_tensorboard(), pytest.raises(RuntimeFailure, match=message), telemetry:
         telemetry.samples([sample_row(Sample("p", "g", [1]), lambda ids: "", step=1, kind="update")])
         telemetry.log(1, {"reward/mean": 1.0}, "rl")
 
@@ -157,8 +157,8 @@ def test_tensorboard_continues_after_full_disk(tmp_path: Path) -> None:
     assert sink.failure == "tensorboard/ lacks rows of metrics.jsonl: File too large"
     sink.write(3, {"reward/mean": 3.0}, "rl")
     sink.close()
-    found = EventAccumulator(str(tmp_path / "rl")).Reload()
-    assert 3 in [event.step for event in found.Scalars("reward/mean")]
+    result = EventAccumulator(str(tmp_path / "rl")).Reload()
+    assert 3 in [event.step for event in result.Scalars("reward/mean")]
 
 
 def test_tensorboard_has_the_newest_recipe_as_hyperparameters(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_tensorboard_has_the_newest_recipe_as_hyperparameters(tmp_path: Path) ->
             pass
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    found = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert {key: value.number_value or value.string_value for key, value in found.items()} == {
+    result = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {key: value.number_value or value.string_value for key, value in result.items()} == {
         "name": "t",
         "train.lr": 0.2,
         "train.stages": '["sft", "rl"]',

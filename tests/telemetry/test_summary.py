@@ -44,7 +44,7 @@ def test_held_out_accuracy_has_late_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         (
             [0.45, 0.72, 0.43, 0.31, 0.49, 0.77],
@@ -56,8 +56,8 @@ def test_held_out_accuracy_has_late_mean() -> None:
         ([0.45], ""),
     ],
 )
-def test_sentence_about_evaluations_in_between(values: list[float], told: str) -> None:
-    assert in_between(history("eval/accuracy", values)) == told
+def test_sentence_about_evaluations_in_between(values: list[float], message: str) -> None:
+    assert in_between(history("eval/accuracy", values)) == message
 
 
 def test_a_metric_of_one_step_has_no_before_and_after() -> None:

@@ -109,15 +109,21 @@ def test_wandb_gets_recipe_group_and_tags_and_rows_over_updates(tmp_path: Path, 
     ]
     assert wandb.exits == [0, 1], "one that failed is told"
     assert (tables[0]["rl/step"], tables[0]["update"]) == (2, 5)
-    (found,) = tables[0]["samples/update"]
-    assert (found["prompt"], found["response"], found["reward"], found["reward/format"], found["versions"]) == ("2", "3⟦4⟧", 0.5, 1.0, "2")
+    (result,) = tables[0]["samples/update"]
+    assert (result["prompt"], result["response"], result["reward"], result["reward/format"], result["versions"]) == (
+        "2",
+        "3⟦4⟧",
+        0.5,
+        1.0,
+        "2",
+    )
 
 
 def test_wandb_without_login_is_reported_with_fix(tmp_path: Path, wandb: Wandb) -> None:
     wandb.refuses = "api_key not configured\nsee docs"
-    with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: .*api_key not configured\); .*WANDB_MODE=offline") as told:
+    with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: .*api_key not configured\); .*WANDB_MODE=offline") as message:
         session(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"), [], "name: t\n")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 class Mlflow:
@@ -172,7 +178,7 @@ class Mlflow:
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> Mlflow:
     server = Mlflow()
     parts = {"mlflow": {}, "mlflow.exceptions": {"MlflowException": server.Exception}, "mlflow.tracking": {"MlflowClient": server}}
-    parts["mlflow.entities"] = {"Param": lambda *given: given, "Metric": lambda *given: given}
+    parts["mlflow.entities"] = {"Param": lambda *inputs: inputs, "Metric": lambda *inputs: inputs}
     for name, content in parts.items():
         module = types.ModuleType(name)
         vars(module).update(content)

@@ -65,8 +65,10 @@ def test_walk_over_plain_samples_matches_simulated_drafting(kind: str) -> None:
     for tokens in samples:
         before, here = torch.tensor([0, *tokens[:-1]]), torch.tensor(tokens)
         chances = [(first if greedy else overlap)[depth][before].tolist() for depth in range(DEPTHS)]
-        kept = [(each[before].argmax(1) == here).float() if greedy else (each[before, here] / p[before, here]).clamp(max=1) for each in q]
-        walk.add(chances, [each.tolist() for each in kept], len(tokens))
+        retained = [
+            (each[before].argmax(1) == here).float() if greedy else (each[before, here] / p[before, here]).clamp(max=1) for each in q
+        ]
+        walk.add(chances, [each.tolist() for each in retained], len(tokens))
     for depth in range(DEPTHS):
         # Four standard errors of a share over the steps played, and as much again for those walked.
         share = accepted[depth] / steps

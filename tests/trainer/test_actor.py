@@ -160,12 +160,12 @@ def step(rank: TrainerRank, samples: list[Sample], version: int) -> dict[str, fl
 
 def batch(*lengths: int) -> list[Sample]:
     """Groups of two responses of these lengths; the second of each is correct."""
-    made = []
+    created = []
     for i, length in enumerate(lengths):
         sample = Sample(f"p{i // 2}", str(i // 2), [1, 2], index=i % 2, reward=float(i % 2))
         sample.append([3] * length, [-1.0] * length, 1)
-        made.append(sample)
-    return made
+        created.append(sample)
+    return created
 
 
 def test_empty_response_counts_in_its_group_and_is_not_trained_on() -> None:

@@ -120,6 +120,6 @@ def skipped(trainer, objective):
     """Whether an update reports finite metrics, takes no step, and changes no weight."""
     before = {name: value.clone() for name, value in trainer.module.named_parameters()}
     metrics = trainer.update(sequences(), objective)
-    kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in trainer.module.named_parameters())
+    retained = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in trainer.module.named_parameters())
     finite = all(math.isfinite(value) for value in metrics.values())
-    return metrics["skipped"] == 1.0 and trainer.optimizer.steps == 0 and kept and finite
+    return metrics["skipped"] == 1.0 and trainer.optimizer.steps == 0 and retained and finite

@@ -175,11 +175,11 @@ def test_update_moves_each_bias_towards_equal_loads(tmp_path: Path, precision: s
         assert len(exported) == len(routers)
         trainer.save(tmp_path / "checkpoint")
         weight = next(p for name, p in trainer.module.named_parameters() if name.endswith("linear_proj.weight"))
-        kept = weight.detach().clone()
+        retained = weight.detach().clone()
         weight.data[0, 0] = torch.nan
         assert trainer.update(BATCH, NextToken())["skipped"] == 1
         assert all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
-        weight.data.copy_(kept)
+        weight.data.copy_(retained)
         trainer.update(BATCH, NextToken())
         assert not all(torch.equal(router.expert_bias, new) for router, new in zip(routers, after, strict=True))
         trainer.restore(tmp_path / "checkpoint")

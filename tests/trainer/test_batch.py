@@ -116,12 +116,12 @@ def test_unknown_gpu_has_no_utilisation() -> None:
 def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.trainer.batch.card_peak", {"cpu": 1e12}.get)
     folder, batch = mimo(tmp_path / "model"), sequences()
-    with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as made:
-        made.set_optimizer(GENTLE)
-        metrics = made.update(batch, NextToken())
+    with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as created:
+        created.set_optimizer(GENTLE)
+        metrics = created.update(batch, NextToken())
     rows, drafts = (sum(s.drafted(depth) for s in batch) for depth in (0, 1))
     flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, [drafts], isolated=True)
     assert metrics["perf/mfu"] == pytest.approx(flops / metrics["timing_s/update"] / 1e12)
-    with engine(folder, precision="fp32") as made:
-        made.set_optimizer(GENTLE)
-        assert "perf/mfu" not in made.update(batch, NextToken())
+    with engine(folder, precision="fp32") as created:
+        created.set_optimizer(GENTLE)
+        assert "perf/mfu" not in created.update(batch, NextToken())

@@ -14,10 +14,10 @@ from tests.fakes.sequences import sequences_of
 
 
 def sample(group: str, index: int, reward: float, tokens: int = 4) -> Sample:
-    made = Sample("p", group, [1, 2], index)
-    made.append(list(range(tokens)), [-1.0] * tokens, 0)
-    made.reward, made.old_logprobs = reward, logprobs_of([-1.0] * tokens)
-    return made
+    created = Sample("p", group, [1, 2], index)
+    created.append(list(range(tokens)), [-1.0] * tokens, 0)
+    created.reward, created.old_logprobs = reward, logprobs_of([-1.0] * tokens)
+    return created
 
 
 def gains(samples: list[Sample], **options: object) -> list[float]:

@@ -166,10 +166,10 @@ def test_random_routes_are_replayed_after_a_resume(tmp_path: Path, fields: dict[
 def test_adapter_trains_with_replayed_routes(tmp_path: Path) -> None:
     folder = model("qwen3-moe", tmp_path / "model")
     batch, lora = routed(folder), LoraConfig(rank=4, alpha=8.0)
-    kept, metrics = update(folder, batch, lora=lora)
+    retained, metrics = update(folder, batch, lora=lora)
     recomputed, _ = update(folder, batch, lora=lora, recompute="full")
     assert metrics["moe/replay_agreement"] < 0.9
-    assert_close(recomputed, kept, 1e-5)
+    assert_close(recomputed, retained, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_minibatches_replay_the_routes_that_the_recipe_selects(replay: str, tmp_
     """`recompute` replays the routes of the scoring pass in all minibatches; `rollout` replays the samples' routes."""
     folder = model("qwen3-moe", tmp_path / "model")
     rl = {"steps": 1, "group_size": 2, "minibatches": 2, "prompts_per_step": 2, "old_logprobs": "recompute"}
-    given = {"train": {"rl": rl, "moe": {"replay": replay}}, "mtp": {"mode": "off"}, "rollout": {"speculation": {"num_tokens": 0}}}
-    rank = TrainerRank(Recipe.model_validate(given).model_dump_json(by_alias=True), 0, 1)
+    inputs = {"train": {"rl": rl, "moe": {"replay": replay}}, "mtp": {"mode": "off"}, "rollout": {"speculation": {"num_tokens": 0}}}
+    rank = TrainerRank(Recipe.model_validate(inputs).model_dump_json(by_alias=True), 0, 1)
     samples = []
     for number, sequence in enumerate(sequences(4, vocab=61)):
         prompt = sequence.token_ids[: sequence.prompt_length]

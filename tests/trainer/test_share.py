@@ -16,7 +16,7 @@ from mtpctl.trainer.share import deal
 
 def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> list[Sample]:
     """Samples in groups: some are empty, have several versions and turns, or have old log-probs and routes."""
-    draw, made = random.Random(seed), []
+    draw, created = random.Random(seed), []
     for number in range(count):
         sample = Sample(
             f"p{number // group}", str(number // group), [draw.randrange(99) for _ in range(draw.randint(1, 9))], number % group
@@ -34,15 +34,15 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
                 sample.candidate_logprobs = logprobs_of(-draw.random() for _ in range(3 * len(sample.response_ids)))
         if draw.random() < 0.5:
             sample.add_routes(np.full((sample.length - 1, 2, 2), number % 8, np.uint8))
-        made.append(sample)
-    return made
+        created.append(sample)
+    return created
 
 
 @pytest.mark.parametrize(("dp", "minibatches", "count"), [(1, 1, 12), (3, 2, 40), (8, 3, 9), (64, 1, 20)])
 def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches: int, count: int) -> None:
     samples = drawn(count)
-    table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
-    shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made]
+    table, created = deal(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
+    shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in created]
     assert [share.dp_rank for share in shares] == list(range(dp))
     indices = list(chain.from_iterable(share.indices.tolist() for share in shares))
     assert sorted(indices) == [index for index, sample in enumerate(samples) if sample.response_ids]
@@ -69,8 +69,8 @@ def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches:
 def test_optimizer_steps_are_distributed_separately() -> None:
     """A step has whole groups, all ranks have equally many microbatches, and microbatches respect the token budget."""
     samples = drawn(50, seed=1)
-    _, made = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
-    shares = [make() for make in made]
+    _, created = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
+    shares = [make() for make in created]
     bounds = [0, 20, 36, 50]  # 13 groups of four, the last of two: five groups, and twice four
     for step in range(3):
         parts = [share.minibatches[step] for share in shares]
@@ -87,14 +87,14 @@ def test_optimizer_steps_are_distributed_separately() -> None:
 
 def forked(sizes: list[list[int]]) -> list[Sample]:
     """Groups of trajectories with these numbers of samples of three tokens."""
-    made = []
+    created = []
     for group, trajectories in enumerate(sizes):
         for index, count in enumerate(trajectories):
             for _ in range(count):
                 sample = Sample(f"p{group}", str(group), [1, 2], index, reward=0.0)
                 sample.append([3, 4, 5], [-1.0] * 3, 0)
-                made.append(sample)
-    return made
+                created.append(sample)
+    return created
 
 
 @pytest.mark.parametrize("dp", [1, 2, 5])
@@ -111,8 +111,8 @@ def forked(sizes: list[list[int]]) -> list[Sample]:
 def test_update_has_the_recipes_number_of_optimizer_steps(sizes: list[list[int]], minibatches: int, dp: int) -> None:
     """Each has whole groups, for groups of any size and trajectories of several samples."""
     samples = forked(sizes)
-    table, made = deal(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
-    shares = [make() for make in made]
+    table, created = deal(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
+    shares = [make() for make in created]
     assert {len(share.minibatches) for share in shares} == {minibatches}
     steps = [
         {samples[share.indices[i]].group_id for share in shares for i in share.minibatches[step].members} for step in range(minibatches)
@@ -140,8 +140,8 @@ def test_step_without_a_sampled_token_is_dropped() -> None:
 
 def test_empty_batch_has_no_optimizer_step() -> None:
     samples = [Sample("p", "g", [1], index, reward=0.0) for index in range(4)]
-    table, made = deal(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
-    assert all(make().minibatches == [] and make().sequences() == [] for make in made) and not table.unscored
+    table, created = deal(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
+    assert all(make().minibatches == [] and make().sequences() == [] for make in created) and not table.unscored
 
 
 def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
@@ -149,8 +149,8 @@ def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
     for sample in samples:
         sample.append([1] * 960, [-1.0] * 960, 0)
         sample.old_logprobs, sample.old_version = sample.behaviour_logprobs, 0
-    _, made = deal(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
-    assert sum(len(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in made) < 16 * 8 * 1024
+    _, created = deal(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
+    assert sum(len(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in created) < 16 * 8 * 1024
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])

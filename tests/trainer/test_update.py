@@ -214,8 +214,8 @@ def test_weight_decay_applies_to_matrices_only(tmp_path, mtp_lr):
         trainer.update([Sequence([3, 5, 7], 1, [0, 0])], NextToken())
         for name, value in trainer.export():
             rate = mtp_lr if mtp_lr and "mtp" in name else GENTLE.lr
-            kept = 1 - 0.1 * rate if value.dim() > 1 else 1.0
-            torch.testing.assert_close(value, kept * before[name], rtol=1e-6, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+            retained = 1 - 0.1 * rate if value.dim() > 1 else 1.0
+            torch.testing.assert_close(value, retained * before[name], rtol=1e-6, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_loss_and_gradients_do_not_depend_on_microbatches(tmp_path):

@@ -16,8 +16,8 @@ def test_prometheus_parser_reads_output() -> None:
         Series("lost_total", "counter", odd, 2),
         *(Series(f"odd_{place}", "gauge", "Odd.", value) for place, value in enumerate((math.nan, math.inf, -math.inf, 1e-300))),
     ]
-    found = {family.name: family for family in text_string_to_metric_families(text_of("x_", series))}
-    assert found["x_steps"].samples[0].labels == {"run": odd, "stage": "rl"} and found["x_steps"].samples[0].value == 3
-    assert (found["x_lost"].type, found["x_lost"].documentation, found["x_lost"].samples[0].value) == ("counter", odd, 2)
-    values = [found[f"x_odd_{place}"].samples[0].value for place in range(4)]
+    result = {family.name: family for family in text_string_to_metric_families(text_of("x_", series))}
+    assert result["x_steps"].samples[0].labels == {"run": odd, "stage": "rl"} and result["x_steps"].samples[0].value == 3
+    assert (result["x_lost"].type, result["x_lost"].documentation, result["x_lost"].samples[0].value) == ("counter", odd, 2)
+    values = [result[f"x_odd_{place}"].samples[0].value for place in range(4)]
     assert math.isnan(values[0]) and values[1:] == [math.inf, -math.inf, 1e-300]

@@ -297,9 +297,9 @@ def test_a_stream_has_the_log_prob_of_every_token_once(text: str) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     answer = ask(Recording(text), TRAINING, calls=reader, tools=tools, logprobs=True, stream=True)
     chunks = [httpx.Response(200, text=line.removeprefix("data: ")).json() for line in answer.text.split("\n\n") if "{" in line]
-    found = [row for chunk in chunks for choice in chunk["choices"] if choice["logprobs"] for row in choice["logprobs"]["content"]]
-    assert [row["bytes"] for row in found] == [[byte] for byte in text.encode()] + [list(b"<eos>")]
-    assert all(row["logprob"] == -0.25 for row in found)
+    result = [row for chunk in chunks for choice in chunk["choices"] if choice["logprobs"] for row in choice["logprobs"]["content"]]
+    assert [row["bytes"] for row in result] == [[byte] for byte in text.encode()] + [list(b"<eos>")]
+    assert all(row["logprob"] == -0.25 for row in result)
 
 
 def test_an_answer_has_the_id_of_the_served_model() -> None:

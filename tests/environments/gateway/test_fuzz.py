@@ -96,9 +96,9 @@ class Agent:
         if answer.status_code != 200:
             assert answer.json()["error"]["code"] in (OVER_BUDGET, OVER_CONTEXT), answer.text
             return "over" if "max_turns" in answer.text else "full"
-        found = self._streamed(answer.text) if body.get("stream") else [each["message"] for each in answer.json()["choices"]]
-        assert len(found) == body.get("n", 1)
-        self.states += [[*messages, self._as_clients_do(message)] for message in found]
+        result = self._streamed(answer.text) if body.get("stream") else [each["message"] for each in answer.json()["choices"]]
+        assert len(result) == body.get("n", 1)
+        self.states += [[*messages, self._as_clients_do(message)] for message in result]
         return "answered"
 
     def _as_clients_do(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -112,17 +112,17 @@ class Agent:
 
     def _streamed(self, text: str) -> list[dict[str, Any]]:
         self.work.counts["streamed"] += 1
-        made: dict[int, dict[str, Any]] = {}
+        created: dict[int, dict[str, Any]] = {}
         for line in text.split("\n\n"):
             if not line or line == "data: [DONE]":
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                message = made.setdefault(choice["index"], {"role": "assistant", "content": ""})
+                message = created.setdefault(choice["index"], {"role": "assistant", "content": ""})
                 delta = choice["delta"]
                 message["content"] += delta.get("content") or ""
                 for call in delta.get("tool_calls", []):
                     message.setdefault("tool_calls", []).append({key: value for key, value in call.items() if key != "index"})
-        return [made[index] for index in sorted(made)]
+        return [created[index] for index in sorted(created)]
 
     def _content(self) -> str:
         parts = ["see", "12", " ", "é", "☃", "the tool", "<think>", "</think>", STOP, "</", "a", "<tool_call>", "🂡"]
@@ -172,12 +172,12 @@ class Origin:
             for chunk in reversed(self.chunks[place]):
                 if chunk.before != whole[:place]:
                     continue
-                for kept in range(len(chunk.tokens), 0, -1):
-                    if whole[place : place + kept] != chunk.tokens[:kept] or (own < 0 < own + kept):
+                for retained in range(len(chunk.tokens), 0, -1):
+                    if whole[place : place + retained] != chunk.tokens[:retained] or (own < 0 < own + retained):
                         continue
-                    if own >= 0 and not self._sampled(sample, versions, own, chunk, kept):
+                    if own >= 0 and not self._sampled(sample, versions, own, chunk, retained):
                         continue
-                    if self._behind(sample, whole, versions, place + kept):
+                    if self._behind(sample, whole, versions, place + retained):
                         return True
         return False
 
@@ -193,12 +193,12 @@ class Origin:
         )
 
     @staticmethod
-    def _sampled(sample: Sample, versions: list[int], own: int, chunk: Chunk, kept: int) -> bool:
-        here = slice(own, own + kept)
+    def _sampled(sample: Sample, versions: list[int], own: int, chunk: Chunk, retained: int) -> bool:
+        here = slice(own, own + retained)
         return (
             all(sample.loss_mask[here])
-            and sample.behaviour_logprobs[here] == logprobs_of(chunk.logprobs[:kept])
-            and versions[here] == chunk.versions[:kept]
+            and sample.behaviour_logprobs[here] == logprobs_of(chunk.logprobs[:retained])
+            and versions[here] == chunk.versions[:retained]
         )
 
 
@@ -206,13 +206,13 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """A message as the template gets it."""
     content = message["content"]
     text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    found: dict[str, Any] = {"role": message["role"], "content": text}
+    result: dict[str, Any] = {"role": message["role"], "content": text}
     if message.get("tool_calls"):
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             {"id": call["id"], "type": "function", "function": {"name": "look", "arguments": _parsed(call["function"]["arguments"])}}
             for call in message["tool_calls"]
         ]
-    return found
+    return result
 
 
 def _parsed(arguments: str) -> Any:

@@ -123,8 +123,8 @@ async def honest(address: str, secret: str, until: asyncio.Event) -> list[float]
     return waited
 
 
-def attack(process: subprocess.Popen[str], told: list[str], count: int) -> None:
-    address, secret, other = told
+def attack(process: subprocess.Popen[str], text: list[str], count: int) -> None:
+    address, secret, other = text
     resident = psutil.Process(process.pid).memory_info
 
     async def run(count: int, seed: int) -> tuple[Hostile, list[float]]:

@@ -53,10 +53,10 @@ def test_a_conversation_with_a_tool() -> None:
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
         told = {"role": "tool", "tool_call_id": call.id, "content": "2"}
         back = first.message.model_dump(exclude_none=True)
-        found = await client.chat.completions.create(model="any", messages=[*ASK, back, told], tools=TOOLS, logprobs=True)  # type: ignore[list-item]
-        assert found.choices[0].message.content == "2" and found.usage is not None
-        assert found.usage.completion_tokens == 2
-        rows = found.choices[0].logprobs.content  # type: ignore[union-attr]
+        result = await client.chat.completions.create(model="any", messages=[*ASK, back, told], tools=TOOLS, logprobs=True)  # type: ignore[list-item]
+        assert result.choices[0].message.content == "2" and result.usage is not None
+        assert result.usage.completion_tokens == 2
+        rows = result.choices[0].logprobs.content  # type: ignore[union-attr]
         assert [(row.token, row.logprob) for row in rows or ()] == [("2", -1.25), ("<eos>", -1.25)]
         assert (await client.models.list()).data[0].id == "toy"
 
@@ -92,8 +92,8 @@ def test_a_reward_comes_by_call_or_by_header() -> None:
             await client.chat.completions.create(model="any", messages=ASK, extra_headers={"mtpctl-reward": "0.75"})
             assert trajectory.reward == 0.75
             for bad in ({"reward": "much"}, {"reward": None}, {}, {"reward": 1e999}):
-                found = await web.post(f"{url}/reward", content=json.dumps(bad), headers=JSON)
-                assert found.status_code == 400 and "reward" in found.json()["error"]["message"]
+                result = await web.post(f"{url}/reward", content=json.dumps(bad), headers=JSON)
+                assert result.status_code == 400 and "reward" in result.json()["error"]["message"]
 
     served(Scripted(lambda text, call: "yes"), drive)
 
@@ -115,9 +115,9 @@ def test_a_reward_comes_by_call_or_by_header() -> None:
 def test_invalid_bodies_are_rejected_without_a_sample(body: bytes, told: str) -> None:
     async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
         async with httpx.AsyncClient() as web:
-            found = await web.post(f"{url}/chat/completions", content=body, headers=JSON)
-        assert found.status_code == 400 and told in found.json()["error"]["message"]
-        assert found.json()["error"]["code"] == "invalid_request"
+            result = await web.post(f"{url}/chat/completions", content=body, headers=JSON)
+        assert result.status_code == 400 and told in result.json()["error"]["message"]
+        assert result.json()["error"]["code"] == "invalid_request"
 
     assert served(Scripted(lambda text, call: "yes"), drive) == []
 
@@ -125,11 +125,11 @@ def test_invalid_bodies_are_rejected_without_a_sample(body: bytes, told: str) ->
 def test_unknown_trajectory_is_410_and_problems_need_the_key() -> None:
     async def run() -> None:
         async with gateway_of(Scripted(lambda text, call: "yes"), key="s3cret") as gateway, httpx.AsyncClient() as web:
-            found = await web.post(f"{gateway.address}/t/none/v1/chat/completions", json={"messages": ASK})
-            assert (found.status_code, found.json()["error"]["code"]) == (410, "trajectory_ended")
+            result = await web.post(f"{gateway.address}/t/none/v1/chat/completions", json={"messages": ASK})
+            assert (result.status_code, result.json()["error"]["code"]) == (410, "trajectory_ended")
             assert (await web.post(f"{gateway.address}/v1/trajectories")).status_code == 401
-            found = await web.post(f"{gateway.address}/v1/trajectories", headers={"authorization": "Bearer s3cret"})
-            assert found.status_code == 400 and "rollout.gateway" in found.json()["error"]["message"]
+            result = await web.post(f"{gateway.address}/v1/trajectories", headers={"authorization": "Bearer s3cret"})
+            assert result.status_code == 400 and "rollout.gateway" in result.json()["error"]["message"]
             assert (await web.get(f"{gateway.address}/health")).json() == {"status": "ok", "trajectories": 0}
 
     asyncio.run(run())
@@ -169,7 +169,7 @@ def test_single_requests_belong_to_no_trajectory() -> None:
 def test_unknown_paths_return_openai_errors() -> None:
     async def run() -> None:
         async with gateway_of(Scripted(lambda text, call: "yes")) as gateway, httpx.AsyncClient() as web:
-            for found in (await web.get(f"{gateway.address}/v1/embeddings"), await web.get(f"{gateway.address}/v1/trajectories")):
-                assert found.status_code in (404, 405) and found.json()["error"]["type"] == "invalid_request_error"
+            for result in (await web.get(f"{gateway.address}/v1/embeddings"), await web.get(f"{gateway.address}/v1/trajectories")):
+                assert result.status_code in (404, 405) and result.json()["error"]["type"] == "invalid_request_error"
 
     asyncio.run(run())

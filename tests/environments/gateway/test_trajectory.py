@@ -38,7 +38,7 @@ def read(ids: Any) -> str:
 
 
 def sampled(sample: Sample) -> list[int]:
-    return [token for token, kept in zip(sample.response_ids, sample.loss_mask, strict=True) if kept]
+    return [token for token, retained in zip(sample.response_ids, sample.loss_mask, strict=True) if retained]
 
 
 def one(trajectory: Trajectory, *messages: Any, **fields: Any) -> Answer:
@@ -168,7 +168,7 @@ def test_cancelled_answer_leaves_no_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, given, code, told",
+    "fields, inputs, code, message",
     [
         ({"turns": 1}, {}, "budget_exceeded", "rollout.max_turns"),
         ({"max_tokens": 9}, {}, "budget_exceeded", "rollout.max_tokens"),
@@ -179,13 +179,15 @@ def test_cancelled_answer_leaves_no_tokens() -> None:
         ({}, {"response_format": {"type": "json_object"}}, "invalid_request", "response_format"),
     ],
 )
-def test_exhausted_budgets_and_invalid_requests_are_rejected(fields: dict[str, Any], given: dict[str, Any], code: str, told: str) -> None:
+def test_exhausted_budgets_and_invalid_requests_are_rejected(
+    fields: dict[str, Any], inputs: dict[str, Any], code: str, message: str
+) -> None:
     trajectory = trajectory_of(Scripted(lambda text, call: "answer 0", delay_s=0.03), **fields)
     first = one(trajectory, ASK).message
-    with pytest.raises(RequestInvalid, match=told) as caught:
+    with pytest.raises(RequestInvalid, match=message) as caught:
         if "deadline_s" in fields:
             asyncio.run(asyncio.sleep(0.05))
-        one(trajectory, ASK, first, ASK, **given)
+        one(trajectory, ASK, first, ASK, **inputs)
     assert caught.value.code == code
     assert len(trajectory.end()) == 1
 

@@ -120,11 +120,11 @@ def test_aborted_response_is_continued(engine: SglangEngine, run: Loop) -> None:
 
     partial = run(cut())
     assert partial.finish_reason == ABORTED
-    kept = list(partial.response_ids)
-    assert 0 < len(kept) < LONG
+    retained = list(partial.response_ids)
+    assert 0 < len(retained) < LONG
     whole = run(engine.generate(GenerationRequest(partial, LONG)))
     assert (len(whole.response_ids), whole.finish_reason) == (LONG, "length")
-    assert whole.response_ids[: len(kept)] == kept
+    assert whole.response_ids[: len(retained)] == retained
 
 
 def test_a_stop_id_stops(engine: SglangEngine, run: Loop) -> None:

@@ -57,12 +57,12 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> type[MiMo]:
     """A stand-in for the installed package, of the release that the plugin was written for."""
     model = type("MiMoForCausalLM", (MiMo,), {"forward": MiMo.forward})
     processor = type("LogitsProcessor", (LogitsProcessor,), {"forward": LogitsProcessor.forward})
-    for name, held in (
+    for name, stored in (
         ("sglang.srt.layers.logits_processor", {"LogitsProcessor": processor}),
         ("sglang.srt.models.mimo", {"MiMoForCausalLM": model}),
     ):
         module = ModuleType(name)
-        vars(module).update(held)
+        vars(module).update(stored)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(plugin, "version", lambda package: plugin.PINNED)
     return model
@@ -102,9 +102,9 @@ def test_a_processor_that_takes_no_such_state_is_refused(sglang: type[MiMo], mon
 
 
 def test_environment_without_the_plugin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [EntryPoint("mtpctl", "mtpctl.rollout.sglang.plugin:register", plugin.GROUP)]
-    monkeypatch.setattr(plugin, "entry_points", lambda group: found if group == plugin.GROUP else [])
+    result = [EntryPoint("mtpctl", "mtpctl.rollout.sglang.plugin:register", plugin.GROUP)]
+    monkeypatch.setattr(plugin, "entry_points", lambda group: result if group == plugin.GROUP else [])
     plugin.check_plugin()
-    found.clear()
+    result.clear()
     with pytest.raises(EnvironmentMissing, match=r"rollout\.python: mtpctl is not installed in SGLang"):
         plugin.check_plugin()

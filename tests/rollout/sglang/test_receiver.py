@@ -63,9 +63,9 @@ class Process:
     async def _take(self, model: nn.Module, info: dict[str, Any]) -> Any:
         text = json.dumps({**info, "answers": str(self.answers)}).encode()
         await asyncio.to_thread(take, model, [("step", torch.frombuffer(bytearray(text), dtype=torch.uint8))])
-        (told,) = self.answers.iterdir()
-        answer = json.loads(told.read_text())
-        told.unlink()
+        (message,) = self.answers.iterdir()
+        answer = json.loads(message.read_text())
+        message.unlink()
         if "error" in answer:
             raise SyncError(answer["error"])
         return answer["result"]
@@ -105,8 +105,8 @@ def _send(pipe: Any, root: Path, version: int, members: list[str], export: Any) 
 
 
 def sums(process: Process) -> dict[str, str]:
-    found = asyncio.run(process.rpc("mtpctl_sums"))
-    return {name: combined(Part(**part) for part in parts) for model in found for name, parts in model.items()}
+    result = asyncio.run(process.rpc("mtpctl_sums"))
+    return {name: combined(Part(**part) for part in parts) for model in result for name, parts in model.items()}
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -117,8 +117,8 @@ def test_pushed_sections_reach_target_and_drafter(process: Process, tmp_path: Pa
         manifest = push(target, tmp_path / f"store-{sending}", 1)
         assert check_checksums(manifest, sums(process)) == len(pushing.SHAPES)
     wanted = pushing.model(1)
-    held = dict(process.target.named_parameters()) | dict(process.drafter.named_parameters())
-    assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+    stored = dict(process.target.named_parameters()) | dict(process.drafter.named_parameters())
+    assert all(torch.equal(stored[name], tensor) for name, tensor in wanted.items())
 
 
 def test_engine_without_a_drafter_ignores_the_draft_section(process: Process, tmp_path: Path) -> None:

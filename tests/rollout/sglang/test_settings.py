@@ -22,15 +22,15 @@ def args(**rollout: Any) -> dict[str, Any]:
 
 
 def test_a_chain_of_drafts() -> None:
-    found = args(speculation={"num_tokens": 3})
-    assert (found["speculative_num_steps"], found["speculative_eagle_topk"], found["speculative_num_draft_tokens"]) == (3, 1, 4)
-    assert found["speculative_draft_model_path"] == "m", "the MTP layers lie beside the trunk"
-    assert found["disable_prefill_cuda_graph"], "a replayed graph passes the final norm by"
+    result = args(speculation={"num_tokens": 3})
+    assert (result["speculative_num_steps"], result["speculative_eagle_topk"], result["speculative_num_draft_tokens"]) == (3, 1, 4)
+    assert result["speculative_draft_model_path"] == "m", "the MTP layers lie beside the trunk"
+    assert result["disable_prefill_cuda_graph"], "a replayed graph passes the final norm by"
 
 
 def test_a_tree_of_drafts() -> None:
-    found = args(speculation={"num_tokens": 7}, draft_steps=3, draft_top_k=2)
-    assert (found["speculative_num_steps"], found["speculative_eagle_topk"], found["speculative_num_draft_tokens"]) == (3, 2, 8)
+    result = args(speculation={"num_tokens": 7}, draft_steps=3, draft_top_k=2)
+    assert (result["speculative_num_steps"], result["speculative_eagle_topk"], result["speculative_num_draft_tokens"]) == (3, 2, 8)
 
 
 def test_no_drafts() -> None:
@@ -85,9 +85,9 @@ class Upstream:
         manager, wanted = self.tokenizer_manager, sampling_params["max_new_tokens"]
         if len(input_ids) >= manager.max_req_input_len or wanted + len(input_ids) + manager.num_reserved_tokens > manager.context_len:
             raise ValueError("Requested token count exceeds the model's maximum context length")
-        made = min(wanted, self.limit - len(input_ids))
-        meta = {"output_token_logprobs": [(-1.0, 7, None)] * made, "finish_reason": {"type": "length"}, "weight_version": "0"}
-        return {"output_ids": [7] * made, "meta_info": meta}
+        created = min(wanted, self.limit - len(input_ids))
+        meta = {"output_token_logprobs": [(-1.0, 7, None)] * created, "finish_reason": {"type": "length"}, "weight_version": "0"}
+        return {"output_ids": [7] * created, "meta_info": meta}
 
 
 def answer(upstream: Upstream, prompt: int, response: int = 0, max_tokens: int = 1000) -> Sample:
@@ -101,15 +101,15 @@ def answer(upstream: Upstream, prompt: int, response: int = 0, max_tokens: int =
 def test_response_ends_at_sglangs_context_limit(reserved: int, room: int) -> None:
     """As it does with vLLM, which keeps nothing of the context back; asked for more, SGLang would refuse the request."""
     for prompt in (3, 200, 240):
-        found = answer(Upstream(256, reserved), prompt)
-        assert (found.finish_reason, len(found.response_ids)) == ("length", room - prompt)
+        result = answer(Upstream(256, reserved), prompt)
+        assert (result.finish_reason, len(result.response_ids)) == ("length", room - prompt)
     assert len(answer(Upstream(256, reserved), 3, max_tokens=20).response_ids) == 20
 
 
 @pytest.mark.parametrize("response", [247, 250, 254])
 def test_response_aborted_near_the_end_of_the_context_is_finished(response: int) -> None:
-    found = answer(Upstream(256, 0), 3, response)
-    assert (found.finish_reason, len(found.response_ids)) == ("length", response)
+    result = answer(Upstream(256, 0), 3, response)
+    assert (result.finish_reason, len(result.response_ids)) == ("length", response)
 
 
 @pytest.mark.parametrize(("prompt", "capacity"), [(250, 1 << 16), (256, 1 << 16), (94, 100)])

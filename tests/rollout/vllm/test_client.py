@@ -42,8 +42,14 @@ class Server:
                 if route in server.slow:
                     server.free.wait(20)
                     return
-                told: dict[str, Any] = {"weight_version": "0", "world_size": 1, "results": [False], "data": [], "is_paused": server.paused}
-                body = json.dumps(told).encode()
+                message: dict[str, Any] = {
+                    "weight_version": "0",
+                    "world_size": 1,
+                    "results": [False],
+                    "data": [],
+                    "is_paused": server.paused,
+                }
+                body = json.dumps(message).encode()
                 self.send_response(500 if route in server.refused else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -59,11 +65,11 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.free.set()
-    found.http.shutdown()
-    found.http.server_close()
+    result = Server()
+    yield result
+    result.free.set()
+    result.http.shutdown()
+    result.http.server_close()
 
 
 async def update(server: Server, sent: Manifest = SENT) -> None:

@@ -28,15 +28,15 @@ CASES = [
 def program(name: str, *arguments: object, cards: str | None = None) -> None:
     """Run a module of tests.fakes. `cards`: CUDA_VISIBLE_DEVICES, "" for none; None: all."""
     command = [sys.executable, "-W", "ignore", "-m", f"tests.fakes.{name}", *map(str, arguments)]
-    seen = {} if cards is None else {"CUDA_VISIBLE_DEVICES": cards}
-    subprocess.run(command, check=True, timeout=200, env=os.environ | seen)
+    observed = {} if cards is None else {"CUDA_VISIBLE_DEVICES": cards}
+    subprocess.run(command, check=True, timeout=200, env=os.environ | observed)
 
 
 def drafted(folder: Path, precision: str, scratch: Path) -> tuple[list[int], list[Drafting]]:
     """The tokens of a response of the engine, and its draftings."""
     program("engine_drafts", folder, precision, scratch / "drafts.pt")
-    found = torch.load(scratch / "drafts.pt")
-    return found["ids"], [Drafting(**each) for each in found["draftings"]]
+    result = torch.load(scratch / "drafts.pt")
+    return result["ids"], [Drafting(**each) for each in result["draftings"]]
 
 
 def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: str, scratch: Path) -> torch.Tensor:
@@ -45,8 +45,8 @@ def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: 
     file, out = scratch / "samples.json", scratch / "logits.pt"
     file.write_text(json.dumps(samples))
     program("draft_depths", folder, precision, file, out, cards="")
-    found: torch.Tensor = torch.load(out)
-    return found
+    result: torch.Tensor = torch.load(out)
+    return result
 
 
 @pytest.mark.parametrize(("family", "precision"), CASES)
@@ -76,8 +76,8 @@ def test_each_of_several_layers_drafts_its_depth_on_a_card(family: str, tmp_path
     sizes = {"initializer_range": 0.1, "num_nextn_predict_layers": DRAFTS, "num_hidden_layers": DRAFTS}
     folder = toy_folder(ON_CARDS[family] | sizes, tmp_path / "model", 0, "bf16")
     program("card_drafts", folder, tmp_path / "drafts.pt")
-    found = torch.load(tmp_path / "drafts.pt")
-    ids, draftings = found["ids"], [Drafting(**each) for each in found["draftings"]]
+    result = torch.load(tmp_path / "drafts.pt")
+    ids, draftings = result["ids"], [Drafting(**each) for each in result["draftings"]]
     assert len(draftings) > 5
     for each in draftings:
         assert ids[each.position + 1] == each.token

@@ -36,8 +36,8 @@ def assert_matches(sample: Sample, weights: Callable[[int], Tensors], temperatur
     for span in sample.version_spans:
         full = reference_logprobs(CONFIG, weights(span.version), sample.prompt_ids + sample.response_ids, temperature)
         wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
-        found = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        result = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
+        torch.testing.assert_close(result, wanted, atol=1e-5, rtol=0)
 
 
 class Weights:
@@ -58,9 +58,9 @@ class Weights:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
-    found = Weights(tmp_path_factory.mktemp("store"))
-    yield found
-    found.store.close()
+    result = Weights(tmp_path_factory.mktemp("store"))
+    yield result
+    result.store.close()
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,11 @@ def test_logprobs_are_those_of_the_policy(engine: VllmEngine, run: Loop, weights
 
 def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """But with each token where a request has not said that nobody reads them before: also beside others."""
-    processor, seen = engine._llm.output_processor, []
+    processor, observed = engine._llm.output_processor, []
     upstream = processor.process_outputs
 
     def process(outputs: list[Any], *rest: Any, **options: Any) -> Any:
-        seen.extend((o.request_id, len(o.new_token_ids), o.finish_reason, o.new_logprobs) for o in outputs)
+        observed.extend((o.request_id, len(o.new_token_ids), o.finish_reason, o.new_logprobs) for o in outputs)
         return upstream(outputs, *rest, **options)
 
     monkeypatch.setattr(processor, "process_outputs", process)
@@ -104,7 +104,7 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
     late, whole = run(both())
     assert late.response_ids.tolist() == list(whole.token_ids)
     assert late.behaviour_logprobs == pytest.approx(list(whole.logprobs.logprobs), abs=1e-5)
-    of_late, of_other = ([each for each in seen if each[0].startswith("at once") is other] for other in (False, True))
+    of_late, of_other = ([each for each in observed if each[0].startswith("at once") is other] for other in (False, True))
     assert [each[3] is None for each in of_late] == [each[2] is None for each in of_late] and len(of_late) > 15
     assert len(of_late[-1][3].logprobs) == sum(each[1] for each in of_late) == 40
     assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
@@ -182,12 +182,12 @@ def test_aborted_response_is_continued(engine: VllmEngine, run: Loop, weights: W
 
     partial = run(cut())
     assert partial.finish_reason == ABORTED
-    kept = list(partial.response_ids)
-    assert 0 < len(kept) < 200
+    retained = list(partial.response_ids)
+    assert 0 < len(retained) < 200
     first = partial.speculation
-    assert len(kept) - 2 <= first.steps + first.accepted <= len(kept) + 2, "an aborted chunk is counted too"
+    assert len(retained) - 2 <= first.steps + first.accepted <= len(retained) + 2, "an aborted chunk is counted too"
     whole = run(engine.generate(GenerationRequest(partial, 200, seed=5)))
-    assert whole.response_ids[: len(kept)].tolist() == kept
+    assert whole.response_ids[: len(retained)].tolist() == retained
     assert len(whole.response_ids) == 200
     assert whole.finish_reason == "length"
     assert_matches(whole, weights.made.__getitem__)
@@ -198,7 +198,7 @@ def test_delayed_abort_keeps_the_response_consistent(
 ) -> None:
     """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
     core = engine._llm.engine_core
-    kept, ask = core.engine_core.scheduler.mtpctl_pending_logprobs, core.call_utility_async
+    retained, ask = core.engine_core.scheduler.mtpctl_pending_logprobs, core.call_utility_async
 
     async def cut() -> list[Sample]:
         short, long = (asyncio.ensure_future(engine.generate(request(51 + tokens, max_tokens=tokens))) for tokens in (30, 200))
@@ -212,7 +212,7 @@ def test_delayed_abort_keeps_the_response_consistent(
                 await asyncio.sleep(0)
             return answer
 
-        while len(kept) < 2 or min(len(each.tokens) for each in kept.values()) < 3:
+        while len(retained) < 2 or min(len(each.tokens) for each in retained.values()) < 3:
             await asyncio.sleep(0)
         monkeypatch.setattr(core, "call_utility_async", late)
         await engine.pause("abort")
@@ -229,7 +229,7 @@ def test_delayed_abort_keeps_the_response_consistent(
         run(engine.generate(GenerationRequest(sample, 200)))
         assert len(sample.response_ids) == 200
         assert_matches(sample, weights.made.__getitem__)
-    assert run(engine.health()).alive and not kept
+    assert run(engine.health()).alive and not retained
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096])
@@ -379,8 +379,8 @@ def test_a_step_takes_as_many_prompt_tokens_as_in_offline_generation(engine: Vll
     from vllm.usage.usage_lib import UsageContext
 
     tokens, _ = EngineArgs.get_batch_defaults(1)
-    found = engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
-    assert found == tokens[UsageContext.LLM_CLASS] > tokens[UsageContext.OPENAI_API_SERVER]
+    result = engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
+    assert result == tokens[UsageContext.LLM_CLASS] > tokens[UsageContext.OPENAI_API_SERVER]
 
 
 def test_engine_implements_the_weight_target_protocol(engine: VllmEngine, run: Loop, weights: Weights) -> None:

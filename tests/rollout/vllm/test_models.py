@@ -45,20 +45,20 @@ def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
     """Everything that the live models hold."""
     from mtpctl.rollout.vllm.patches.weights import plain_weight
 
-    found = {}
+    result = {}
     for place, model in models(engine).items():
         for name, parameter in model.named_parameters():
             path, _, leaf = name.rpartition(".")
-            found[f"{place} {name}"] = plain_weight(model.get_submodule(path), leaf).clone()
-            found[f"{place} {name} as it is used"] = parameter.data.clone()
-    return found
+            result[f"{place} {name}"] = plain_weight(model.get_submodule(path), leaf).clone()
+            result[f"{place} {name} as it is used"] = parameter.data.clone()
+    return result
 
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Loop]:
-    found = Loop()
-    yield found
-    found.close()
+    result = Loop()
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -127,6 +127,6 @@ def test_missing_responses_are_listed(served: Any, loop: Loop) -> None:
     for name in gone:
         del less[name]
     manifest = Publisher(store, bucket_bytes=1 << 30, section_of=section).publish(less.items(), engine.version + 1)
-    with pytest.raises(PlanMismatch, match="is filled") as told:
+    with pytest.raises(PlanMismatch, match="is filled") as message:
         loop(engine.update(manifest))
-    assert str(told.value).count("is filled") >= len({name.rpartition(".")[0] for name in gone if section(name) == "target"}) > 0
+    assert str(message.value).count("is filled") >= len({name.rpartition(".")[0] for name in gone if section(name) == "target"}) > 0

@@ -21,8 +21,8 @@ from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_ch
 
 
 def test_the_entry_point_is_installed() -> None:
-    (found,) = (point for point in entry_points(group="vllm.general_plugins") if point.name == "mtpctl")
-    assert found.load() is register
+    (result,) = (point for point in entry_points(group="vllm.general_plugins") if point.name == "mtpctl")
+    assert result.load() is register
 
 
 def test_the_pinned_release_is_installed() -> None:

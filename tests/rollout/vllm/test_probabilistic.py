@@ -32,10 +32,10 @@ def generate(start_engine: Callable[[VllmSettings], VllmEngine], run: Loop, tmp_
     drafts = SpeculationConfig(num_tokens=DRAFTS, draft_method="probabilistic")
     engine = start_engine(cpu_settings(folder, speculation=drafts, max_in_flight=256))
 
-    async def all_of(asked: list[GenerationRequest]) -> list[Sample]:
-        return await asyncio.gather(*(engine.generate(request) for request in asked))
+    async def all_of(requested: list[GenerationRequest]) -> list[Sample]:
+        return await asyncio.gather(*(engine.generate(request) for request in requested))
 
-    return lambda asked: run(all_of(asked))
+    return lambda requested: run(all_of(requested))
 
 
 def unlike_tensors() -> tuple[Tensors, torch.Tensor, torch.Tensor]:
@@ -60,14 +60,14 @@ def check_acceptance(samples: list[Sample], target: torch.Tensor, draft: torch.T
     walk, counted, steps = Walk(), [0] * DRAFTS, 0
     for sample in samples:
         before, here = torch.tensor([3, *sample.response_ids[:-1]]), torch.tensor(sample.response_ids)
-        kept = (q[before, here] / p[before, here]).clamp(max=1).tolist()
-        walk.add([overlap[before].tolist()] * DRAFTS, [kept] * DRAFTS, len(here))
+        retained = (q[before, here] / p[before, here]).clamp(max=1).tolist()
+        walk.add([overlap[before].tolist()] * DRAFTS, [retained] * DRAFTS, len(here))
         steps += sample.speculation.steps
         counted = [a + b for a, b in zip(counted, sample.speculation.accepted_by_position, strict=True)]
-    for expected, found in zip(walk.accepted, counted, strict=True):
+    for expected, result in zip(walk.accepted, counted, strict=True):
         share = expected / walk.steps
         assert 0.02 < share < 0.98
-        assert abs(found / steps - share) < 6 * (share * (1 - share) / steps) ** 0.5
+        assert abs(result / steps - share) < 6 * (share * (1 - share) / steps) ** 0.5
 
 
 @pytest.mark.parametrize("case", ["T=1.0", "top-p"])

@@ -95,9 +95,9 @@ def engine(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory:
 
 @pytest.fixture(params=["nccl", "ipc"])
 def pushing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pushing]:
-    found = Pushing(tmp_path, request.param, 64 << 10)
-    yield found
-    found.end()
+    result = Pushing(tmp_path, request.param, 64 << 10)
+    yield result
+    result.end()
 
 
 def request(index: int, tokens: int = 60) -> GenerationRequest:
@@ -109,8 +109,8 @@ def assert_policies(sample: Sample, policies: dict[int, dict[str, torch.Tensor]]
     for span in sample.version_spans:
         full = reference_logprobs(CONFIG, policies[span.version], sample.prompt_ids + sample.response_ids, 1.0)
         wanted = full[len(sample.prompt_ids) - 1 :][span.start : span.end]
-        found = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
-        torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+        result = torch.tensor(sample.behaviour_logprobs[span.start : span.end], dtype=torch.float64)
+        torch.testing.assert_close(result, wanted, atol=atol, rtol=0)
 
 
 def assert_matches(sample: Sample, seeds: dict[int, int]) -> None:
@@ -181,13 +181,13 @@ def test_kill_during_a_bucket_leaves_one_version(engine: VllmEngine, run: Loop, 
 
 def adapter(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    result = {}
     for layer in range(2):
         for name, (width, height) in ADAPTED.items():
             at = f"base_model.model.model.layers.{layer}.{name}"
-            found[f"{at}.lora_A.weight"] = 0.3 * torch.randn(RANK, width, generator=generator)
-            found[f"{at}.lora_B.weight"] = 0.3 * torch.randn(height, RANK, generator=generator)
-    return found
+            result[f"{at}.lora_A.weight"] = 0.3 * torch.randn(RANK, width, generator=generator)
+            result[f"{at}.lora_B.weight"] = 0.3 * torch.randn(height, RANK, generator=generator)
+    return result
 
 
 def merged(seed: int, adapter_seed: int) -> dict[str, torch.Tensor]:
@@ -238,8 +238,8 @@ def test_an_adapter_comes_over_many_buckets_and_replaces_the_one_before(engine: 
         assert run(engine.update(manifest, verify=True)).verified == len(adapter(drawn))
         sample = run(engine.generate(request(drawn, 20)))
         full = reference_logprobs(CONFIG, merged(seed, drawn), sample.prompt_ids + sample.response_ids, 1.0)
-        found = torch.tensor(sample.behaviour_logprobs, dtype=torch.float64)
-        torch.testing.assert_close(found, full[len(PROMPT) - 1 :], atol=1e-4, rtol=0)
+        result = torch.tensor(sample.behaviour_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(result, full[len(PROMPT) - 1 :], atol=1e-4, rtol=0)
         assert engine._target.adapter is not None
         roots.append(engine._target.adapter)
     assert not roots[0].exists() and roots[1].exists(), "the one before is removed, once"
@@ -257,10 +257,10 @@ def test_after_an_adapter_that_vllm_refuses_tokens_are_named_after_the_one_befor
     live = engine.version + 1
     run(engine.update(publisher.publish(adapter(13).items(), live, checksums=True), verify=True))
 
-    async def refuse(asked: Any) -> Any:
-        if asked.lora_path.endswith(f"{live + 1:08d}"):
+    async def refuse(requested: Any) -> Any:
+        if requested.lora_path.endswith(f"{live + 1:08d}"):
             raise ValueError("no room")
-        return await load(asked)
+        return await load(requested)
 
     monkeypatch.setattr(engine._llm, "add_lora", refuse)
     with pytest.raises(SyncError, match=f"the engine refuses the adapter of version {live + 1}: no room"):

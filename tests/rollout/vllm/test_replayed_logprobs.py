@@ -57,23 +57,23 @@ def apart(name: str, root: Path, run: Loop) -> dict[str, dict[str, float]]:
     config = MODELS[name]
     folder, routes = toy_folder(config, root / name, 0, "bf16"), RouteShape.of(shape_of(config))
     draw = np.random.default_rng(1)
-    asked = [GenerationRequest(Sample(f"p{i}", "g", draw.integers(3, 250, 16).tolist()), 100, seed=i) for i in range(16)]
+    requested = [GenerationRequest(Sample(f"p{i}", "g", draw.integers(3, 250, 16).tolist()), 100, seed=i) for i in range(16)]
     settings = cpu_settings(folder, k=shape_of(config).mtp_layers, dtype="bf16", routes=routes.layers if routes else ())
 
     async def generate() -> list[Sample]:
         engine = await VllmEngine.start(settings)
         try:
-            return await asyncio.gather(*(engine.generate(each) for each in asked))
+            return await asyncio.gather(*(engine.generate(each) for each in requested))
         finally:
             await engine.shutdown()
 
     file = root / f"{name}.json"
     file.write_text(json.dumps([sample.to_dict() for sample in run(generate(), 300)]))
     command = [sys.executable, "-W", "ignore", "-m", "tests.fakes.scored", str(folder), str(file)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    found: dict[str, dict[str, float]] = json.loads(told.splitlines()[-1])
-    print(name, json.dumps(found))
-    return found
+    message = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    result: dict[str, dict[str, float]] = json.loads(message.splitlines()[-1])
+    print(name, json.dumps(result))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def dense(run: Loop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, floa
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
 def test_under_routes_experts_differ_as_little_as_a_dense_model(name: str, dense: dict[str, float], run: Loop, tmp_path: Path) -> None:
-    found = apart(name, tmp_path, run)
-    assert found["own"]["agreement"] < 1.0, "some experts were flipped"
-    assert found["replayed"]["mean"] < found["own"]["mean"]
-    assert found["replayed"]["mean"] < 1.3 * dense["mean"]
+    result = apart(name, tmp_path, run)
+    assert result["own"]["agreement"] < 1.0, "some experts were flipped"
+    assert result["replayed"]["mean"] < result["own"]["mean"]
+    assert result["replayed"]["mean"] < 1.3 * dense["mean"]

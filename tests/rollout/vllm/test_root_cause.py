@@ -60,8 +60,8 @@ def test_only_output_of_the_block_is_searched(tmp_path: Path) -> None:
     stderr.write_text(ALONE)
     with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), root_cause_in_failures(stderr):
         raise RuntimeError(FAILED)
-    told = rf"^{FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
-    with pytest.raises(RuntimeError, match=told), root_cause_in_failures(stderr):
+    message = rf"^{FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
+    with pytest.raises(RuntimeError, match=message), root_cause_in_failures(stderr):
         with stderr.open("a") as file:
             file.write(LOGGED)
         raise RuntimeError(FAILED)
@@ -109,5 +109,5 @@ def test_failure_of_a_separate_core_process_names_the_root_cause(tmp_path: Path)
     with (tmp_path / "stderr").open("wb") as stderr:
         environment = with_tree()
         command = [sys.executable, str(script), str(folder)]
-        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, timeout=240, text=True)
-    assert FAILED in found.stdout and "; root cause: ValueError: " in found.stdout, (tmp_path / "stderr").read_text()[-4000:]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, timeout=240, text=True)
+    assert FAILED in result.stdout and "; root cause: ValueError: " in result.stdout, (tmp_path / "stderr").read_text()[-4000:]

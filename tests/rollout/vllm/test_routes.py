@@ -93,16 +93,16 @@ def drive(served: Served) -> list[Sample]:
 
     async def run() -> list[Sample]:
         alone = await asyncio.gather(*(served.answer(s, 24) for s in prompts(6, "alone")))
-        asked = [asyncio.ensure_future(served.answer(s, 24)) for s in prompts(6, "aborted")]
+        requested = [asyncio.ensure_future(served.answer(s, 24)) for s in prompts(6, "aborted")]
         for _ in range(2):
             await asyncio.sleep(0.15)
             await served.engine.pause("abort")
             await served.engine.resume()
-        aborted = await asyncio.gather(*asked)
-        asked = [asyncio.ensure_future(served.answer(s, 40)) for s in prompts(6, "synced")]
+        aborted = await asyncio.gather(*requested)
+        requested = [asyncio.ensure_future(served.answer(s, 40)) for s in prompts(6, "synced")]
         await asyncio.sleep(0.2)
         await served.sync()
-        return [*alone, *aborted, *await asyncio.gather(*asked)]
+        return [*alone, *aborted, *await asyncio.gather(*requested)]
 
     return served.loop(run())
 
@@ -158,9 +158,9 @@ def test_turns_of_an_environment_have_their_routes(glm: Served, cuts: int) -> No
 
 def test_response_that_ends_within_a_step_has_no_extra_rows(glm: Served) -> None:
     (sample,) = prompts(1, "ended")
-    found = glm.loop(glm.engine.generate(GenerationRequest(sample, 30, seed=1, stop_token_ids=list(range(3, 60)))))
-    assert found.finish_reason == "stop"
-    glm.check([found])
+    result = glm.loop(glm.engine.generate(GenerationRequest(sample, 30, seed=1, stop_token_ids=list(range(3, 60)))))
+    assert result.finish_reason == "stop"
+    glm.check([result])
 
 
 @pytest.mark.slow
@@ -182,8 +182,8 @@ def test_preempted_responses_and_prompts_in_chunks(run: Loop, tmp_path: Path) ->
     served = Served("glm4-moe", 1, tmp_path, run, num_gpu_blocks_override=8, max_num_batched_tokens=64)
 
     async def generate() -> list[Sample]:
-        asked = [Sample(s.prompt_id, s.group_id, s.prompt_ids[-118:], index=s.index) for s in prompts(6, "tight")]
-        return await asyncio.gather(*(served.answer(s, 24) for s in asked))
+        requested = [Sample(s.prompt_id, s.group_id, s.prompt_ids[-118:], index=s.index) for s in prompts(6, "tight")]
+        return await asyncio.gather(*(served.answer(s, 24) for s in requested))
 
     try:
         served.check(run(generate()))

@@ -88,9 +88,9 @@ class Server:
 
 
 def assert_answers(server: Server, model: str, tensors: adapters.Tensors) -> None:
-    tokens, found = server.continuation(model)
+    tokens, result = server.continuation(model)
     wanted = reference_logprobs(CONFIG, tensors, PROMPT + tokens)[len(PROMPT) - 1 :]
-    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(result, dtype=torch.float64), wanted, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     options = ("--weight-transfer-config", '{"backend": "mtpctl"}', "--enable-lora", "--max-lora-rank", "8")
-    found = Server(folder, folder.parent / "server.log", *options, "--worker-extension-cls", "mtpctl.rollout.vllm.receiver.WorkerExtension")
+    result = Server(
+        folder, folder.parent / "server.log", *options, "--worker-extension-cls", "mtpctl.rollout.vllm.receiver.WorkerExtension"
+    )
     try:
-        found.ready()
-        yield found
+        result.ready()
+        yield result
     finally:
-        found.process.terminate()
-        found.process.wait(60)
+        result.process.terminate()
+        result.process.wait(60)
         # A server's adapter outlives who sent it.
-        for left in SHARED_MEMORY.glob(f"mtpctl-adapter-http-*-{found.url.rpartition(':')[2]}"):
+        for left in SHARED_MEMORY.glob(f"mtpctl-adapter-http-*-{result.url.rpartition(':')[2]}"):
             shutil.rmtree(left)
 
 
@@ -138,14 +140,14 @@ def adapted(server: Server, tmp_path: Path) -> Server:
 def test_the_command_sends_base_adapter_and_draft_and_then_the_adapter_and_draft_alone(server: Server, folder: Path) -> None:
     sets = {"model": f"{{path: {folder}, config: null, init: weights, tokenizer: bytes}}", "cluster.num_cpus": "2"}
     sets |= {"train.lora": "{rank: 4, alpha: 8}", "sync.sections": "[adapter, draft]"}
-    given = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    inputs = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     command = [
         sys.executable,
         "-m",
         "mtpctl",
         "sync-weights",
         str(RECIPE),
-        *given,
+        *inputs,
         "--to",
         server.url,
         "--repeat",
@@ -213,7 +215,7 @@ def too_much_rank() -> tuple[adapters.Tensors, int]:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("created", "said"),
     [
         (wrong_shape, r"the adapter of model\.layers\.0\.self_attn\.o_proj\.weight has shape \(127, 128\)"),
         (unknown_layer, r"model\.layers\.7\.self_attn\.q_proj\.weight resolves to nothing"),
@@ -221,10 +223,10 @@ def too_much_rank() -> tuple[adapters.Tensors, int]:
         (too_much_rank, r"the adapter has rank 16, this engine was started with max_lora_rank 8"),
     ],
 )
-def test_mismatched_adapter_is_rejected_without_changes(adapted: Server, tmp_path: Path, made: Any, said: str) -> None:
+def test_mismatched_adapter_is_rejected_without_changes(adapted: Server, tmp_path: Path, created: Any, said: str) -> None:
     server = adapted
     before, (live, _) = version(server), server.continuation("mtpctl")
-    delta, rank = made()
+    delta, rank = created()
     sends = adapters.publisher(tmp_path, rank=rank, sections=("adapter", "draft"))
     drafts = {name: tensor for name, tensor in random_tensors(CONFIG, 5).items() if ".mtp_layers." in name}
     with pytest.raises(SyncError, match=said):

@@ -30,20 +30,20 @@ def engines(start_engine: Callable[[VllmSettings], VllmEngine], tmp_path_factory
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder, CONFIG, TENSORS)
     make_byte_tokenizer(folder)
-    found = {}
+    result = {}
     for k in (0, 2):
         settings = cpu_settings(folder, k=k)
         settings.args.update(skip_tokenizer_init=False, tokenizer=str(folder))
-        found[k] = start_engine(settings)
-    return found
+        result[k] = start_engine(settings)
+    return result
 
 
 @pytest.fixture
 def ask(engines: dict[int, VllmEngine], run: Loop) -> Callable[..., Sample]:
     def one(k: int, *, max_tokens: int = 40, steering: dict[str, Any] | None = None, **options: Any) -> Sample:
-        asked = None if steering is None else Steering(**steering)
+        requested = None if steering is None else Steering(**steering)
         options = {"stop_token_ids": [EOS]} | options
-        return run(engines[k].generate(GenerationRequest(Sample("p", "g", list(PROMPT)), max_tokens, steering=asked, **options)))
+        return run(engines[k].generate(GenerationRequest(Sample("p", "g", list(PROMPT)), max_tokens, steering=requested, **options)))
 
     return one
 

@@ -16,10 +16,10 @@ def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str
     return engine_settings(VllmConfig(**rollout), model="m", precision="fp32", device=device).environment  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("threads", "told"), [(0, "1"), (4, "4")])
-def test_threads_set_by_a_launcher_are_ignored_on_gpus(threads: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("threads", "message"), [(0, "1"), (4, "4")])
+def test_threads_set_by_a_launcher_are_ignored_on_gpus(threads: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
-    assert environment("cuda", threads=threads)["OMP_NUM_THREADS"] == told
+    assert environment("cuda", threads=threads)["OMP_NUM_THREADS"] == message
 
 
 def test_cpu_threads_default_to_torch_unless_set() -> None:

@@ -131,8 +131,8 @@ def exact(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float
         keep[order[top_k:]] = False
     before = probs[order].cumsum(0) - probs[order]
     keep[order[before >= top_p]] = False
-    kept = torch.where(keep, probs, 0.0)
-    return kept / kept.sum()
+    retained = torch.where(keep, probs, 0.0)
+    return retained / retained.sum()
 
 
 def total_variation(counts: Counter[int], wanted: torch.Tensor) -> float:
@@ -151,12 +151,12 @@ def check_distribution(samples: list[Sample], logits: torch.Tensor, case: dict[s
             transitions.setdefault(previous, Counter())[token] += 1
             previous = token
     # Exact sampling of n draws from p has an expected total variation of sum sqrt(p (1 - p) / (2 pi n)).
-    found = noise = 0.0
+    result = noise = 0.0
     for token, counts in transitions.items():
         n = counts.total()
-        found += n * total_variation(counts, tables[token])
+        result += n * total_variation(counts, tables[token])
         noise += n * float((tables[token] * (1 - tables[token]) / (2 * torch.pi * n)).sqrt().sum())
-    assert found < 2 * noise
+    assert result < 2 * noise
     drafted = sum(sample.speculation.drafted for sample in samples)
     assert 0.05 < sum(sample.speculation.accepted for sample in samples) / drafted < 0.95
 

@@ -9,7 +9,7 @@ from mtpctl.rollout.vllm.patches import draft_counts
 
 
 @pytest.mark.parametrize(
-    ("accepted", "kept", "drafted", "counted"),
+    ("accepted", "retained", "drafted", "counted"),
     [
         (3, 4, 3, 3),  # the whole step is of the response
         (3, 2, 2, 2),  # the second draft was its end
@@ -18,12 +18,12 @@ from mtpctl.rollout.vllm.patches import draft_counts
         (1, 2, 2, 1),
     ],
 )
-def test_drafts_behind_the_end_are_not_counted(accepted: int, kept: int, drafted: int, counted: int) -> None:
+def test_drafts_behind_the_end_are_not_counted(accepted: int, retained: int, drafted: int, counted: int) -> None:
     draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 2)
     counts.observe(3, accepted)
-    draft_counts.trim_last_step(counts, kept)
+    draft_counts.trim_last_step(counts, retained)
     assert counts.num_draft_tokens == 3 + drafted
     assert sum(counts.histogram) == 2
     assert sum(taken * times for taken, times in enumerate(counts.histogram)) == 2 + counted
@@ -34,8 +34,8 @@ def test_trimming_twice_keeps_the_shorter_length() -> None:
     draft_counts.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 3)
-    for kept in (2, 1):
-        draft_counts.trim_last_step(counts, kept)
+    for retained in (2, 1):
+        draft_counts.trim_last_step(counts, retained)
     assert (counts.num_draft_tokens, counts.histogram) == (1, [0, 1, 0, 0])
 
 

@@ -20,8 +20,8 @@ def installed() -> None:
 
 
 def processor(*, late: bool, flat: bool = True) -> Any:
-    asked = SamplingParams(logprobs=0, flat_logprobs=flat, extra_args=dict(logprobs.DEFERRED) if late else None)
-    return LogprobsProcessor.from_new_request(None, SimpleNamespace(sampling_params=asked))  # type: ignore[arg-type]
+    requested = SamplingParams(logprobs=0, flat_logprobs=flat, extra_args=dict(logprobs.DEFERRED) if late else None)
+    return LogprobsProcessor.from_new_request(None, SimpleNamespace(sampling_params=requested))  # type: ignore[arg-type]
 
 
 def rows(count: int, columns: int = 1) -> LogprobsLists:

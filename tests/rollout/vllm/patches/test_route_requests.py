@@ -87,9 +87,9 @@ class Card:
 
 def request_of(tokens: int, *, start: int = 0, deferred: bool = True) -> Any:
     sampling = SimpleNamespace(routed_experts_prompt_start=start, extra_args=dict(DEFERRED) if deferred else None)
-    made = SimpleNamespace(request_id="r-1", sampling_params=sampling, num_prompt_tokens=tokens, num_tokens=tokens, ended=False)
-    made.num_computed_tokens, made.is_finished = 0, lambda: made.ended
-    return made
+    created = SimpleNamespace(request_id="r-1", sampling_params=sampling, num_prompt_tokens=tokens, num_tokens=tokens, ended=False)
+    created.num_computed_tokens, created.is_finished = 0, lambda: created.ended
+    return created
 
 
 def rows_of(tokens: list[int]) -> np.ndarray[Any, Any]:
@@ -105,15 +105,15 @@ def test_rows_of_a_response_with_drafts(seed: int, deferred: bool) -> None:
     request, tokens = request_of(prompt, start=first, deferred=deferred), [100 + i for i in range(prompt)]
     card.run(request, 0, tokens[: prompt // 2])
     card.run(request, prompt // 2, tokens[prompt // 2 :])
-    found: list[Any] = []
+    result: list[Any] = []
     for step in range(12):
         tokens.append(200 + 10 * step)  # sampled behind what was read, drafts that were accepted included
         request.num_tokens, request.ended = len(tokens), step == 11
-        found.append(card.delivered(request))
+        result.append(card.delivered(request))
         drafts = [201 + 10 * step + i for i in range(draw.randint(0, 3))]
         card.run(request, len(tokens) - 1, [tokens[-1], *drafts])
         tokens += drafts[: draw.randint(0, len(drafts))]
-    parts = [each for each in found if each is not None]
+    parts = [each for each in result if each is not None]
     assert len(parts) == (1 if deferred else 12)
     rows = np.concatenate(parts)
     assert np.array_equal(rows, rows_of(tokens[first : first + len(rows)]))
@@ -173,8 +173,8 @@ def test_pending_rows_survive_serialization() -> None:
     request.num_tokens = 4
     others = request_of(3, deferred=False)
     scheduler = SimpleNamespace(aux_output_connector=card.connector, requests={"r-1": request, "others": others})
-    found = pending_of(scheduler, ["r-1", "others", "gone"])
-    assert list(found) == ["r-1"] and np.array_equal(as_rows(*found["r-1"]), rows_of(tokens[:3]))
+    result = pending_of(scheduler, ["r-1", "others", "gone"])
+    assert list(result) == ["r-1"] and np.array_equal(as_rows(*result["r-1"]), rows_of(tokens[:3]))
     assert pending_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
 
 

@@ -54,9 +54,9 @@ def test_upstream_expansion_loses_the_values() -> None:
 
 
 def test_patched_expansion_repeats_values_by_count() -> None:
-    found = sampling.expand_batch_to_tokens(X, CUMULATIVE, 5, replace_from=0, replace_to=1)
-    assert found.tolist() == EXPANDED
-    assert found.dtype == X.dtype
+    result = sampling.expand_batch_to_tokens(X, CUMULATIVE, 5, replace_from=0, replace_to=1)
+    assert result.tolist() == EXPANDED
+    assert result.dtype == X.dtype
     whole = torch.tensor([40, 5], dtype=torch.int32)
     assert sampling.expand_batch_to_tokens(whole, torch.tensor([1, 3], dtype=torch.int32), 3).tolist() == [40, 5, 5]
 
@@ -91,8 +91,8 @@ def test_temperature_reaches_every_draft_token() -> None:
 def test_temperature_is_lost_without_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     # Uninitialized memory could contain the correct values by chance: fill it with sevens.
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: self.new_full(size, 7))
-    found = constrained(LOGITS, [2, 1], Metadata([0.5, 2.0], None))
-    assert torch.allclose(found, LOGITS / 7)
+    result = constrained(LOGITS, [2, 1], Metadata([0.5, 2.0], None))
+    assert torch.allclose(result, LOGITS / 7)
 
 
 def test_top_k_accepts_a_step_without_draft_tokens() -> None:

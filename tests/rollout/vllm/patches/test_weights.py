@@ -56,8 +56,8 @@ def test_patched_layer_keeps_and_uses_its_weight(packing: str, remove: bool) -> 
     utils.dispatch_cpu_unquantized_gemm(linear, remove)
     assert linear.weight.shape == (32, 64), packing
     linear.weight.data.copy_(torch.randn(32, 64))
-    found = utils.cpu_unquantized_gemm(linear, x, linear.weight, None)
-    assert torch.equal(found, torch.nn.functional.linear(x, linear.weight))
+    result = utils.cpu_unquantized_gemm(linear, x, linear.weight, None)
+    assert torch.equal(result, torch.nn.functional.linear(x, linear.weight))
 
 
 @pytest.mark.parametrize("cpu", ["arm", "x86", "plain"])
@@ -98,5 +98,5 @@ def test_latent_attention_keeps_its_weights(latent: bool, named: str | None, cho
     config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend), model_config=SimpleNamespace(use_mla=latent))
     with pytest.raises(AttributeError, match="cache_config"):
         CpuPlatform.check_and_update_config(config)  # type: ignore[arg-type]
-    found = config.attention_config.backend
-    assert (None if found is None else found.name) == chosen
+    result = config.attention_config.backend
+    assert (None if result is None else result.name) == chosen
