@@ -1,1 +1,1 @@
-"""What answers the model between its turns: environments, agents, the gateway, tools and user callables."""
+"""Multi-turn generation: environments, agents, and the gateway between agents and engines."""

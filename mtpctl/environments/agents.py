@@ -194,8 +194,8 @@ async def playing(
         name: the model's name.
         report: receives messages for the user.
         log: file for the output of agents.
-        key_file: file for a generated key, which is otherwise reported.
-        trains: whether the recipe's sampling settings override those of requests.
+        key_file: file for a generated key. If None, the key is passed to `report`.
+        trains: whether samples are trained on. If false, requests may set their own sampling settings.
         single_requests: see `Gateway.single_requests`.
         bound: the result of an earlier `gateway_socket`.
 

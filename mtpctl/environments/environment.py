@@ -26,7 +26,7 @@ from mtpctl.user_code import check_call, describe_error, from_environment, load
 
 FIELD = "rollout.environment"
 MAX_REPLY = 1_000_000
-"""Maximum length of a reply in characters, beyond any context."""
+"""Maximum length of a reply in characters, more than fits in any context."""
 MAX_ERROR = 500
 """Maximum length of a reported error of user code in characters."""
 CLOSE_S = 10.0
@@ -38,7 +38,7 @@ Reply = str | list[Message] | None
 
 
 class Environment(Protocol):
-    """A user-defined environment. Its methods may be coroutine functions; whether `reply` is one decides where all of them run.
+    """A user-defined environment. Its methods may be coroutine functions. If `reply` is one, all methods run on an event loop.
 
     `stop`: strings that end a turn of the model; if empty, the model's end token does. Optional methods: `reward() -> float` after the
     response, `tools() -> list` of JSON schemas for the chat template, and `close()`.
@@ -166,7 +166,7 @@ class Instance:
         if runs is None:
             return
         if isinstance(runs, UserThread) and runs.busy and self._object is not None:
-            # A method that does not return would block `close`, which may be what ends it.
+            # A method that does not return would block `close`, although `close` may be required to end it.
             await asyncio.sleep(0.1)
             if runs.busy:
                 runs.end()

@@ -1,4 +1,4 @@
-"""Tries an environment, or an agent's, on a few problems before the run starts, so that errors in it are reported early."""
+"""Tries the recipe's environment on a few problems before the run starts, so that errors in it are reported early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ChatTokenizer(Text, ChatText, Protocol):
 class EnvironmentTrial:
     """Results of a trial. `tools`: the result of `tools()` for the first problem, which the run uses.
 
-    `rewards`: whether it has `reward()`; True if there was no problem.
+    `rewards`: whether the environment has `reward()`; True if there were no problems to try.
     """
 
     tools: list[object] = field(default_factory=list)
@@ -64,8 +64,8 @@ def try_environment(
 ) -> EnvironmentTrial:
     """Create the environment for the first problems, call `reply` with its stop string only, then `reward` and `close`.
 
-    `chat`: whether the chat template is used. `deadline_s`: a response's deadline in the run, which with `TRIAL_S` limits the trial of a
-    problem. Raises UserError for the first failure.
+    `chat`: whether the chat template is used. `deadline_s`: the deadline of a response in the run. The trial of a problem has the
+    smaller of this and `TRIAL_S`. Raises UserError for the first failure.
     """
     seconds = min(deadline_s, TRIAL_S)
 

@@ -123,7 +123,7 @@ class Play:
         else:
             tokens = self._turns.chat.tokens(reply, self._end_token(sample))
         if not tokens:
-            # Without tokens between them, the old stop string would end every further turn immediately.
+            # Without tokens between the turns, the old stop string would end the next turn immediately.
             return False
         sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
         assert sample.environment is not None

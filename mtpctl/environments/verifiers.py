@@ -17,10 +17,10 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rl.rewards.function import RESERVED_PARTS
 
 MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
-"""The model's name in requests, and the environment variable from which verifiers reads a key. The base URL makes one unnecessary."""
+"""The model's name in requests, and the environment variable with the key for verifiers. It is unset: the base URL contains the secret."""
 
 _environments: dict[bool, asyncio.Future[Any]] = {}
-"""The environments that this process serves, by whether they are for held-out problems."""
+"""The environments of this process; the one under True has `eval_args`, for held-out problems."""
 _serving: set[asyncio.Task[None]] = set()
 """The asyncio tasks that serve them, referenced so that they are not garbage-collected."""
 
@@ -60,7 +60,7 @@ async def _serve(
     try:
         environment: Any = vf.load_environment(_bounded(environment_config(name, args, overrides), max_turns))
         async with environment.serving():
-            # A shared proxy would keep a client per base URL, and every trajectory has its own. Without it, each episode starts one.
+            # A shared proxy would keep a client per base URL, and every trajectory has its own. Without it, each episode starts its own.
             environment._interception = None
             serving.set_result(environment)
             await asyncio.Event().wait()

@@ -1,7 +1,7 @@
 """Sends batches of queued requests to replicas, and handles failures.
 
-A replica gets one batch at a time, and a full second one in advance, so that a busy replica never waits for its next batch, and an idle
-one never for a batch to fill. Queued tokens are split evenly over free replicas. Batches of a replica that dies go to the others. A batch
+An idle replica gets a batch immediately, even if the batch is not full. A busy replica gets one full batch in advance, so that it never
+waits for its next batch. Queued tokens are split evenly over free replicas. Batches of a replica that dies go to the others. A batch
 is scored with one weight version, which its answers name.
 """
 
@@ -20,7 +20,7 @@ from mtpctl.logprob.queue import BoundedQueue, Waiting
 from mtpctl.logprob.replica import END_S, Replica
 
 ATTEMPTS = 3
-"""Replicas that may die over one request before the request fails as the cause."""
+"""A request fails after this many replicas died while scoring it in a separate batch."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Dispatcher:
 
 
 def _failed(error: Exception) -> MtpctlError:
-    """The caller's error for a failed pass over its request alone, in one line."""
+    """The caller's error, in one line, for a request that failed in a separate batch."""
     if isinstance(error, MtpctlError):
         return error
     failure = RuntimeFailure(f"scoring the request failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 NUMBERS = 1 << 21
 """Maximum numbers per response: tokens times numbers per token."""
 BYTES = 4
-"""Numbers as which the bytes of a token count."""
+"""The bytes of a token count as this many numbers."""
 
 
 class _StrictRequest(Request):
@@ -254,7 +254,7 @@ def _check(server: LogprobServer, requests: list[ScoreRequest]) -> None:
 
 
 def _bound(server: LogprobServer, requests: list[ScoreRequest], numbers: int) -> None:
-    """Raise for a request whose answer would be too large, or that finds the queue full, before any of it is queued."""
+    """Reject a request whose answer would be too large, or for which the queue has no room, before any of it is queued."""
     tokens = sum(request.tokens for request in requests)
     if tokens > server.limits.queue_tokens:
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
@@ -306,7 +306,7 @@ def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionR
     if body.logprobs:
         top = [None]
         for place, (named, values) in enumerate(zip(scored.topk_ids, scored.topk_logprobs, strict=True)):
-            # As OpenAI does: the sampled token is always among them.
+            # As in OpenAI's API, the actual token is always included.
             likeliest = {name(i): value for i, value in zip(named, values, strict=True)}
             top.append({pieces[place + 1]: scored.logprobs[place]} | likeliest)
     logprobs = CompletionLogprobs(
@@ -331,7 +331,7 @@ def _usage(requests: list[ScoreRequest]) -> dict[str, int]:
 
 
 def prometheus(server: LogprobServer) -> str:
-    """Every metric with its help and type."""
+    """All metrics in the text format of Prometheus."""
     counters = server.counters
     series = [
         Series("requests_total", "counter", "Sequences answered.", counters.requests),

@@ -14,8 +14,7 @@ from mtpctl.samples import Logprobs
 from mtpctl.trainer.config import DraftScores
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
-"""Temperatures for which scaled logits stay within fp32. An overflow would fail the pass for all of its requests, on one pipeline stage
-only."""
+"""Temperatures for which scaled logits stay within fp32. An overflow would fail the whole batch, and on one pipeline stage only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class ScoreRequest:
         version: score only with this weight version.
         at_least: score with this version or a newer one.
         caller: callers get equal shares of a full server.
-        deadline_s: seconds that the request may wait for its weights and its turn.
+        deadline_s: seconds until the answer, including the wait for the weights and in the queue.
         routes: experts of the first tokens (`mtpctl.routes`).
         record: return the experts that the pass used.
         name: name in errors.

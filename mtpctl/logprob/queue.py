@@ -46,7 +46,7 @@ class _Line:
 
 
 class FairQueue:
-    """Requests by caller. `tokens` and `requests` count what is queued, `pinned` the requests for a specific version."""
+    """Requests by caller. `tokens`, `requests` and `pinned` (requests for a specific version) are totals over the queue."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
@@ -173,8 +173,8 @@ class BoundedQueue(FairQueue):
                 waiter.admitted.set_result(None)
 
     def served(self, tokens: int, seconds: float) -> None:
-        """Record that a replica scored `tokens` in `seconds`, from which `QueueFull.retry_after_s` is estimated."""
-        # Running sums, because two batches may finish together, the second after almost no time.
+        """Record that a replica scored `tokens` in `seconds`, to estimate `QueueFull.retry_after_s`."""
+        # Running sums of both, because a batch that finishes together with another one takes almost no time.
         self._tokens, self._seconds = SMOOTHING * self._tokens + tokens, SMOOTHING * self._seconds + seconds
 
     def _full(self, tokens: int) -> bool:

@@ -244,7 +244,7 @@ class ScoreRank:
         self._taken += 1
 
     def finish_update(self) -> None:
-        """Close the section. After the last section of the manifest the version is current. Raises SyncError if buckets are missing."""
+        """Close the section. The last section of the manifest makes the version current. Raises SyncError if buckets are missing."""
         if not self._begun or self._taken < len(self._plan.buckets):
             raise SyncError("the section ended before all of its buckets came")
         if self._stream is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 END_S = 10.0
-"""Seconds in which a rank must end."""
+"""Deadline for a rank to end, and to answer a ping, in seconds."""
 
 
 class Ranks(Protocol):
@@ -56,7 +56,7 @@ class Replica:
     def score(self, requests: list[ScoreRequest], version: int) -> Awaitable[list[Scored]]:
         """Score a batch with weight version `version`. Batches run one after another, in the order of the calls.
 
-        Awaiting it raises TargetDirty if an update left other weights than were sent.
+        Awaiting it raises TargetDirty if the weights differ from those that were sent.
         """
         return self._refuse() if self._dirty else self.ranks.call("score", requests, version)
 
@@ -78,7 +78,7 @@ class Replica:
         await self.ranks.call("receive", *(bucket.index for bucket in buckets))
 
     async def finish_update(self) -> None:
-        """See `WeightTarget`. After the last section of the manifest the version is current."""
+        """See `WeightTarget`. The last section of the manifest makes the version current."""
         await self.ranks.call("finish_update")
         self._left.discard(self._section)
         if self._incoming is not None and not self._left:

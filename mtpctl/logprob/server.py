@@ -1,7 +1,7 @@
 """The log-prob server: one queue, replicas that score its requests, and weight updates.
 
-The state that must not be lost (requests and callers) is here, in the callers' process. Weights change between batches: no batch is sent,
-batches in flight end, the replicas apply the update, and sending continues.
+Requests and their callers, which must not be lost, are in the callers' process. Weights are updated between batches: the server stops
+sending batches, waits for those in flight, lets the replicas apply the update, and continues.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LogprobServer:
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
             end_s=END_S,
-            # It may apply two versions, and an update that fails has as long again to restore the old weights.
+            # It may apply two versions, and a failed update may take as long again to restore the old weights.
             bring_up_s=3 * limits.sync_deadline_s,
             log=log,
         )
@@ -224,7 +224,7 @@ class LogprobServer:
 
 
 ATTEMPTS = 2
-"""How often a run sends a sample to the server: again if the answer is late, because a replica may have died or the queue been long."""
+"""Maximum number of times that a run sends a sample to the server. It sends a sample again if the answer is late."""
 MAX_ANSWER_S = 600.0
 
 
@@ -256,8 +256,8 @@ async def start_server(
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
 
-    `cpus` and `gpus` are those of one rank. `bundles`: where the ranks sit, by the names of `role`; without them Ray chooses.
-    `published`: where restarted replicas find newer weights. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
+    `cpus` and `gpus` are those of one rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses.
+    `published`: newer weights for restarted replicas. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
     """
     options = recipe.logprob
     config = ReplicaConfig(

@@ -143,7 +143,7 @@ class VersionedWeights:
 
 
 class MergedAdapter(AdapterReceiver):
-    """Receives section `adapter` on `device`, and merges it: W + (alpha / rank) B A, in fp32 and rounded once, as the trainer's export.
+    """Receives section `adapter` on `device`, and merges it: W + (alpha / rank) B A, in fp32 and rounded once, like the trainer's export.
 
     `shapes`: shapes of the model's weights by Hugging Face names. Raises PlanMismatch if the section does not fit them.
     """

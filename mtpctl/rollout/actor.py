@@ -1,8 +1,8 @@
 """An engine as a Ray actor, and the replica handle that a pool calls.
 
-A Ray call takes about half a millisecond, which an engine with hundreds of short responses per second would lack. So requests submitted
-in the same iteration of the event loop are sent in one call, and one call at a time waits in the actor for answers and returns all that
-are available. Every request is answered, or its replica is dead.
+A Ray call takes about 0.5 ms, too long for one call per request at hundreds of short responses per second. So requests submitted in the
+same iteration of the event loop are sent in one call. For answers, one call at a time waits in the actor, and returns all that are
+available. Every request is answered unless its replica dies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONCURRENCY = 10_000
 
 
 class EngineControl(Protocol):
-    """The calls of a pool to an engine, except requests."""
+    """The control calls of a pool to an engine."""
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport: ...
 
@@ -89,7 +89,7 @@ class RolloutActor:
             task.add_done_callback(lambda _, number=number: self._tasks.pop(number))  # type: ignore[misc]
 
     async def drop(self, numbers: list[int]) -> None:
-        """Cancel those of these requests that are in progress, so that their slots are free."""
+        """Cancel these requests, if they are still in progress, and free their slots."""
         for number in numbers:
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
@@ -138,7 +138,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _first_line(error: Exception) -> str:
-    """Ray's error for a dead actor in one line, with the name of the actor's log. Ray writes paragraphs if it knows no cause."""
+    """The first line of Ray's error for a dead actor, with the name of the actor's log. If the cause is unknown, Ray's message is long."""
     message = str(error).strip()
     pid = re.search(r"^\s*pid: (\d+)$", message, re.MULTILINE)
     return message.partition("\n")[0] + (f" Its last output is in Ray's logs on its host, worker-*-{pid[1]}.err" if pid else "")
@@ -183,7 +183,7 @@ class RayReplica:
         except RayActorError as error:
             raise EngineDead(f"{self.name}: {_first_line(error)}") from error
         except RayTaskError as error:
-            # Ray's own instance of the cause has the actor's traceback in its message.
+            # Our errors are raised as they are: `as_instanceof_cause` adds the actor's traceback to the message.
             raise error.cause if isinstance(error.cause, MtpctlError) else error.as_instanceof_cause() from error
 
     async def generate(self, request: GenerationRequest) -> Sample:
@@ -211,7 +211,7 @@ class RayReplica:
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self) -> None:
-        """Submit all requests that were made before this task runs, in one call."""
+        """Submit all unsent requests in one call."""
         requests, self._unsent = self._unsent, []
         try:
             await self._call(RolloutActor.submit, requests)
@@ -219,7 +219,7 @@ class RayReplica:
             self._fail(error, [number for number, _ in requests])
 
     async def _drop(self) -> None:
-        """Drop all requests that were cancelled before this task runs, in one call."""
+        """Drop all cancelled requests in one call."""
         numbers, self._cancelled = self._cancelled, []
         with suppress(EngineDead):
             await self._call(RolloutActor.drop, numbers)
@@ -265,7 +265,7 @@ class RayReplica:
         except EngineDead:
             return
         finally:
-            # Also if it hangs and the caller gives up: the replica that replaces it needs its resources.
+            # Also if the call hangs and is cancelled: the replacement needs the actor's resources.
             ray.kill(self._handle)
 
 

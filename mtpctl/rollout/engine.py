@@ -37,10 +37,11 @@ CONTROL_DEADLINE_S = 120.0
 
 @dataclass(slots=True)
 class GenerationChunk:
-    """What an engine generated for one request: tokens, log-probs (nats), versions, finish reason.
+    """The output of an engine for one request: tokens, log-probs (nats), versions, finish reason.
 
     A response is one chunk, or several if it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes` begin
-    with the first prompt token for which the sample has no routes. `cached`: prompt tokens found in the prefix cache; None without one.
+    with the first prompt token for which the sample has no routes. `cached`: prompt tokens that were in the prefix cache; None if the
+    engine has no prefix cache.
     """
 
     tokens: list[int]
@@ -65,7 +66,7 @@ class Engine(ABC):
         """`slots`: requests that the engine runs concurrently; `holds`: sections of a manifest that it applies."""
         self._context = context
         self._ids = count()
-        # In order of arrival, in which engines start requests. The event of a request is set when it gets a slot.
+        # In order of arrival, which is the order in which engines start requests. The event is set when the request gets a slot.
         self._in_flight: dict[str, asyncio.Event] = {}
         self._slots = slots
         self._occupied = Occupancy(slots)
@@ -111,7 +112,7 @@ class Engine(ABC):
         return sample
 
     def _stop_across(self, seam: int, sample: Sample, stop: Sequence[str]) -> None:
-        """End a response at a stop string that spans `seam`, where this chunk starts: the engine sees only its own chunk."""
+        """End a response at a stop string that spans `seam`, the start of this chunk. The engine itself searches only this chunk."""
         turn, reach = last_turn(sample), max(len(each.encode()) for each in stop)
         if seam <= turn:
             return
@@ -182,7 +183,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _read(self, tokens: list[int]) -> str:
-        """The text of `tokens` in which the engine searches for stop strings."""
+        """Decode `tokens` to the text in which the engine searches for stop strings."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None:
@@ -235,7 +236,7 @@ class Engine(ABC):
         return self._target.version
 
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
-        """Pause, apply the sections of `manifest` that the engine has (`draft` if it drafts), with `verify` check them, and resume.
+        """Pause, apply the engine's sections of `manifest` (`draft` only if it drafts), optionally verify them, and resume.
 
         A paused engine stays paused. Raises what `update_target` raises. After a SyncError the engine continues with its old weights.
         """

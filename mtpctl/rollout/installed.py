@@ -27,7 +27,7 @@ def check_engine(recipe: Recipe) -> None:
 
 
 def check_engine_installed(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing if this machine is to run the engine, and its package or Python environment is missing."""
+    """Raise EnvironmentMissing if the engine's package or Python environment is missing. A run that joins a cluster needs no vLLM here."""
     rollout = recipe.rollout
     if isinstance(rollout, SglangConfig):
         if rollout.python is None:
@@ -41,7 +41,7 @@ def check_engine_installed(recipe: Recipe) -> None:
 def check_engine_args(recipe: Recipe) -> None:
     """Raise UserError for a name in `rollout.engine_args` that the installed engine does not know.
 
-    Does nothing if its source is not found, or the engine runs in a cluster that the run joins: the engine then reports it itself.
+    Skipped if the engine's source is not found, or if the run joins a cluster. The engine then reports the error at its start.
     """
     rollout = recipe.rollout
     if not rollout.engine_args or recipe.cluster.address is not None:
@@ -62,7 +62,7 @@ def check_options(engine: str, known: Collection[str], names: Collection[str]) -
 def installed_options(rollout: RolloutBase) -> frozenset[str]:
     """Names of all options of the installed engine; empty if its source is not found."""
     if isinstance(rollout, SglangConfig):
-        # Not resolved: packages are next to the environment's link to the interpreter, not next to its target.
+        # The path is not resolved: packages are next to the environment's link to the interpreter, not next to its target.
         folder = Path(rollout.python or "").parent.parent
         sources = sorted(folder.glob("lib/python3*/site-packages/sglang/srt/server_args.py"))
         return fields_of(sources[0], "ServerArgs") if sources else frozenset()

@@ -1,10 +1,10 @@
 """Several engines as one `Generator`: back-pressure, partial responses, failover, and weight updates.
 
-A request belongs to the pool until its sample is finished. A replica gets a copy, so nothing is lost if it dies: the request goes to
-another replica, with the tokens that it had when it was sent. Aborted responses come back with their tokens, and are continued on any
-replica with room. The deadline of a response counts its generation time over all turns and replicas, and the time of its environment. It
-excludes waiting, and time on a replica that died, whose tokens are lost. While its environment replies, a response occupies no slot on a
-replica, so others are generated.
+The pool owns a request until its sample is finished, and sends copies of it to replicas. If a replica dies, the request is sent to another
+replica with the tokens that it had before this attempt. Aborted responses return with their tokens, and continue on any replica with room.
+
+The deadline of a response covers its generation on all replicas and the time of its environment. It excludes queueing and attempts on
+replicas that died. While its environment replies, a response occupies no slot, so the replica can generate other responses.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
 from mtpctl.sync.update import SyncReport, cancel_on_error
 
 WITH_ENVIRONMENT = 8
-"""Responses that may wait for their environment, per response that the engines may have in flight."""
+"""Responses that may wait for their environment without taking up capacity, as a multiple of the engines' capacity."""
 GRACE_S = 60.0
-"""Seconds after its deadline (waiting and updates included) after which a replica that has not answered counts as dead."""
+"""Seconds past the deadline of a request (queueing and updates included) after which a silent replica counts as dead."""
 
 Starter = Callable[[int], Awaitable[Replica]]
 
@@ -34,7 +34,7 @@ Starter = Callable[[int], Awaitable[Replica]]
 class ReplicaPool:
     """Engines as one `Generator`. Create with `await ReplicaPool.start(…)`, and end with `await pool.close()`.
 
-    `membership`: the replicas, which may join and leave.
+    `membership`: lets replicas join and leave.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ReplicaPool:
     async def sample(self, request: GenerationRequest) -> Sample:
         """Generate one finished sample, over all of its turns and across failures of replicas.
 
-        If the request becomes unwanted, its slot is freed and its own sample is returned.
+        If the request becomes unwanted, its slot is freed, and the request's sample is returned with the finish reason `abort`.
         """
         await self._admitting.wait()
         self._in_progress += 1
@@ -153,7 +153,7 @@ class ReplicaPool:
             play.close()
 
     async def _generated(self, request: GenerationRequest, play: EnvironmentSession | None) -> Sample:
-        """Generate a response, in as many attempts and turns as it takes."""
+        """Generate a response over as many attempts and turns as necessary."""
         while True:
             slot = await self._router.acquire(request.sample.group_id)
             replica = slot.replica
@@ -172,9 +172,9 @@ class ReplicaPool:
             request = replace(request, sample=sample)
 
     async def _answer(self, replica: Replica, request: GenerationRequest, wait_s: float) -> Sample:
-        """Generate on one replica. Raises TimeoutError if it is `GRACE_S` overdue, and no update has delayed it.
+        """Generate on one replica. Raises TimeoutError if the replica is `GRACE_S` overdue, unless an update delays it.
 
-        `wait_s`: seconds that the request may wait in the engine for those before it, which have their own deadlines.
+        `wait_s`: seconds that the request may queue in the engine behind earlier requests.
         """
         clock = asyncio.get_running_loop().time
         answer = asyncio.ensure_future(replica.generate(request))
@@ -197,7 +197,7 @@ class ReplicaPool:
 
     @asynccontextmanager
     async def _in_environment(self) -> AsyncIterator[None]:
-        """A response waits for its environment in this block, so another one may be admitted."""
+        """Count a response as waiting for its environment in this block, so that another one may be admitted."""
         self._with_environment += 1
         try:
             await self._router.notify()
@@ -221,10 +221,9 @@ class ReplicaPool:
 
     @asynccontextmanager
     async def quiesce(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
-        """Start no replica in this block, and with `wait` no response, after those in progress have ended.
+        """Start no replica in this block. With `wait`, first let responses in progress finish, and start no others.
 
-        The pool waits for those responses instead of the engines: in the pool each has its own deadline, moves to another replica if its
-        replica dies, and may have further turns.
+        The pool waits for the responses, not the engines, because a response may have further turns or move to another replica.
         """
         if mode == "wait":
             self._admitting.clear()
@@ -250,7 +249,7 @@ class ReplicaPool:
         """
 
         async def update(replica: Replica) -> SyncReport:
-            # The update, the way back from a failed one, and some time to pause and resume.
+            # The update, the restore after a failed one, and time to pause and resume.
             seconds = 2 * deadline_s + GRACE_S
             try:
                 return await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)

@@ -1,4 +1,4 @@
-"""The `Generator` protocol of rollout engines and their pool, with its types, and the request for a response."""
+"""The `Generator` protocol of engines and pools, its types, and the construction of requests."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def add_positions(total: list[int], more: list[int]) -> None:
 class SpeculationState(TypedDict):
     """State of an engine with `rollout.speculation.auto`.
 
-    `drafts`: draft tokens of the next step. `looking`: whether it is timing other numbers now; `looks`: how often it has; `switches`: how
-    often its choice changed; `message`: the last change, as a sentence. `steps`, `step_s` (median seconds of a decoding step) and
-    `draft_s` (of drafting in it) are by number of drafts, since the last call.
+    `drafts`: draft tokens of the next step. `looking`: whether a look is in progress (see `rollout.switch`). `looks`: completed looks.
+    `switches`: changes of the choice. `message`: the last change, as a sentence. `steps`, `step_s` (median seconds per decoding step) and
+    `draft_s` (median seconds of drafting per step) are by number of drafts, since the last call.
     """
 
     drafts: int
@@ -84,7 +84,7 @@ class SpeculationState(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of one engine: responses `in_flight`, the live weight `version`, and `Occupancy.seconds`."""
+    """State of one engine: responses `in_flight`, the live weight `version`, and occupied slot-seconds (see `Occupancy`)."""
 
     alive: bool
     version: int = 0
@@ -140,7 +140,7 @@ async def as_completed(
 ) -> AsyncGenerator[Sample]:
     """Answer requests concurrently, and yield the samples in the order in which they finish. The first error ends it.
 
-    `wait_for_room`: called after each started request, and awaited before the next one, with a function that returns the number of
+    `wait_for_room`: awaited after each started request, before the next one. Its argument is a function that returns the number of
     requests whose samples have not been yielded.
     """
     done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
@@ -242,7 +242,7 @@ def request_for(
     Args:
         context: maximum tokens of prompt and response together.
         end_ids: the run's end tokens (`mtpctl.data.end_tokens`), including `rollout.stop_ids`.
-        seed: of this response only.
+        seed: seed of this response.
         problem: passed to an environment or agent.
     """
     return GenerationRequest(

@@ -1,4 +1,4 @@
-"""Which replica gets a response, and how replicas join and leave a pool that generates."""
+"""Routes responses to replicas, and lets replicas join and leave a running pool."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 
 AFFINITY_SLACK = 8
-"""Responses that a replica with a cached prompt may have more than the least busy replica before another one is preferred."""
+"""A replica with the prompt cached is preferred while it has at most this many more responses than the least busy one."""
 HAND_OVER_S = 60.0
 """Seconds in which a leaving replica must return its responses."""
 ABORT_AGAIN_S = 1.0
-"""Seconds after which a leaving replica gets another abort, since a request may have been in flight to it during the first one."""
+"""Interval between aborts of a leaving replica, in seconds. A request may have been in flight to it during the previous abort."""
 
 
 class Router:
@@ -58,7 +58,7 @@ class Router:
 
     @property
     def capacity(self) -> int:
-        """Responses that may be in flight at once; at least one, so that a pool without replicas raises its error."""
+        """Responses that may be in flight at once; at least 1, so that a pool without replicas takes a request and raises its error."""
         return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
 
     async def notify(self) -> None:
@@ -87,7 +87,7 @@ class Membership:
 
     @property
     def taken(self) -> list[int]:
-        """Slots that are not vacant, in the order in which to vacate them: quarantined, restarting, serving; newest first in each."""
+        """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
         order = {"quarantined": 0, "restarting": 1, "serving": 2}
         wanted = [slot for slot in self._replicas.slots if slot.wanted]
         return [slot.index for slot in sorted(wanted, key=lambda slot: (order[slot.state], -slot.index))]
@@ -112,11 +112,11 @@ class Membership:
     async def _hand_over(self, slot: Slot[Replica], replica: Replica) -> None:
         """Abort the replica's responses, and wait for them. Raises TimeoutError after `HAND_OVER_S`.
 
-        The pool then continues the missing ones from the tokens with which they were sent.
+        After a timeout, the pool continues the remaining responses from the tokens with which they were sent.
         """
         async with asyncio.timeout(HAND_OVER_S):
             while slot.busy:
-                await asyncio.sleep(0)  # for requests in flight
+                await asyncio.sleep(0)  # let pending requests be sent first
                 await replica.pause("abort")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ABORT_AGAIN_S), self._changed:

@@ -1,7 +1,7 @@
 """A JSONL file of samples, written as they finish. A second run appends the missing ones.
 
-Every line contains the recipe's name and a fingerprint of all settings that affect sampling, so a file never mixes two. An incomplete last
-line after a crash is dropped when the file is opened again.
+Every line contains the recipe's name and a fingerprint of all settings that affect sampling, so a file never mixes samples of
+different settings. An incomplete last line after a crash is dropped when the file is opened again.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ async def start_pool(
     Args:
         bundles: the reserved bundles; if None, Ray chooses.
         published: the version that a restarted replica loads.
-        seed: replaces the recipe's seed. A restarted replica never reuses its predecessor's.
+        seed: replaces the recipe's seed. A restarted replica gets a new one.
         tokenizer: folder or hub id; required for stop strings, environments and agents.
         turns: plays the recipe's environment.
-        routes: MoE layers whose routing decisions samples carry.
+        routes: MoE layers whose routing decisions are recorded in samples.
         log: see `ReplicaPool.start`; its lines begin with `rollout replica`.
 
     Raises:
@@ -102,7 +102,7 @@ async def start_pool(
             raise
         return replica
 
-    # A few requests wait inside each engine, so that a free slot is filled before its answer has arrived.
+    # A few requests wait inside each engine, so that a freed slot is refilled without waiting for a Ray call.
     room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
     starting = ReplicaPool.start(
         start,

@@ -7,9 +7,9 @@ with a limit of 1 it switches speculation on or off. Before times are measured, 
 whose drafts are never accepted does not draft. Effects that slow the current steps, such as longer contexts and a busy host, are assumed
 to slow steps with other k by the same factor.
 
-A look is one round of trying all k. Trying a slower k costs throughput. `LOSS_SHARE` limits that cost to a share of all steps, except for
-the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later, and an unmeasured load uses
-the times of the nearest measured one until the limit permits a look.
+A look is one round of trying all k. Trying a slower k costs throughput. `LOSS_SHARE` limits this cost to a share of all steps, except for
+the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later. Until the limit permits a
+look, an unmeasured load uses the times of the nearest measured load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WINDOW = 16
 PRIOR = 0.05
 """Assumed cost of a draft before it is measured, as a share of a step."""
 MIN_VERIFIED = 256
-"""Request-steps after which the measured acceptance is used, before the first look."""
+"""Request-steps with verified drafts required to use the measured acceptance before the first look."""
 LOSS_SHARE = 0.005
 """Maximum cost of looks, as a share of all steps."""
 MARGIN = 0.01
@@ -109,7 +109,7 @@ class SpeculationSwitch:
         self._fixed = drafts
 
     def look_again(self) -> None:
-        """Expect a different acceptance, as after a weight update, with the same step times.
+        """Discount the measured acceptance, which a weight update changes. Step times are kept.
 
         The previous acceptance counts as `AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
         """
@@ -125,7 +125,7 @@ class SpeculationSwitch:
 
     @property
     def looking(self) -> bool:
-        """Whether numbers of drafts are being tried."""
+        """Whether a look is in progress."""
         return bool(self._trying)
 
     # -------------------------------------------------------------------------------------------------- after a step
@@ -159,7 +159,7 @@ class SpeculationSwitch:
             self._accepted[position] = keep * self._accepted[position] + step.accepted[position]
 
     def _follow(self, step: Step, known: _Load) -> None:
-        """Scale all times by the current steps: contexts grow for all numbers of drafts."""
+        """Scale the times of all numbers of drafts by the current step time, since longer contexts slow all of them."""
         if self._settling:
             self._settling -= 1
         elif step.drafts == self._current and step.drafts in known.times and _usual(step, known):
@@ -169,7 +169,7 @@ class SpeculationSwitch:
     def _begin(self, requests: int, known: _Load) -> None:
         """Start a look: try all numbers of drafts, largest first, which measures the acceptance of all positions.
 
-        An aborted first look is continued.
+        After an aborted first look, only the numbers without times are tried.
         """
         self._look_requests, self._tried = requests, 0
         self._trying = deque(drafts for drafts in range(self.limit, -1, -1) if known.chosen is not None or drafts not in known.times)
@@ -263,7 +263,7 @@ class SpeculationSwitch:
 
 
 def _bucket(requests: int) -> int:
-    """Powers of two: 1, 2, 3–4, 5–8, …"""
+    """Index of the load by powers of two: 1, 2, 3–4, 5–8, … requests."""
     return max(requests - 1, 0).bit_length()
 
 

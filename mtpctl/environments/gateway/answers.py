@@ -25,7 +25,7 @@ class AnswerReader:
         """The message of a turn's tokens (without its end token), up to the first of `stops`. Tool calls are parsed only with `tools`."""
         text = _before(self._tokenizer.decode(tokens), stops)
         if tools and self._calls is not None:
-            # Some formats mark a call with special tokens.
+            # Some formats mark a call with special tokens, which `text` lacks.
             content, calls = self._calls(_before(self._tokenizer.decode(tokens, special=True), stops), tools)
             if calls:
                 named = [ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=Function(name=name, arguments=args)) for name, args in calls]
@@ -42,7 +42,7 @@ class Completion:
     """One response of the endpoint."""
 
     def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, ids: bool = False) -> None:
-        """`model`: its name; `logprobs`: include the log-prob of each token; `ids`: represent these tokens by id."""
+        """`model`: its name; `logprobs`: include the log-prob of each token; `ids`: name these tokens `token_id:N`."""
         self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, ids
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -69,7 +69,7 @@ class Completion:
                 yield self._event(
                     [{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if position == 1 else None}]
                 )
-            # An answer without text still has an end token.
+            # An answer without text still has the log-prob of its end token.
             left = logprobs if len(deltas) == 1 else None
             yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": left}])
         if usage:

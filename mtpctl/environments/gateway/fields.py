@@ -96,7 +96,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Fields that are not honored, each with the accepted values, which are the default behavior. Null is always accepted."""
+"""Fields that are not honored, each with the values that request the default behavior. These and null are accepted."""
 
 
 @dataclass(frozen=True)

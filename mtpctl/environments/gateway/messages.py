@@ -170,7 +170,7 @@ class ChatRequest(Sampling):
 
 
 def as_template(message: ChatMessage) -> dict[str, object]:
-    """A message for the chat template: content as one text, arguments of tool calls as an object if they are one."""
+    """A message for the chat template: content as one text, arguments of tool calls parsed if they are JSON."""
     plain = {key: value for key, value in message.model_dump(exclude_none=True).items() if key not in ("content", "tool_calls")}
     converted: dict[str, object] = {"content": text_of(message.content), **plain}
     if message.tool_calls:

@@ -3,9 +3,10 @@
 POST /t/SECRET/v1/chat/completions   a chat completion
 POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
 POST /t/SECRET/v1/finish             ends the trajectory; may contain its reward
-GET  /t/SECRET/v1/models             the name of the model
+GET  /t/SECRET/v1/models             the name of the model; also GET /v1/models
 POST /v1/trajectories                the next problem, for external agents; always requires the endpoint's key
 POST /v1/chat/completions            a chat completion outside of any trajectory, if `single_requests` is set
+GET  /health                         status, and the number of open trajectories
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ REWARD_HEADER = "mtpctl-reward"
 IGNORED_HEADER = "mtpctl-ignored"
 """Response header: the ignored fields of the request."""
 IGNORED = 32
-"""Maximum number of names in it."""
+"""Maximum number of names in `IGNORED_HEADER`."""
 WAIT_S = 30.0
 """Seconds that a client waits for a problem before it must retry."""
 
@@ -227,7 +228,7 @@ class Gateway:
             if assignment is None:
                 self._release(client)
         self._clients[assignment.secret] = client
-        # With the address that the client used, which differs from ours behind a proxy.
+        # Contains the address that the client used, which differs from ours behind a proxy.
         base = f"{request.url.scheme}://{request.headers.get('host', '')}{assignment.path}"
         return JSONResponse({"base_url": base, "problem": assignment.problem})
 

@@ -2,7 +2,7 @@
 
 A request that extends a conversation continues its tokens: new messages are rendered after them (`ChatReplies`), and sampled tokens are
 never retokenized. A request with another history starts a new sample, rendered from its messages. A request that continues an earlier
-turn, or a further choice of the same turn, starts a sample whose prompt is the tokens up to there.
+turn, and each further choice of a turn, starts a sample whose prompt is the tokens up to that point.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Start:
 class Trajectory:
     """Answers an agent's requests with the settings and limits of `request`, whose sample identifies the problem.
 
-    `turns`: maximum number of answers. `rules`: handling of fields that are not honored. `request.deadline_s` counts from the creation.
+    `turns`: maximum number of answers. `rules`: handling of fields that are not honored. `request.deadline_s` counts from its creation.
     """
 
     def __init__(self, request: GenerationRequest, model: Model, turns: int, rules: FieldRules = REJECT) -> None:
@@ -128,7 +128,7 @@ class Trajectory:
         self._used_at = time.monotonic()
 
     def restart_clock(self) -> None:
-        """Restart the deadline, when an agent takes the problem."""
+        """Restart the deadline. Called when an external agent takes the problem."""
         self._until = time.monotonic() + self.request.deadline_s
         self.touch()
 
@@ -170,7 +170,7 @@ class Trajectory:
             task.cancel()
         return [each.sample for each in self._conversations]
 
-    # ------------------------------------------------------------------------------------------------- where it begins
+    # --------------------------------------------------------------------------------------------- start of an answer
 
     def _start(self, chat: ChatRequest) -> _Start:
         tools = _tools_key(chat)
@@ -194,7 +194,7 @@ class Trajectory:
         return _Start(self._new_sample(ids_of(ids)), history, [])
 
     def _match(self, history: list[str], tools: str) -> tuple[Conversation, Turn] | None:
-        """The conversation and the last of its turns that the messages continue, without other assistant messages after it."""
+        """The latest turn that the messages continue without a new assistant message, and its conversation; None if there is none."""
         best: tuple[Conversation, Turn] | None = None
         for conversation in self._conversations:
             if conversation.tools != tools:

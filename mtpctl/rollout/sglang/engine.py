@@ -1,8 +1,8 @@
 """One SGLang engine (0.5.21) in a separate Python environment, and its weight updates.
 
 SGLang's log-probs are those of the distribution at the sampling temperature, with and without drafts. Weights are updated in SGLang's
-update sessions, one for the target and one for the drafter. A pause moves running responses back to the queue, and the first session that
-closes drops the cache, so they continue from a state computed with the new weights.
+update sessions, one for the target and one for the drafter. A pause moves running responses back to the queue. Closing a session drops the
+KV cache, so these responses continue with a cache that is recomputed with the new weights.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SglangEngine(Engine):
         plugin.check_plugin()
         check_options("SGLang", option_names(ServerArgs), settings.args)
         with rendezvous() as store:
-            # In the loop's thread, to which SGLang binds its sockets and event loop.
+            # Created in the event loop's thread, to which SGLang binds its sockets.
             upstream = Upstream(**settings.args | {"weight_version": str(version)})
         engine = cls(upstream, settings, version)
         engine._rendezvous = store
@@ -285,8 +285,8 @@ def _runs(process: psutil.Process) -> bool:
 class SglangClient:
     """An `EngineClient` for SGLang; `manager` is the engine's tokenizer manager.
 
-    A step reaches every rank as JSON in one tensor, through SGLang's update call and `mtpctl.rollout.sglang.receiver.take`. An exception
-    there would end the engine, so the results are returned in files, one per rank and model.
+    SGLang's update call passes a step, as JSON in one tensor, to `mtpctl.rollout.sglang.receiver.take` on every rank. An exception in
+    `take` would end the engine, so the results are returned in files, one per rank and model.
     """
 
     def __init__(self, manager: TokenizerManager) -> None:

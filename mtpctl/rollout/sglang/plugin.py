@@ -1,7 +1,7 @@
 """mtpctl's plugin for SGLang 0.5.21 (entry point `sglang.srt.plugins`), called in each process before an engine is created.
 
-MiMo's MTP layer reads the hidden state before the final norm, which vLLM passes to it. SGLang passes the state after the norm, which has
-another scale per channel, so fewer drafts are accepted. SGLang supports the earlier state for other models; the plugin enables it for MiMo.
+MiMo's MTP layer reads the hidden state before the final norm, as vLLM passes it. SGLang passes the state after the norm, which has another
+scale per channel, so fewer drafts are accepted. SGLang supports the pre-norm state for other models; the plugin enables it for MiMo.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_plugin() -> None:
 def register() -> None:
     """Register MiMo's config, and pass MiMo's drafter the state that it was trained on. May be called again.
 
-    Raises UpstreamMoved for another release, and if SGLang no longer supports the earlier state.
+    Raises UpstreamMoved for another release, and if SGLang no longer supports the pre-norm state.
     """
     if (release := version("sglang")) != PINNED:
         raise UpstreamMoved(f"{__name__} was written for SGLang {PINNED}, found {release}: look whether it is needed, then move its guard")

@@ -1,6 +1,6 @@
 """Receives weights into a live SGLang engine, as SGLang's custom weight loader in each of its processes.
 
-Target and drafter are separate models with one receiver each, which share one end of the transfer.
+Target and drafter are separate models with one receiver each. The two receivers share one inbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RECEIVERS: dict[int, ModelReceiver] = {}
 """By `id` of the model, which exists as long as the process."""
 
 _inbox = cache(Inbox)
-"""This process's end of transfers on a device."""
+"""The inbox of this process for a device."""
 
 
 class AnsweredStep(UpdateStep):

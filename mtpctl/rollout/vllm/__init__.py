@@ -1,3 +1,3 @@
-"""Everything that knows vLLM: engine, settings, scheduler, weight receiver, HTTP client, plugin and patches.
-Runs in the actor that holds the engine, and in the processes that vLLM starts.
+"""vLLM: engine, settings, scheduler, weight receiver, clients, plugin and patches.
+The engine runs in its actor; scheduler, receiver and patches also run in the processes that vLLM starts.
 """

@@ -74,7 +74,7 @@ SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv
 
 
 def _reason(body: str) -> str:
-    """The error in vLLM's response: JSON that contains the error of a worker. Other bodies are returned as they are."""
+    """The message of vLLM's error response, reduced to the worker's error if it contains one."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         body = json.loads(body)["error"]["message"]
     inner = _WORKER.search(body)
@@ -187,10 +187,10 @@ class ServedEngine:
         released = applied = False
         try:
             if was_paused:
-                # Also its session, which would block a new one.
+                # End the session of the killed sync, which would block a new one.
                 with contextlib.suppress(SyncError):
                     await self.client.step(UpdateStep(action="abort", section=""))
-            # A server that does not answer may still pause, now or later, so it is resumed as well.
+            # Even if this call fails, the server may pause, so it is resumed below.
             await self.client.ask(f"/pause?{query}")
             self._paused = True
             if self._release_kv:
@@ -205,7 +205,7 @@ class ServedEngine:
                 ) from error
             raise
         finally:
-            # A server whose weights are no version's stays paused until it is restarted.
+            # A server with parts of two weight versions stays paused until it is restarted.
             if not self.target.dirty and (applied or not was_paused):
                 if released:
                     await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
@@ -226,15 +226,15 @@ class ServedEngines:
         return max(engine.target.version for engine in self.engines)
 
     def quiesce(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
-        """The servers are those that the command names. Each knows whose requests it answers, so `apply_update` pauses it."""
+        """Does nothing: the servers are fixed, and `apply_update` pauses each of them."""
         return contextlib.nullcontext()
 
     def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each server; the recipe's number of ranks does not matter here."""
+        """A name for each rank of each server. `ranks` is ignored, because servers report their own number."""
         return [f"{engine.client.url} {rank}" for engine in self.engines for rank in range(engine.ranks)]
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
-        """Take every server to the version. Raises the first error, after all have answered."""
+        """Update every server. Raises the first error after all have answered."""
         calls = (cancel_on_error(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:

@@ -68,7 +68,7 @@ class VllmEngine(Engine):
         check_engine_args(settings.args)
         args = AsyncEngineArgs(**settings.args)
         check_heads(args)
-        # The usage decides the tokens per step. For servers it is 2,048, on an H200 an eighth of that for offline generation.
+        # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.
         use = UsageContext.LLM_CLASS
         if settings.in_loop:
             from mtpctl.rollout.vllm.patches.loop import core_in_loop
@@ -257,7 +257,7 @@ def root_cause_in_failures(stderr: Path = STDERR) -> Iterator[None]:
 def root_cause(text: str) -> str | None:
     """The exception in `text` that caused the failure, as `Name: message`; None if `text` has no traceback.
 
-    That is the last one before an error that refers to another process. Only the first line of a message is used.
+    This is the last exception before an error that refers to another process. Only the first line of a message is used.
     """
     # Lines of several processes are interleaved; vLLM's log prefix names the process.
     open_tracebacks: set[str] = set()

@@ -1,7 +1,7 @@
 """mtpctl's plugin for vLLM (entry point `vllm.general_plugins`), called in each process before it creates an engine.
 
-It patches vLLM only for engines that mtpctl starts or that use its weight transfer. Any other vLLM process of the environment, of any
-release, is unchanged.
+It patches vLLM only for engines that mtpctl starts or that use its weight transfer. Other vLLM processes in the same Python
+environment are unchanged, whatever their release.
 """
 
 from __future__ import annotations

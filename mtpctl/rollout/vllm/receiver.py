@@ -70,7 +70,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         """Does nothing: the first update of a session is `begin`."""
 
     def receive_weights(self, update_info: Step) -> None:
-        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and always in `abort`, so that vLLM ends the session."""
+        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and always in `abort`: the error ends vLLM's session."""
         step = cast(UpdateStep, asdict(update_info))
         try:
             if update_info.action == "abort":
@@ -174,7 +174,7 @@ class WorkerExtension:
         self.weight_transfer_engine.drop_adapters(current)
 
     def mtpctl_hold_adapter(self) -> None:
-        """Load an adapter of zeros: `EngineTarget.hold_adapter` says what for."""
+        """Load a zero-initialized adapter (see `EngineTarget.hold_adapter`)."""
         adapters = self.model_runner.lora_manager
         adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(ZERO_ADAPTER)), adapters.get_dummy_lora_warmup_rank(1))
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
 TIMED = 512
-"""Most recent steps whose time is stored, for each number of drafts."""
+"""Number of recent steps whose times are stored, for each number of drafts."""
 
 log = logging.getLogger("vllm.mtpctl")  # a child of vLLM's logger, which is configured in every process of an engine
 

@@ -1,4 +1,4 @@
-"""Settings of served requests for vLLM, its reasons for rejecting a request, and its parsers of tool calls."""
+"""Conversion of clients' sampling settings for vLLM, and vLLM's rejection reasons and tool-call parsers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FORMATS = (
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("<tool_call>", "hermes"),
 )
-"""Marks in chat templates that request a format of tool calls, and the parser of the format."""
+"""Markers of a tool-call format in chat templates, and vLLM's parser of the format."""
 
 
 def parser_for(template: str) -> str | None:

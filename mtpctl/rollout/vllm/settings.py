@@ -27,7 +27,7 @@ class VllmSettings:
     """Settings of one engine: `args` for vLLM, `environment` of its process, `threads` for torch (0: torch's default).
 
     `in_loop`: run the engine core in the caller's process. `release_kv`: a paused engine frees its KV cache. `routes`: MoE layers whose
-    routes samples contain.
+    routes are recorded in samples.
     """
 
     args: Arguments
@@ -62,8 +62,8 @@ def engine_settings(
         adapter: the LoRA adapter that weight syncs send, if any.
         release_kv, routes: see `VllmSettings`.
 
-    On a CPU the engine shares cores with a trainer: no compilation, no prefix cache (its blocks have 128 tokens), a fixed KV cache, and
-    the core in the actor's process.
+    On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
+    cache of fixed size, and with the engine core in the actor's process.
     """
     cpu = device == "cpu"
     k = rollout.speculation.num_tokens
@@ -152,8 +152,8 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     if not cpu:
         # A process that has used CUDA cannot be forked.
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # More threads gain nothing in a step, and idle ones spin and slow down the thread that launches kernels. A value set by a launcher
-        # is meant for training.
+        # More threads gain nothing in a step, and idle ones spin and slow down the thread that launches kernels. This overrides a
+        # launcher's value, which is meant for training.
         variables["OMP_NUM_THREADS"] = str(threads or 1)
     if cpu:
         # vLLM compiles some functions even in eager mode, which takes seconds and needs a C++ compiler.

@@ -99,7 +99,7 @@ def install_short_queries() -> None:
         lengths = bounds.diff().tolist()
         if all(tokens == state_len - width + 2 for tokens in lengths):
             return upstream(layer, metadata, mixed_TD, b, a, conv_buffers, recurrent_states, width, state_len)
-        # Padding sequences of no tokens have no state to read.
+        # Padding sequences have no tokens, and no state to read.
         present = [index for index, tokens in enumerate(lengths) if tokens]
         first_slots, accepted_before = slots[:, 0].tolist(), accepted.tolist()
         convolved = convolve(
@@ -163,8 +163,8 @@ def convolve(
 def install_experts() -> None:
     """Select the CPU's own kernel for experts in an engine with LoRA.
 
-    With LoRA enabled, vLLM computes all experts by Triton kernels, even if the adapter does not target experts; a CPU has no Triton.
-    `engine_settings` names the target layers of the recipe, and a recipe that adapts experts on a CPU is rejected.
+    With LoRA enabled, vLLM computes all experts with Triton kernels, even if the adapter does not target experts; a CPU has no Triton.
+    This is correct, because `engine_settings` limits adapters to the recipe's targets, and on a CPU these must not include experts.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 

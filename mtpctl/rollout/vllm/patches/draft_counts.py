@@ -1,11 +1,11 @@
-"""Exclude drafts behind the end of a response from its draft counts (vLLM 0.32.0).
+"""Exclude drafts after the end of a response from its draft counts (vLLM 0.32.0).
 
-vLLM counts a request's drafts when a step is verified, and trims the step's tokens at the end of the response later. Drafts behind the
-end are still counted, most of them as rejected: a perfect drafter shows some percent of rejections, and the shorter the responses, the
-more. With the patch the count of the last step is trimmed along with its tokens.
+vLLM counts a request's drafts when a step is verified, and later trims the step's tokens at the end of the response. Drafts after the end
+are still counted, most of them as rejected. So even a perfect drafter has a few percent of rejections, and more if responses are short.
+With the patch the count of the last step is trimmed in the same way as its tokens.
 
-The front end finds stop strings, and does not get the scheduler's counts, so every output of a request with stop strings carries them.
-The last step's count is stored in the lists that vLLM's level `detailed` fills for every step.
+Stop strings are detected in the front end, which does not have the scheduler's counts. So every output of a request with stop strings
+contains them. The last step's count is stored in the lists that vLLM fills for every step at its metrics level `detailed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _OBSERVED = "_mtpctl_observed"
-"""Set on a request's counts from when a step is counted until the step's tokens are appended."""
+"""Attribute of a request's counts, set between counting a step and appending the step's tokens."""
 _UNSENT = "_mtpctl_unsent_counts"
 """Attribute of the scheduler: counts for its next outputs, by request id."""
 
@@ -81,12 +81,12 @@ def install_draft_counts() -> None:
 
 
 def _set_last_step(counts: RequestSpecDecodeMetrics, *step: int) -> None:
-    """Store how many tokens the last step drafted and how many of them were accepted; nothing if it did not draft."""
+    """Store the last step's numbers of drafted and accepted tokens; nothing if it did not draft."""
     counts.per_step_drafted, counts.per_step_accepted = [*step[:1]], [*step[1:]]
 
 
 def trim_last_step(counts: RequestSpecDecodeMetrics, length: int) -> None:
-    """Exclude drafts of the last step behind its first `length` tokens, which belong to the response."""
+    """Exclude drafts of the last step after its first `length` tokens, which belong to the response."""
     if not counts.per_step_drafted:
         return
     drafted, accepted = counts.per_step_drafted[-1], counts.per_step_accepted[-1]

@@ -1,4 +1,4 @@
-"""Drafting in vLLM (vLLM 0.32.0): steps without drafts, MTP layers by depth, and how long drafting takes."""
+"""Drafting in vLLM (vLLM 0.32.0): steps without drafts, MTP layers by depth, and drafting times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.vllm.scheduler import SwitchingScheduler
 
 TIMED_STEPS = 256
-"""Most recent steps whose drafting time is stored, for each number of drafts."""
+"""Number of recent steps whose drafting times are stored, for each number of drafts."""
 
 
 class Drafter(Protocol):
@@ -66,11 +66,13 @@ Propose = Callable[..., torch.Tensor]
 def install_drafter() -> None:
     """Skip the drafter in steps without drafts, and time it in the others (`EngineCore.mtpctl_speculation` returns the times).
 
-    vLLM runs its drafter even if a step requests no draft tokens, to keep the drafter's KV cache complete. With a large vocabulary that is
-    a tenth of the step, head included, so "off" would be slower than an engine that never speculates. Without it, tokens of such steps
-    have no entries in the drafter's cache, and drafts of running requests are accepted less often after drafting resumes. The output
-    distribution is unaffected, because the target verifies. The first model runner, which CPUs use, also runs the rejection sampler in
-    such a step, which takes three times as long as plain sampling; with the patch it samples plainly.
+    vLLM runs its drafter even if a step requests no draft tokens, to keep the drafter's KV cache complete. With a large vocabulary this
+    takes a tenth of the step, including the head, so "off" would be slower than an engine that never speculates. If the drafter is
+    skipped, the tokens of the step have no entries in its cache, and drafts of running requests are accepted less often after drafting
+    resumes. The output distribution is unaffected, because the target verifies.
+
+    The first model runner, which CPUs use, also runs the rejection sampler in such a step, which takes three times as long as plain
+    sampling. With the patch it uses plain sampling.
     """
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.engine.core import EngineCore

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, RequestStatus
 
 DEFERRED = {"mtpctl_late_logprobs": True}
-"""`SamplingParams.extra_args` of a request whose log-probs are read at its end only. It must not have stop strings, which the core does
-not know. It gets the log-probs of sampled tokens, whatever else it requests."""
+"""`SamplingParams.extra_args` of a request whose log-probs are read at its end only. It must not have stop strings, because the
+core does not detect them. It gets the log-probs of sampled tokens only, whatever else it requests."""
 
 Columns = tuple[list[int], list[float]]
 """Tokens, and the log-prob of each."""
@@ -155,7 +155,7 @@ def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
 
 
 def _distribute(by_client: dict[int, EngineCoreOutputs], step: _StepLogprobs, pending: dict[str, PendingLogprobs]) -> None:
-    """Store the rows of `DEFERRED` requests, send those of finished ones, and give all other requests the rows of vLLM's own slice."""
+    """Store the rows of `DEFERRED` requests, send those of finished ones, and restore vLLM's own slices for all other requests."""
     for outputs in by_client.values():
         for output in outputs.outputs:
             part: object = output.new_logprobs

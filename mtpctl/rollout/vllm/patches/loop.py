@@ -2,7 +2,7 @@
 
 `AsyncLLM` always starts the engine core in a separate process, and on a CPU that process starts another one for the worker: three imports
 of vLLM, two messages per step, and a queue that spins on a core that the trainer could use. With one CPU worker this gains nothing. Here
-the task that waits for the core's output runs its steps, so control calls (pause, weight updates) always fall between steps.
+the task that waits for the core's output runs the core's steps, so control calls (pause, weight updates) always fall between steps.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class SlotConnector:
         before: Routes | None = None
         if saved is not None:
             blocks = self._blocks(request)
-            # Without blocks, it ends with a token of a step that was in flight when it was preempted.
+            # A request without blocks ends with a token of a step that was in flight at its preemption.
             until = saved.settled if blocks else min(end, saved.first + len(saved.rows))
             before, start = saved.rows[start - saved.first : until - saved.first], max(start, until)
         if end > start or before is not None:
@@ -135,7 +135,7 @@ class SlotConnector:
         """Called when the prefix cache is cleared. Rows of running requests are unaffected."""
 
     def pending(self, request: Request) -> Routes:
-        """The rows of a request, about to be aborted, that were in no output yet."""
+        """The unsent rows of a request that is about to be aborted."""
         start, end = self._due(request), min(request.num_tokens - 1, request.num_computed_tokens)
         saved = self._saved.get(request.request_id)
         parts = []
@@ -147,7 +147,7 @@ class SlotConnector:
         return np.concatenate(parts)
 
     def _due(self, request: Request) -> int:
-        """The position of the first row that was in no output yet."""
+        """The position of the first unsent row."""
         assert request.sampling_params is not None
         first = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
         return self._sent.get(request.request_id, first)
@@ -168,7 +168,7 @@ class SlotConnector:
 
 
 def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
-    """The rows of requests that are about to be aborted, serialized as bytes, type and shape."""
+    """The unsent rows of requests that are about to be aborted, serialized as bytes, type and shape."""
     connector = getattr(scheduler, "aux_output_connector", None)
     if not isinstance(connector, SlotConnector):
         return {}

@@ -1,11 +1,11 @@
-"""Routes of experts, which come with the last output of their response (vLLM 0.32.0).
+"""Send the routes of a response with its last output (vLLM 0.32.0).
 
-vLLM captures which experts the target's routers choose; drafters are not captured. It copies every step's rows to the host, files them
-there by request and block, and sends them with each output: 15 µs per request and step, in the process that also launches the next step.
-With 256 requests a GPU waits for it, and generates a third fewer tokens. And only vLLM's second model runner does so, which CPUs lack.
+vLLM captures which experts the target's routers choose; drafters are not captured. It copies every step's rows to the host, stores them
+there by request and block, and sends them with each output. This takes 15 µs per request and step, in the process that also launches the
+next step: with 256 requests the GPU waits, and generates a third fewer tokens. Only its second model runner, which CPUs lack, does so.
 
-Here a step's rows are written on their device, at the slots of its tokens in the KV cache, and read once, at the end of their response
-(`route_requests`). Rows of a prompt in the prefix cache are already there, and those of rejected drafts are overwritten.
+Here a step's rows stay on their device, in a tensor indexed by KV-cache slot, and are read once, at the end of their response
+(`route_requests`). Rows of a prompt in the prefix cache are already there, and rows of rejected drafts are overwritten.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _record_on_cpu() -> None:
 
 
 class SlotRecorder:
-    """Repositions vLLM's connector in a worker: stores rows by slot, on the first tensor-parallel rank."""
+    """Replaces vLLM's connector in a worker: stores rows by slot, on the first tensor-parallel rank."""
 
     def __init__(self, *, vllm_config: VllmConfig, model: torch.nn.Module, kv_cache_config: KVCacheConfig) -> None:
         import torch

@@ -104,7 +104,7 @@ def install_seeds() -> None:
 
 
 def _has_offset() -> bool:
-    """Whether a CPU generator has the offset by which vLLM rewinds it."""
+    """Whether a CPU generator has the offset that vLLM uses to rewind it."""
     try:
         torch.Generator().get_offset()
     except RuntimeError:

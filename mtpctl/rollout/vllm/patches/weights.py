@@ -1,4 +1,4 @@
-"""Weights of a live vLLM model as a weight update addresses them (vLLM 0.32.0): names, loaded layout, packed and derived copies."""
+"""Access of weight updates to a live vLLM model (vLLM 0.32.0): names, loaded layout, packed and derived copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DERIVED = ("W_UV", "W_UK_T")
 
 
 class PackedWeight(ShapeMismatch):
-    """A weight exists only in the layout of a kernel."""
+    """A weight is stored only in the layout of a kernel, so it cannot be updated."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
@@ -117,8 +117,8 @@ def install_gemm() -> None:
 def install_packed() -> None:
     """Keep a copy of experts (`w13_weight`, `w2_weight`) as loaded.
 
-    A CPU packs both for its grouped kernel and keeps nothing else, so an update would have nothing to write to. The short convolution of
-    a gated delta net is packed too, but vLLM itself keeps the loaded one.
+    The CPU backend packs both for its grouped kernel and drops the originals, so an update would have nothing to write to. It packs the
+    short convolution of a gated delta net too, but vLLM itself keeps the loaded weight of that.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
