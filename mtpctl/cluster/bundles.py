@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 READY_S = 20.0
-"""Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job was faster."""
+"""Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job reserves it first."""
 LOOK_S = 0.5
 """Polling interval while waiting for capacity, in seconds."""
 NODE_LABEL = "ray.io/node-id"
@@ -113,8 +113,9 @@ class BundleSpec:
 class ActorBundle:
     """The reservation of one actor.
 
-    group: the placement group, shared by actors that share a card; None for an actor without CPUs and GPUs. planned: whether the
-    bundle is part of the run's placement plan. Ray chooses the cards of other bundles.
+    Attributes:
+        group: the placement group, shared by actors that share a card; None for an actor without CPUs and GPUs.
+        planned: whether the bundle is part of the run's placement plan. For other bundles Ray chooses the cards.
     """
 
     claim: Claim
@@ -158,8 +159,10 @@ class BundlesUnavailable(Exception):
 class Bundles:
     """The bundles of all actors, by actor name.
 
-    locations: where running actors reported to be. awaited: actors that wait to be started in their bundle, or in another one if their
-    host is lost, with the time since when (`time.monotonic`).
+    Attributes:
+        locations: locations that running actors reported.
+        awaited: actors that wait for their bundle, or for one on another host if theirs is lost, with the start of the wait
+            (`time.monotonic`).
     """
 
     by_actor: dict[str, ActorBundle] = field(default_factory=dict)
@@ -229,7 +232,7 @@ class Bundles:
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
     async def try_take(self, actors: Sequence[str], *, together: int) -> list[ActorBundle] | None:
-        """The bundles of these actors. Bundles on lost hosts are replaced, `together` at a time on one host.
+        """Return the bundles of these actors. Bundles on lost hosts are replaced in groups of `together`, each group on one host.
 
         Returns None if no host has capacity.
         """
@@ -254,7 +257,7 @@ class Bundles:
         return [self.by_actor[actor] for actor in actors]
 
     async def take(self, *actors: str) -> list[ActorBundle]:
-        """The bundles of these actors, all on one host. If that host is lost, waits until another one has capacity for all of them."""
+        """Return the bundles of these actors, all on one host. If that host is lost, wait until another one has capacity for all."""
         with self.awaiting(actors):
             while (bundles := await self.try_take(actors, together=len(actors))) is None:
                 await asyncio.sleep(LOOK_S)

@@ -52,7 +52,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # It was cancelled.
+        if future.done():  # cancelled
             return
         if error is not None:
             future.set_exception(error)

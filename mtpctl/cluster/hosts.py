@@ -35,7 +35,7 @@ def _cards(gpus: float) -> list[float]:
 
 
 def allocate(free: list[Capacity], ranks: int, cpus: float, gpus: float) -> Allocation | None:
-    """Allocate CPUs and cards for all ranks on the first host with capacity, and subtract them from `free`. None if no host has it."""
+    """Allocate CPUs and cards for all ranks on the first host with capacity, and subtract them from `free`. None if there is none."""
     for host, (spare, cards) in enumerate(free):
         left = allocate_cards(cards, ranks, gpus)
         if spare + 1e-9 >= ranks * cpus and left is not None:
@@ -45,7 +45,7 @@ def allocate(free: list[Capacity], ranks: int, cpus: float, gpus: float) -> Allo
 
 
 def allocate_cards(cards: list[float], ranks: int, gpus: float) -> tuple[list[float], list[tuple[int, ...]]] | None:
-    """The free shares of the cards after `ranks` ranks have taken `gpus` each, and the cards of each rank; None if they do not suffice.
+    """Allocate `gpus` to each rank. Returns the remaining free shares of the cards and the cards of each rank; None if they do not suffice.
 
     Cards are selected as in Ray: a share is taken from the card with the smallest sufficient free share.
     """

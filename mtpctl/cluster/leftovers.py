@@ -1,10 +1,10 @@
 """Find and remove folders that killed runs left on this machine: weight versions in shared memory, and Ray's session folders.
 
-The process that creates such a folder writes a mark into it: its process id, its start time (ids are reused), and the boot and process
-namespace of the id. A folder is removed if its process has ended. Folders without a mark, of another user, or from another container are
-not removed, since it is not known here whether they are in use.
+The process that creates such a folder writes a mark into it: its process id, its start time (because ids are reused), and the boot
+and process namespace in which the id is valid. A folder is removed if its process has ended. Folders without a mark, of another user, or
+from another container are not removed, because they may be in use.
 
-Removing and claiming lock the shared memory folder itself, which also excludes containers that share the memory.
+Removing and claiming lock the shared memory folder itself, so that containers that share the memory are excluded too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def unmark(folder: Path) -> None:
 
 
 def make_marked(folder: Path) -> None:
-    """Create `folder`, private to this user, atomically with the mark of this process in it."""
+    """Atomically create `folder`, private to this user and with the mark of this process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -122,7 +122,7 @@ def elsewhere() -> list[Path]:
 
 
 def remove(*, wait: bool = False) -> list[Leftover]:
-    """Delete the leftovers, and return them. If another process is doing so, return none, or with `wait` do it afterwards."""
+    """Delete the leftovers, and return them. If another process is deleting them, wait for it, or without `wait` return an empty list."""
     try:
         with _alone(wait=wait):
             return [left for left in find() if _remove(left.path)]
@@ -132,7 +132,7 @@ def remove(*, wait: bool = False) -> list[Leftover]:
 
 @contextmanager
 def _alone(*, wait: bool) -> Iterator[None]:
-    """Prevent other processes from removing and claiming. If one is doing so, wait for it, or without `wait` raise BlockingIOError."""
+    """Lock removing and claiming. If another process has the lock, wait for it, or without `wait` raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,7 +197,7 @@ def sessions() -> Path:
 
 
 def _owner(folder: Path) -> Owner | None:
-    """The mark of a folder, None if it has no readable one."""
+    """The mark of a folder; None if there is no readable mark."""
     try:
         owner: Owner = json.loads((folder / MARK).read_text())
     except (OSError, ValueError):
@@ -212,7 +212,7 @@ def _counts_here(owner: Owner) -> bool:
 
 
 def _abandoned(folder: Path) -> bool:
-    """Whether the process of the mark has ended, and all processes that Ray started for it."""
+    """Whether the process of the mark and all processes that Ray started for it have ended."""
     owner = _owner(folder)
     if owner is None:
         return False
@@ -239,7 +239,7 @@ def started(pid: int) -> int:
 
 
 def _identity(pid: int) -> Owner:
-    """The mark of a running process. Raises ProcessLookupError if no running process has that id."""
+    """The mark that identifies a running process. Raises ProcessLookupError if no running process has that id."""
     return {"pid": pid, "started": started(pid), **_origin()}
 
 
@@ -248,7 +248,7 @@ def _origin() -> Origin:
 
 
 def _named_by_a_process(name: str) -> bool:
-    """Whether a process has this name on its command line, as Ray's processes have the name of their session."""
+    """Whether a command line contains this name. Those of Ray's processes contain the name of their session."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if name.encode() in path.read_bytes():

@@ -111,7 +111,7 @@ def slow(links: Sequence[Link]) -> list[Link]:
 
 
 async def try_links() -> list[Link]:
-    """Measure the link between every two hosts of the cluster that this process has joined."""
+    """Measure the link between each pair of hosts of the Ray cluster of this process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -31,11 +31,11 @@ SHARED_BYTES = 4 << 20
 LOOPBACK = "lo"
 """The loopback interface on Linux."""
 NEEDED = ("gcs_server", "raylet")
-"""The daemons without which a local cluster does not work."""
+"""Daemons that a local cluster requires."""
 
 
 def on_one_host() -> bool:
-    """Whether all actors are on this machine, because Ray is not running, or has one host."""
+    """Whether all actors are on this machine: Ray is not running, or has a single host."""
     import ray
 
     return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
@@ -91,7 +91,7 @@ def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
     """Environment variables of all actors."""
     interface, names = config.interface, {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     if interface is None and config.address is None:
-        # On one host, ranks need no other interface, and their ports have no authentication.
+        # On one host the loopback suffices, and other hosts cannot reach the ports, which have no authentication.
         interface, names = LOOPBACK, names - os.environ.keys()
     interfaces = {} if interface is None else dict.fromkeys(sorted(names), interface)
     return interfaces | (folder_for_all(logs) if logs else {})
@@ -111,7 +111,7 @@ class Daemons:
         return ray_daemons.starting(self._watchdog.register, self._started)
 
     def ended(self) -> str | None:
-        """The name and exit status of a daemon that the cluster needs and that has ended, if any."""
+        """The name and exit status of a required daemon that has ended; None if all are running."""
         for name in NEEDED:
             if name in self._started and (status := self._started[name].poll()) is not None:
                 return f"{name} has ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
@@ -125,7 +125,7 @@ class Daemons:
 def keep_token_private() -> None:
     """Create the token file of local Ray clusters without access for other users, or restrict an existing one.
 
-    Ray creates it readable for all, and the token allows to run code in the user's clusters. If the home directory is not writable, Ray
+    Ray would make it world-readable, and the token allows running code in the user's clusters. If the home directory is not writable, Ray
     reports the error.
     """
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
@@ -192,7 +192,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
         if daemons is not None:
             session = Path(context.address_info["session_dir"])
             stack.callback(leftovers.unmark, session)  # Keep the session folder, since errors refer to Ray's logs in it.
-            with contextlib.suppress(OSError):  # On a full disk there is no mark, and the session of a killed run is not removed.
+            with contextlib.suppress(OSError):  # On a full disk there is no mark, so the session of a killed run is not removed later.
                 leftovers.mark(session)
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):

@@ -1,4 +1,4 @@
-"""Set-up of an actor's process: its log file, and the garbage collector.
+"""Setup of an actor's process: its log file and the garbage collector.
 
 Actors print to `logs/NAME.log` in the run directory, because Ray's own log files have no descriptive names and are deleted with the
 session. An actor replaces the file descriptors of stdout and stderr, so that native code and child processes write to the file too.
@@ -41,7 +41,7 @@ def name_for_one(actor: str) -> dict[str, str]:
 def newest_line(folder: Path, actor: str, *, since: float) -> str:
     """The last line that an actor has printed since a time, without control characters and Python's warnings.
 
-    Of a progress bar, it is the newest state. Empty if there is no such line, or if the file is on another host.
+    For a progress bar, it is the newest state. Returns an empty string if there is no such line, or if the file is on another host.
     """
     try:
         with (folder / f"{_stem(actor)}.log").open("rb") as file:
@@ -51,7 +51,7 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # The marked line is not the actor's: it was written at the actor's start.
+    # Skip the marked line, which `write_to_run` wrote when the actor started.
     _, mark, after = text.rpartition(_MARK)
     lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", after)][bool(mark) :]
     return next((line[:_SHOWN] for line in reversed(lines) if line and not _WARNING.search(line)), "")
@@ -62,7 +62,9 @@ def _stem(actor: str) -> str:
 
 
 def write_to_run() -> Path | None:
-    """Redirect the output of this process to its file. Returns the file, None if none is configured or this host lacks the folder.
+    """Redirect the output of this process to its file, and return the file.
+
+    Returns None if no file is configured, the folder does not exist on this host, or the file cannot be written.
 
     A file larger than `FILE_BYTES` is copied to `NAME.1.log` and emptied. It is not renamed, since child processes have it open.
     """

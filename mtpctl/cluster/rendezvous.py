@@ -16,7 +16,7 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """A store at a free port of `host`, by default this host's address. It is closed with the returned object.
+    """Host a store at a free port of `host`, by default this host's address. The store ends with the returned object.
 
     The store has no authentication, and torch's default would be to listen on all interfaces.
     """

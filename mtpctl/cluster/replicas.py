@@ -18,7 +18,7 @@ from mtpctl.cluster.deadlines import one_line
 from mtpctl.errors import RuntimeFailure
 
 VERSION_WAIT_S = 60.0
-"""Seconds that a fresh replica waits for the version of the others to be persisted, updates not counted."""
+"""Maximum wait of a fresh replica until the version of the others is persisted, in seconds, excluding the time of updates."""
 FORGET_S = 3600.0
 """Seconds after which a failure no longer counts against `max_restarts`, so that rare failures do not add up in a long run."""
 _POLL_S = 0.02
@@ -35,11 +35,15 @@ def no_log(line: str) -> None:
 class Lifecycle[R]:
     """How replicas of type R are started, updated and ended.
 
-    start: starts a replica for the slot of this index. bring_up: updates a fresh replica to the version of the others, and returns False
-    if that version is not available yet. It runs while no update is in progress and has `bring_up_s` seconds, since updates wait for it.
-    end: ends a replica that may have failed. It is cancelled after `end_s` seconds, and must not leave processes behind even then.
-    changed: called after a slot was filled, vacated or quarantined. dead: exceptions that mean that a replica is lost. max_restarts: a
-    slot with more failures within `FORGET_S` is quarantined. log: receives failures, restarts and quarantines, one line each.
+    Attributes:
+        start: starts a replica for the slot of this index.
+        bring_up: updates a fresh replica to the version of the others; returns False if that version is not available yet. It runs while
+            no update is in progress, for at most `bring_up_s` seconds, because updates wait for it.
+        end: ends a replica that may have failed. It is cancelled after `end_s` seconds, and must not leave processes behind even then.
+        changed: called after a slot was filled, vacated or quarantined.
+        dead: exceptions that mean that a replica is lost.
+        max_restarts: a slot with more failures within `FORGET_S` is quarantined.
+        log: receives failures, restarts and quarantines, one line each.
     """
 
     start: Callable[[int], Awaitable[R]]
@@ -57,9 +61,12 @@ class Lifecycle[R]:
 class Slot[R]:
     """The slot of one replica; `replica` is None while none serves in it.
 
-    busy: requests in progress, counted by the owner. failed_at: times of the failures within `FORGET_S` (`time.monotonic`). reason: the
-    last failure. fills: number of replicas after the first one. wanted: False once the replica was asked to leave. It then gets no
-    further work, but takes part in updates until it has left.
+    Attributes:
+        busy: requests in progress, counted by the owner.
+        failed_at: times of the failures within `FORGET_S` (`time.monotonic`).
+        reason: the last failure.
+        fills: number of replicas brought up since the slot was created.
+        wanted: False after the replica was asked to leave. It then gets no further work, but takes part in updates until it has left.
     """
 
     index: int
@@ -140,7 +147,7 @@ class Replicas[R]:
         if slot.replica is not replica or self._closed:
             return
         slot.replica = None
-        if slot.wanted:  # Otherwise `leave` ends it.
+        if slot.wanted:  # otherwise `leave` ends it
             self._failed(slot, error)
             slot.restarting = asyncio.create_task(self._restart(slot, replica))
 
@@ -238,7 +245,7 @@ class Replicas[R]:
 
     async def _restart(self, slot: Slot[R], dead: R) -> None:
         with suppress(Exception):
-            # The slot already has the reason of the failure.
+            # The slot already records the failure.
             await self._end(dead)
         await self._fill_or_quarantine(slot, restart=True)
 
@@ -265,7 +272,7 @@ class Replicas[R]:
             while not await self._brought_up(slot, fresh):
                 if waited > VERSION_WAIT_S:
                     raise RuntimeFailure(f"the weight version of the other replicas was not available within {VERSION_WAIT_S:g} s")
-                # Wait without the lock: the version may come with the next update, such as the repetition of a failed one.
+                # Wait without the lock: the version may come with the next update, such as the retry of a failed one.
                 await asyncio.sleep(_POLL_S)
                 waited += _POLL_S
         except BaseException:

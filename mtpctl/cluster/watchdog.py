@@ -91,7 +91,7 @@ def running() -> dict[int, Process]:
 
 
 def members(sessions: dict[int, int]) -> list[Process]:
-    """The processes of these sessions and their descendants. sessions: the start time of each session's leader, by its process id.
+    """The processes of these sessions and their descendants. `sessions`: start time of each session's leader, by process id.
 
     The id of a session is not reused while it has a member. If its leader has another start time, it is another session.
     """

@@ -1,1 +1,1 @@
-"""The recipe: one module for each section and its checks, loading, and the checks over several sections. Needs no torch."""
+"""The recipe: one module per section with its checks, the loader, and the checks over several sections. Imports no torch."""

@@ -1,4 +1,4 @@
-"""All checks of a recipe: errors, and cautions about settings that learn badly.
+"""All checks of a recipe: errors, and cautions about settings that train badly.
 
 Each check is in the module of its section. It yields one line per mistake, which begins with the recipe field and ends with the fix. No
 check starts a process, contacts the network or looks for a device.
@@ -18,7 +18,7 @@ from mtpctl.recipe.secrets import secrets_in
 from mtpctl.recipe.section import Complaints
 
 WIDEST_SEQUENCE_CLIP = 0.05
-"""A response's mean ratio rarely leaves a band this wide: GSPO's paper clips at 3e-4 and 4e-4."""
+"""Largest useful clip of GSPO: a response's mean ratio rarely leaves a band this wide. The paper clips at 3e-4 and 4e-4."""
 
 
 def validate(recipe: Recipe) -> None:
@@ -54,7 +54,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
 
 
 def _sections(recipe: Recipe) -> Complaints:
-    """Each section on its own."""
+    """Mistakes within single sections."""
     section = recipe.rollout
     yield from model.check_model(recipe.model)
     yield from train.check_train(recipe.train)
@@ -79,7 +79,7 @@ def _sections(recipe: Recipe) -> Complaints:
 
 
 def _sections_of_model(recipe: Recipe, shape: ModelShape) -> Complaints:
-    """Each section against the sizes of the model."""
+    """Mistakes of sections that do not fit the model's dimensions."""
     yield from rollout.check_lengths(recipe.rollout, shape)
     yield from rollout.check_tp(recipe.rollout.tp, shape)
     yield from parallel.check_parallel(recipe.train.parallel, shape, "train.parallel")
@@ -91,7 +91,7 @@ def _sections_of_model(recipe: Recipe, shape: ModelShape) -> Complaints:
 
 
 def cautions_of(recipe: Recipe) -> Iterator[str]:
-    """Valid settings of RL that are known to learn badly, one line each; docs/async-tuning.md has the measurements."""
+    """Cautions about valid RL settings that are known to train badly, one line each; docs/async-tuning.md has the measurements."""
     if "rl" not in recipe.train.stages:
         return
     section, correction = recipe.train.rl, recipe.train.rl.correction

@@ -32,7 +32,7 @@ ADDRESS = re.compile(r"auto|local|(?:\w+://)?\S+:[0-9]+\S*")
 
 
 def check_address(cluster: ClusterConfig) -> Complaints:
-    """An address that Ray cannot parse."""
+    """Report an address that Ray cannot parse."""
     address = cluster.address
     if address is not None and not ADDRESS.fullmatch(address):
         yield f"cluster.address: {address} is not the address of a Ray cluster; write HOST:PORT, ray://HOST:PORT, or auto"

@@ -92,7 +92,7 @@ def is_dataset_id(path: str) -> bool:
 
 
 def check_path(path: str, field: str) -> Complaints:
-    """A path that neither exists nor is a dataset id."""
+    """Report a path that neither exists nor is a dataset id."""
     if not is_dataset_id(path) and not Path(path).exists():
         near = nearest_file(Path(path), ROW_FILES)
         kinds = "name a .jsonl, .json or .parquet file, a folder of them, or a dataset id (owner/name)"
@@ -100,7 +100,7 @@ def check_path(path: str, field: str) -> Complaints:
 
 
 def check_data(data: DataConfig, *, environment_has_tasks: bool = False) -> Complaints:
-    """Missing files, and keys that exclude or need each other.
+    """Report missing files, and keys that conflict with or require each other.
 
     `environment_has_tasks`: the environment provides problems, so the section may name none.
     """

@@ -45,7 +45,7 @@ class EvaluationConfig(Section):
 
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutBase) -> Complaints:
-    """Sets without rows, names that metrics or `--set` cannot use, and unsupported rewards and sampling settings."""
+    """Report sets without rows, names that metrics or `--set` cannot use, and unsupported rewards and sampling settings."""
     for name, each in evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):

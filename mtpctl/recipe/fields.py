@@ -78,7 +78,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {name: tuple(keys.split()) for keys, na
 
 
 def from_alias(path: tuple[str, ...]) -> str | None:
-    """The recipe key for another framework's name: the one with the longest common path, or else the first."""
+    """The recipe key for a name in another framework, or None. Of several keys, the one that shares the longest prefix with `path`."""
 
     def common(key: str) -> int:
         return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(key.split("."), path, strict=False))))
@@ -253,7 +253,7 @@ def user_error(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlEr
         path = _yaml_path(item["loc"])
         if item["type"] == "union_tag_invalid":
             path = (*path, DEFAULT_VARIANTS[path[-1]][0])
-        elif item["type"] == "missing":  # of a list that is too short: every key has a default
+        elif item["type"] == "missing":  # a list is too short; keys are never missing, because all have defaults
             path = path[:-1]
         origin = origin_of(path, origins)
         prefix = f"{origin}: " if origin else ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Names of the precisions in torch and in the engines."""
 BYTE_VOCAB_SIZE = 259
-"""Vocabulary of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
+"""Vocabulary size of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
 
 
 class ModelConfig(Section):
@@ -73,7 +73,7 @@ _MAX_HEADER = 100_000_000
 
 
 def check_model(model: ModelConfig) -> Complaints:
-    """Folders without weights, and missing tokenizers. Raises UserError as `model_folder` does."""
+    """Report folders without weights, and missing tokenizers. Raises UserError as `model_folder` does."""
     folder = model_folder(model)
     if folder is not None and model.init == "weights" and not has_weights(folder):
         yield f"model.path: {folder} has no weights (*.safetensors); name a folder with weights, or set model.init: random"
@@ -85,13 +85,13 @@ def check_model(model: ModelConfig) -> Complaints:
 
 
 def check_byte_tokenizer(model: ModelConfig, shape: ModelShape | None) -> Complaints:
-    """A vocabulary that is too small for the byte tokenizer."""
+    """Report a vocabulary that is too small for the byte tokenizer."""
     if model.tokenizer == "bytes" and shape is not None and shape.vocab < BYTE_VOCAB_SIZE:
         yield f"model.config.vocab_size: {shape.vocab} is too small for the {BYTE_VOCAB_SIZE} ids of the byte tokenizer"
 
 
 def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
-    """MTP training and speculation that the model's MTP layers do not support."""
+    """Report MTP training and speculation that the model's MTP layers do not support."""
     k = recipe.rollout.speculation.num_tokens
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
     if headless and recipe.mtp.mode != "off":

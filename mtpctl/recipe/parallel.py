@@ -33,9 +33,9 @@ KV_HEADS = "key-value heads"
 
 
 def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
-    """Splits that Megatron does not support for this model. `field` is the section's name in messages.
+    """Report splits that Megatron does not support for this model. `field` is the section's name in messages.
 
-    A vocabulary that tp does not divide is padded. If there are fewer key-value heads than ranks, neighbors share one.
+    A vocabulary that tp does not divide is padded. If there are fewer key-value heads than ranks, neighboring ranks share one.
     """
     counts = {"attention heads": shape.heads, KV_HEADS: shape.kv_heads}
     if shape.delta:
@@ -69,7 +69,7 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
 
 
 def check_divides(number: int, counts: dict[str, int], field: str) -> Complaints:
-    """A `number` that does not divide one of `counts`. The message lists the numbers that divide all of them."""
+    """Report a `number` that does not divide one of `counts`. The message lists the numbers that divide all of them."""
 
     def fits(n: int, what: str) -> bool:
         return counts[what] % n == 0 or (what == KV_HEADS and n % counts[what] == 0)

@@ -59,14 +59,14 @@ def reference_of(function: str) -> str:
 
 
 def check_reward(reward: RewardConfig, checker: str | None) -> Complaints:
-    """A function that is missing, and one that contradicts the older key `data.checker`."""
+    """Report a missing function, and one that contradicts the older key `data.checker`."""
     if checker is not None and checker != reward.function:
         yield f"data.checker: {checker} is the older key for reward.function, which is {reward.function}; remove data.checker"
     yield from check_function(reward, "reward")
 
 
 def check_function(reward: RewardConfig, section: str) -> Complaints:
-    """A function that is neither built in nor in an existing file, and one whose own time limit exceeds that of its calls.
+    """Report a function that is neither built in nor in an existing file, and one whose own time limit exceeds that of its calls.
 
     `section` is the recipe key of `reward`.
     """
@@ -90,7 +90,7 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
 
 
 def check_answers(recipe: Recipe) -> Complaints:
-    """Rows without answers, with a reward that compares a response with the answer: an empty response would be correct."""
+    """Report rows without answers if the reward compares responses with answers: an empty response would be correct."""
     data, function, environment = recipe.data, recipe.reward.function, recipe.rollout.environment
     if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.agents_play and "rl" in recipe.train.stages:
         yield "reward.function: environment needs an environment with reward(), but rollout.environment is single; name one"

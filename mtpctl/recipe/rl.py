@@ -197,13 +197,13 @@ class RlConfig(Section):
 
 
 def check_correction(correction: CorrectionConfig) -> Complaints:
-    """Bounds that exclude every ratio."""
+    """Report bounds that exclude every ratio."""
     if correction.mode in ("clip", "mask") and correction.low >= correction.high:
         yield f"train.rl.correction.low: must be below high: {correction.high}, got {correction.low}"
 
 
 def check_clips(rl: RlConfig) -> Complaints:
-    """Clips that would clip every ratio, or none."""
+    """Report clips that would clip every ratio or none, and a dual clip that the loss does not use."""
     if rl.clip_low > 1 or (rl.clip_low == 1 and rl.loss != "cispo"):
         limit = "at most 1" if rl.loss == "cispo" else "below 1"
         yield f"train.rl.clip_low: must be {limit}, got {rl.clip_low}"
@@ -214,7 +214,7 @@ def check_clips(rl: RlConfig) -> Complaints:
 
 
 def check_teacher(rl: RlConfig) -> Complaints:
-    """A teacher without an address or with two, and losses with one advantage for all tokens of a response."""
+    """Report a teacher without an address or with two, and losses with one advantage for all tokens of a response."""
     teacher = rl.teacher
     if teacher is None:
         return
@@ -229,7 +229,7 @@ def check_teacher(rl: RlConfig) -> Complaints:
 
 
 def check_teacher_in_run(recipe: Recipe) -> Complaints:
-    """A teacher that the rest of the run does not support."""
+    """Report a teacher that the rest of the run does not support."""
     teacher = recipe.train.rl.teacher
     if teacher is None:
         return
@@ -246,7 +246,7 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
 
 
 def check_objective(recipe: Recipe) -> Complaints:
-    """Sampling filters and old log-probs that the loss and the correction do not support."""
+    """Report sampling filters and old log-probs that the loss and the correction do not support."""
     rl, rollout = recipe.train.rl, recipe.rollout
     correction = rl.correction
     if (rollout.top_p < 1 or rollout.top_k) and correction.mode == "off" and "rl" in recipe.train.stages:
@@ -267,7 +267,7 @@ def check_objective(recipe: Recipe) -> Complaints:
 
 
 def check_loss(rl: RlConfig) -> Complaints:
-    """Arguments of a built-in loss or advantage, and groups that are too small for the baseline or for dynamic sampling."""
+    """Report arguments of a built-in loss or advantage, and groups that are too small for the baseline or for dynamic sampling."""
     if rl.loss_args and not is_reference(rl.loss):
         yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name your own loss as FILE.py:NAME"
     if rl.advantage_args and not is_reference(rl.advantage):

@@ -82,7 +82,7 @@ class ReplicaRange(Section):
 
 
 def _kind_of_replicas(value: object) -> str:
-    """The tag of the type of a value of `rollout.replicas`."""
+    """The union tag of a value of `rollout.replicas`: a number or a range."""
     return "range" if isinstance(value, (dict, ReplicaRange)) else "number"
 
 
@@ -199,7 +199,7 @@ class VllmConfig(RolloutBase):
     eager: bool = Field(False, description="Disable compilation and CUDA graphs: faster to start, slower to run.")
 
     def check_engine(self) -> Complaints:
-        """Settings that vLLM would change silently."""
+        """Report settings that vLLM would change silently."""
         if self.temperature < LOWEST_TEMPERATURE:
             yield f"rollout.temperature: the minimum of vLLM is {LOWEST_TEMPERATURE}, got {self.temperature}; raise it"
 
@@ -224,7 +224,7 @@ class SglangConfig(RolloutBase):
     )
 
     def check_engine(self) -> Complaints:
-        """Settings that SGLang does not support, and missing ones that it needs."""
+        """Report settings that SGLang does not support, and missing ones that it needs."""
         if self.python and not Path(self.python).is_file():
             yield f"rollout.python: there is no interpreter {self.python}"
         if self.top_p < 1 or self.top_k:
@@ -262,20 +262,20 @@ def check_scale(rollout: RolloutBase, replicas: int) -> None:
 
 
 def check_replicas(rollout: RolloutBase) -> Complaints:
-    """A minimum above the maximum."""
+    """Report a minimum above the maximum."""
     bounds = rollout.replica_range
     if bounds.min > bounds.max:
         yield f"rollout.replicas: min: {bounds.min} is more than max: {bounds.max}; raise max, or lower min"
 
 
 def check_speculation(rollout: RolloutBase) -> Complaints:
-    """Automatic speculation without draft tokens."""
+    """Report automatic speculation without draft tokens."""
     if rollout.speculation.auto and not rollout.speculation.num_tokens:
         yield "rollout.speculation.auto: has no effect with num_tokens: 0; set num_tokens, or auto: false"
 
 
 def check_environment(rollout: RolloutBase) -> Complaints:
-    """Names that are neither built-in environments nor references to classes, and arguments without an environment."""
+    """Report names that are neither built-in environments nor references to classes, and arguments without an environment."""
     names = ["single", *ENVIRONMENTS]
     if rollout.environment_eval_args and rollout.verifiers is None:
         yield "rollout.environment_eval_args: applies only to a verifiers environment; leave it out"
@@ -290,7 +290,7 @@ def check_environment(rollout: RolloutBase) -> Complaints:
 
 
 def check_agents(rollout: RolloutBase) -> Complaints:
-    """A missing agent, and keys of agents and environments that exclude each other."""
+    """Report a missing agent, and keys of agents and environments that exclude each other."""
     if rollout.agent is not None:
         if not is_reference(rollout.agent):
             yield f"rollout.agent: {rollout.agent!r} is neither FILE.py:NAME nor MODULE:NAME"
@@ -305,7 +305,7 @@ def check_agents(rollout: RolloutBase) -> Complaints:
 
 
 def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
-    """Token ids and positions that the model does not have."""
+    """Report token ids and positions that the model does not have."""
     for name, tokens in (("stop_ids", rollout.stop_ids), ("end_ids", rollout.end_ids or [])):
         if beyond := [token for token in tokens if token >= shape.vocab]:
             yield f"rollout.{name}: the model's vocabulary has {shape.vocab} tokens, got {beyond[0]}"
@@ -318,20 +318,20 @@ def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
 
 
 def check_tp(tp: int, shape: ModelShape) -> Complaints:
-    """A tensor-parallel size that does not split the attention heads."""
+    """Report a tensor-parallel size that does not split the attention heads."""
     yield from check_divides(tp, {"attention heads": shape.heads}, "rollout.tp")
     if shape.kv_heads % tp and tp % shape.kv_heads:
         yield f"rollout.tp: {tp} neither divides {shape.kv_heads} key-value heads nor is a multiple of them"
 
 
 def check_engine_device(recipe: Recipe) -> Complaints:
-    """An engine without CPU support on a CPU."""
+    """Report an engine without CPU support on a CPU."""
     if not recipe.rollout.traits.cpu and recipe.device == "cpu":
         yield f"rollout.engine: {recipe.rollout.engine} needs a GPU; set vllm, or cluster.device: cuda"
 
 
 def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> Complaints:
-    """Models that the engine would reject at run time, or compute differently than the trainer."""
+    """Report models that the engine would reject at run time, or compute differently than the trainer."""
     if "rl" not in recipe.train.stages:
         return
     yield from missing_fields(config)

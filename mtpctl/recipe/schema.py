@@ -187,7 +187,7 @@ DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "
 
 
 def check_run_dir(recipe: Recipe) -> Complaints:
-    """A run directory that is a file, or has an unknown placeholder."""
+    """Report a run directory that is a file, or has an unknown placeholder."""
     if unknown := _unknown_placeholders(recipe.run_dir):
         yield f"run_dir: {unknown[0]} is not a placeholder; only {{name}} and {{seed}} are replaced"
     elif recipe.run_path.exists() and not recipe.run_path.is_dir():
@@ -195,7 +195,7 @@ def check_run_dir(recipe: Recipe) -> Complaints:
 
 
 def check_copy_url(recipe: Recipe) -> Complaints:
-    """A `train.checkpoint_copy` that is not a URL, or has an unknown placeholder."""
+    """Report a `train.checkpoint_copy` that is not a URL, or has an unknown placeholder."""
     field, url = "train.checkpoint_copy", recipe.train.checkpoint_copy
     if url is None:
         return
@@ -210,7 +210,7 @@ def _unknown_placeholders(text: str) -> list[str]:
 
 
 def check_kernels(recipe: Recipe) -> Complaints:
-    """Kernels that would fail at the first update."""
+    """Report kernels that would fail at the first update."""
     if recipe.kernels.linear_logprob != "triton":
         return
     if recipe.device == "cpu":
@@ -220,7 +220,7 @@ def check_kernels(recipe: Recipe) -> Complaints:
 
 
 def check_deterministic(recipe: Recipe) -> Complaints:
-    """Engines whose responses `async.deterministic` cannot reproduce."""
+    """Report engines whose responses `async.deterministic` cannot reproduce."""
     if not recipe.async_.deterministic:
         return
     rollout = recipe.rollout

@@ -79,7 +79,7 @@ PUSHED = tuple(name for name, transport in TRANSPORTS.items() if transport.pushe
 
 
 def check_sections(sync: SyncBase) -> Complaints:
-    """Sections that are not a whole version, and buckets that are too small."""
+    """Report sections that are not a whole version, and buckets that are too small."""
     if len(set(sync.sections)) != len(sync.sections) or ("target" in sync.sections) == ("adapter" in sync.sections):
         yield f"sync.sections: must contain either target or adapter, and optionally draft, each once, got [{', '.join(sync.sections)}]"
     if sync.bucket_bytes < 1024:
@@ -87,7 +87,7 @@ def check_sections(sync: SyncBase) -> Complaints:
 
 
 def check_transport(recipe: Recipe) -> Complaints:
-    """Transports that the devices do not support, and engines that cannot free their KV cache."""
+    """Report transports that the devices do not support, and engines that cannot free their KV cache."""
     device, transport, rollout = recipe.cluster.device, recipe.sync.transport, recipe.rollout
     if device == "cpu" and TRANSPORTS[transport].cuda:
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu, or leave it out"
@@ -106,7 +106,7 @@ def check_transport(recipe: Recipe) -> Complaints:
 
 
 def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
-    """Adapters that the engines cannot load."""
+    """Report adapters that the engines cannot load."""
     rollout, lora = recipe.rollout, recipe.train.lora
     if "adapter" not in recipe.sync.sections:
         return
@@ -136,7 +136,7 @@ def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 
 def check_live_weights(recipe: Recipe, config: Mapping[str, object]) -> Complaints:
-    """Engines whose weights an RL sync cannot update in place."""
+    """Report engines whose weights an RL sync cannot update in place."""
     rollout = recipe.rollout
     if "rl" not in recipe.train.stages or not rollout.traits.unquantized_only:
         return

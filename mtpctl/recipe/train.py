@@ -109,7 +109,7 @@ class TrainConfig(Section):
 
 
 def check_train(train: TrainConfig) -> Complaints:
-    """Stages, batch sizes, checkpoints and optimizer settings that contradict each other."""
+    """Report stages, batch sizes, checkpoints and optimizer settings that contradict each other."""
     if not train.stages or len(set(train.stages)) != len(train.stages):
         yield f"train.stages: must be sft, rl or both, each once, got [{', '.join(train.stages)}]"
     for stage, steps in (("sft", train.sft.steps), ("rl", train.rl.steps)):
@@ -132,7 +132,7 @@ def check_train(train: TrainConfig) -> Complaints:
 
 
 def check_lora(lora: LoraConfig, shape: ModelShape) -> Complaints:
-    """Targets that this model does not have."""
+    """Report targets that this model does not have."""
     known = adapter_targets(shape)
     if not lora.targets or len(set(lora.targets)) != len(lora.targets):
         yield f"train.lora.targets: must be layers, each once, got [{', '.join(lora.targets)}]; {shape.family} has {', '.join(known)}"
@@ -141,7 +141,7 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Complaints:
 
 
 def check_replay(recipe: Recipe) -> Complaints:
-    """Replay of expert routes that nothing records."""
+    """Report replay of expert routes that nothing records."""
     replay = recipe.train.moe.replay
     if replay == "recompute" and recipe.old_logprobs == "behaviour":
         yield "train.moe.replay: recompute has no pass to record routes, because the engine's log-probs are used; set rollout, or off"
@@ -155,7 +155,7 @@ def check_replay(recipe: Recipe) -> Complaints:
 
 
 def check_moe(train: TrainConfig, shape: ModelShape) -> Complaints:
-    """Settings for experts and router biases that this model does not have."""
+    """Report settings for experts and router biases that this model does not have."""
     moe = train.moe
     for name, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update", moe.bias_update)):
         if value and shape.moe is None:

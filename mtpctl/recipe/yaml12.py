@@ -105,7 +105,7 @@ def parse_value(text: str) -> object:
 
 
 def dump(value: object) -> str:
-    """YAML text that `parse` reads as `value`, with keys in their order."""
+    """YAML text that `parse` reads as `value`. The order of keys is preserved."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

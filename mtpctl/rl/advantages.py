@@ -6,9 +6,9 @@ rloo                   r - mean of the others = n/(n-1) (r - mean)      RLOO (ar
 reinforce_pp           (r - MEAN) / (STD + 1e-6)                        REINFORCE++ (arXiv 2501.03262)
 reinforce_pp_baseline  reinforce_pp applied to r - mean                 its variant with a group baseline
 
-mean and std are those of the group. MEAN and STD (with n) are over all trained tokens of the batch, where each token has the value of its
-response. The paper's plain variant also subtracts a KL penalty from the reward of each token. Here the penalty is a term of the loss
-(`kl_coef` with the estimator k2), as in the paper's variant with a baseline.
+mean and std are computed within the group. MEAN and STD (dividing by n) are computed over all trained tokens of the batch; each token has
+the value of its response. The paper's plain REINFORCE++ also subtracts a KL penalty from the reward of each token. Here the penalty is a
+loss term (`kl_coef` with the estimator k2), as in the paper's variant with a baseline.
 
 A group of one response has no baseline. Its advantage is 0, except with reinforce_pp.
 """
@@ -54,7 +54,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: str, lengths: Tensor
 
 
 def _normalized_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
-    """Values [N] with mean 0 and standard deviation 1 over all tokens; each response has `tokens` [N]."""
+    """Normalize `value` [N] to mean 0 and standard deviation 1 over all tokens. `tokens` [N]: tokens of each response."""
     share = tokens / tokens.sum().clamp(min=1)
     centered = value - (share * value).sum()
     unit = _unit(centered)
@@ -62,7 +62,7 @@ def _normalized_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _unit(values: Tensor) -> float:
-    """A scale that keeps squares from overflowing; 1 for values of ordinary size, so that their results do not change."""
+    """Scale that prevents squares from overflowing. It is 1 for ordinary values, whose results are therefore unchanged."""
     largest = values.abs().max().item() if values.numel() else 0.0
     return largest if 1e100 < largest < math.inf else 1.0
 

@@ -7,8 +7,8 @@ clip       min(max(ρ, low), high)
 mask       ρ if low <= ρ <= high, else 0        IcePop (arXiv 2510.18855) per token; MIS
                                                 (https://yingru.notion.site/When-Speed-Kills-Stability) per sequence
 
-Weights carry no gradient. Masked tokens still count in the denominator of the loss, which is fixed before the weights are known: masking
-makes the update smaller, and leaves the weight of the remaining tokens unchanged.
+Weights carry no gradient. Masked tokens still count in the denominator of the loss, which is fixed before the weights are known.
+So masking makes the update smaller and does not change the weight of the remaining tokens.
 
 The mismatch between the two policies is logged as `rollout_corr/*`. With d = log p_old - log p_behaviour, ρ = exp(d), and w the weight of
 the correction (ρ with the mode off), over the trained tokens:
@@ -43,7 +43,7 @@ from torch import Tensor
 from mtpctl.recipe.rl import CorrectionConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this before `exp`: e²⁰ = 4.9e8 is beyond every clip, and its square fits in fp32."""
+"""Log-ratios are clamped to ± this before `exp`: e²⁰ = 4.9e8 exceeds every clip bound, and its square fits in fp32."""
 
 
 def sequence_sum(values: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
@@ -58,7 +58,7 @@ def sequence_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_sequences: 
 
 
 class Correction(NamedTuple):
-    """Per token [T]: `weight` is ρ within its bounds; `masked` is True if the weight was set to zero."""
+    """Per token [T]: `weight` is the bounded ρ; `masked` is True if the weight was set to zero."""
 
     weight: Tensor
     masked: Tensor

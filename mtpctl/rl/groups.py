@@ -36,5 +36,5 @@ def ks_of(n: int) -> list[int]:
 
 
 def mean_pass_at_k(correct: Sequence[int], n: int) -> dict[int, float]:
-    """pass@k averaged over problems, for each k of `ks_of(n)`. `correct`: number of correct ones among the n responses to each problem."""
+    """pass@k averaged over problems, for each k of `ks_of(n)`. `correct`: for each problem, the number of correct responses out of n."""
     return {k: sum(pass_at_k(n, each, k) for each in correct) / len(correct) for k in ks_of(n)}

@@ -1,4 +1,4 @@
-"""The policy loss on packed tokens, in two parts, so that a fused kernel can compute the second.
+"""The policy loss on packed tokens, split into two parts so that a fused kernel can compute the second.
 
 `token_terms` computes the constants of each token, including everything that depends on a whole response. `token_policy_loss` is
 separable: the loss of a token depends only on its own log-prob, entropy and constants, so a kernel can evaluate and differentiate it in
@@ -8,12 +8,12 @@ With r = exp(logprob - anchor), A the advantage, w the weight, a the aggregation
 
     loss      = a (w surrogate - entropy_coef · entropy + kl_coef · kl)
 
-The anchor is the old log-prob, and w the correction of old against behaviour (1 with the correction off), except:
+By default the anchor is the old log-prob, and w is the correction weight of old against behaviour (1 with the correction off). Exceptions:
 
 decoupled   w = old/behaviour always, bounded by the correction (off: unbounded). Old is the proximal policy:
             Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298)
-gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). Its value is a constant, and the gradient
-            flows through each token's own log-prob (GSPO-token): the same gradient, and separable
+gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). The value of r is a constant. The gradient
+            flows through each token's own log-prob (GSPO-token), which gives the same gradient and keeps the loss separable
 
 Surrogates, with sg for stop-gradient:
 
@@ -23,7 +23,7 @@ cispo                 -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π        
 sapo                  -A 4/τ sigmoid(τ (r - 1)), τ = tau_pos for A > 0, else tau_neg  SAPO (arXiv 2511.20347)
 
 A token whose ratio has left the band has no gradient with PPO's clip, and a gradient of bounded weight with CISPO. With SAPO its weight
-r · 4 p (1 - p), p = sigmoid(τ (r - 1)), decreases with the distance of r from 1. On policy all have the gradient -A ∇log π.
+r · 4 p (1 - p), p = sigmoid(τ (r - 1)), decreases with the distance of r from 1. On-policy, all surrogates have the gradient -A ∇log π.
 
 a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), and 1/length of the token's trajectory for the sequence mean
 (GRPO as first published). A trajectory is one response, or all samples of an agent's work on a problem. The ratio of gspo and a
@@ -77,7 +77,7 @@ class Surrogate(NamedTuple):
 
 
 def clipped_ratio(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
-    """PPO's surrogate with a clip for each side and the dual clip."""
+    """PPO's surrogate with separate lower and upper clips and the dual clip."""
     ratio = log_ratio.exp()
     free = -advantage * ratio
     bounded = -advantage * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -188,7 +188,7 @@ def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
 
 
 def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
-    """The separable part for any slice of the tokens: log-probs and entropies [t], and their terms.
+    """Compute the separable part of the loss for any slice of the tokens. `logprob` and `entropy` are [t].
 
     Raises ValueError if the config has an entropy bonus but `entropy` is None, or a KL penalty but no reference log-probs are set.
     """
@@ -220,7 +220,7 @@ def loss_from(
 ) -> LossOut:
     """Weight and aggregate a surrogate [t], add entropy bonus and KL penalty, and compute the sums of all metrics.
 
-    `sums`: further sums over trained tokens; their means become metrics (`loss_metrics`). Raises ValueError as `token_policy_loss`.
+    `sums`: additional sums over trained tokens, whose means become metrics (`loss_metrics`). Raises ValueError like `token_policy_loss`.
     """
     if config.entropy_coef and entropy is None:
         raise ValueError("entropy_coef is set, and no entropy was given")
@@ -254,20 +254,20 @@ def loss_from(
 
 
 def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
-    """Both parts, for one packed microbatch."""
+    """Compute both parts of the loss for one packed microbatch."""
     return token_policy_loss(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
 
 
 def loss_denominator(config: RlConfig, *, tokens: int, trajectories: int, max_tokens: int) -> int:
     """Denominator of the summed loss of a whole batch, at least 1.
 
-    Trajectories without a trained token count: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, masked or not.
+    Trajectories without trained tokens are counted: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, masked or not.
     """
     return max({"token": tokens, "sequence": trajectories, "constant": trajectories * max_tokens}[config.aggregate], 1)
 
 
 _MEANS = {"ratio": "ratio_mean", "clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high", "clip_dual": "clip_fraction_dual"}
-"""Metrics with other names than their sums."""
+"""Metric names that differ from the names of their sums."""
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -298,9 +298,9 @@ def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
 def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tensor:
     """KL [T] over k candidate tokens, given as log-probs [T, k], and over all other tokens merged into one outcome.
 
-    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because 1 minus the candidates loses precision if
-    it is small. The result is at most the KL of the full distributions. Differentiable in `policy` and `rest`. reverse: KL(policy ‖
-    teacher), forward: KL(teacher ‖ policy).
+    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because 1 minus the candidates' probabilities
+    loses precision if it is small. The result is at most the KL of the full distributions, and differentiable in `policy` and `rest`.
+    reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
     """
     teacher = teacher.double()
     others = (1 - teacher.exp().sum(-1)).clamp(min=MIN_REST if kl == "reverse" else 0)

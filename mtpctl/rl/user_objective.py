@@ -26,7 +26,7 @@ from mtpctl.user_code import check_call, describe_error, is_reference, load, loc
 
 LOSS, ADVANTAGE = "train.rl.loss", "train.rl.advantage"
 _TOLERANCE = 1e-8
-"""Relative difference in float64 between the loss of all tokens and the sum over slices."""
+"""Maximum difference, relative and absolute, between the float64 results for all tokens and for their slices."""
 
 
 class _InvalidResult(Exception):
@@ -40,7 +40,7 @@ class TokenPolicyLoss(Protocol):
 
 
 def loss_of(config: RlConfig) -> TokenPolicyLoss:
-    """The separable loss that the recipe names: built in, or user-defined with its arguments.
+    """The separable loss that the recipe names: the built-in one, or a user-defined one with its arguments.
 
     Raises UserError if a user-defined loss cannot be loaded. The loss raises RuntimeFailure, with file and line, if the user's code fails.
     """
@@ -71,7 +71,7 @@ def compute_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor, config:
 
 
 def check_objective(config: RlConfig) -> None:
-    """Test a user-defined loss and a user-defined advantage on a small example on the CPU. Raises UserError with file and line."""
+    """Test the user-defined loss and advantage, if any, on a small example on the CPU. Raises UserError with file and line."""
     if is_reference(config.loss):
         _check_loss(config)
     if is_reference(config.advantage):

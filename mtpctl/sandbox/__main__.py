@@ -1,4 +1,4 @@
-"""`python -m mtpctl.sandbox` prints how runs are isolated on this machine, and how many it runs per second."""
+"""`python -m mtpctl.sandbox` prints how runs are isolated on this machine, and the number of runs per second."""
 
 from __future__ import annotations
 

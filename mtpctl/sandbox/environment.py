@@ -23,8 +23,8 @@ class Python:
         opening, closing: tags around code; a turn ends with `closing`.
         answer: text for the model, with `{}` for the output.
         timeout_s: wall-clock seconds of a turn.
-        session_cpu_s, memory_mb: limits of all turns together.
-        max_chars: of the output; longer output loses its middle.
+        session_cpu_s, memory_mb: limits for all turns together.
+        max_chars: maximum length of the output; the middle of longer output is left out.
         isolation: `none` allows code to run without isolation.
     """
 

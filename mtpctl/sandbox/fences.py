@@ -19,18 +19,18 @@ _MAX_CLOSING_INDENT = 3
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A code block. `language`: first word of the info string in lower case; `python` for all its names; empty without an info string."""
+    """A code block. `language`: first word of the info string in lower case; `python` for all its names; empty if there is none."""
 
     language: str
     code: str
 
 
 def code_of(response: str, names: Collection[str] = ()) -> str:
-    """The Python in a response.
+    """Extract the Python code from a response.
 
-    The last fenced block that is marked as Python, even if truncated; otherwise the last block without a language; otherwise the text.
-    If blocks define some of `names`, it is the last block that defines all of these, or all blocks joined if no single block does. So a
-    usage example is not mistaken for the answer, and a helper in a separate block is not lost.
+    Returns the last fenced block that is marked as Python, even if truncated; otherwise the last block without a language; otherwise the
+    text. If the blocks define some of `names`, it returns the last block that defines all of these, or all blocks joined if no single
+    block does. So a usage example is not mistaken for the answer, and a helper in a separate block is not lost.
     """
     filled = [block for block in blocks(response) if block.code.strip()]
     candidates = [block.code for block in filled if block.language == "python"] or [block.code for block in filled if not block.language]
@@ -93,7 +93,7 @@ def _columns(prefix: str) -> int:
 
 
 def _block(opening: re.Match[str], lines: list[str]) -> Block:
-    """The block without the common indentation of its lines, or that of its fence."""
+    """The block, with its lines outdented by their common indentation or by that of the fence."""
     blanks = " \t>" if ">" in opening["prefix"] else " \t"
     margins = [_columns(line[: len(line) - len(line.lstrip(blanks))]) for line in lines if line.strip(blanks)]
     width = max(min(margins), min(_columns(opening["prefix"]), margins[0])) if margins else 0

@@ -1,7 +1,7 @@
 """The code of an isolated run: a program, the cells of a session, an answer, or the tests of an answer.
 
-Apart from tests, everything in this module shares its process with code of the model, which may tamper with it. Therefore none of its
-results is trusted: output of an answer is compared outside, and tests run in a separate process (`questions`).
+Except for tests, this code shares its process with the model's code, which may tamper with it. Therefore its results are not trusted: the
+output of an answer is compared outside, and tests run in a separate process (`questions`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mtpctl.sandbox.questions import AnswerEnd, TestsEnd
 
 JOB, CHANNEL, LINK = 3, 4, 5
 NOT_CONFINED = 96
-"""Exit code of a process that could not be isolated, and has run nothing."""
+"""Exit code of a process that could not be isolated and therefore ran nothing."""
 _FILE = "answer.py"
 _RECURSION_LIMIT = 50_000
 """Recursion limit of LiveCodeBench."""
@@ -100,7 +100,7 @@ def _session(job: Job) -> int:
     """Run cells from the channel in one namespace. The last expression of a cell is printed, as in interactive Python."""
     module = _main_module()
     number = 0
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must only reach cells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must only affect cells
     while (cell := read_frame(CHANNEL)) is not None:
         number += 1
         try:
@@ -131,7 +131,7 @@ def _cell(code: str, file: str, module: types.ModuleType) -> None:
 
 
 def _answer(job: Job) -> int:
-    """Execute the code, and then the requests of the tests."""
+    """Execute the answer's code, then serve the requests of the tests."""
     module = _main_module("answer")
     end = AnswerEnd(LINK)
     if function := job.get("function"):

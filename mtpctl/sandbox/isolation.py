@@ -25,15 +25,15 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All rights over files in a version of Landlock. Rules revoke them."""
+"""All file access rights of each Landlock version. A ruleset revokes them, except those that its rules grant."""
 _READ_FILE, _READ_DIRECTORY, _EXECUTE = 1 << 2, 1 << 3, 1 << 0
 _TCP = 3
 _SCOPES = 3
-"""Abstract unix sockets and signals of processes outside."""
+"""Scopes that block abstract unix sockets and signals of processes outside the sandbox."""
 
 
 def readable() -> list[str]:
-    """Paths that a run may read: standard library, packages, shared libraries, time zones and three devices; none within another."""
+    """Paths that a run may read: standard library, packages, shared libraries, time zones and three devices. No path contains another."""
     python = sysconfig.get_paths()
     paths = {python[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {f"{sys.base_prefix}/lib", *_SYSTEM}
     # If /lib is a link to /usr/lib, the new root gets the same link (`links`).
@@ -53,7 +53,7 @@ def links() -> dict[str, str]:
 def enter(mechanism: Mechanism) -> int:
     """Isolate this process. Returns the descriptor of Landlock's rules, or -1 with other mechanisms.
 
-    With namespaces this process is process 1 of its namespace afterwards, and its parent waits for it. Raises OSError if the kernel or
+    With namespaces this process becomes process 1 of its namespace, and its parent waits for it. Raises OSError if the kernel or
     container does not allow it.
     """
     if mechanism in ("namespaces", "user namespaces"):
@@ -68,14 +68,14 @@ def scratch() -> str:
 
 
 def mount_scratch(megabytes: int) -> None:
-    """Mount an empty directory of this size at `scratch`. Only this process sees it, and it ends with the process."""
+    """Mount an empty directory of this size at `scratch`. Only this process sees it, and it disappears when the process ends."""
     os.unshare(os.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes={64 * megabytes},mode=0777"
     kernel.mount("tmpfs", scratch(), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
 
 
 def landlock_rules(paths: list[str]) -> int:
-    """A descriptor of rules that allow reading below `paths`, and nothing else. Raises OSError without Landlock."""
+    """Create Landlock rules that only allow reading below `paths`, and return their descriptor. Raises OSError without Landlock."""
     try:
         version = kernel.call(_CREATE_RULESET, 0, 0, 1)
     except OSError:
@@ -127,7 +127,7 @@ def _build_root() -> None:
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
         kernel.mount(f"/proc/self/fd/{source}", target, "", kernel.MS_BIND | kernel.MS_REC)
-        # A mount from another user's namespace must keep its flags. Most of ST_* are numbered like MS_*.
+        # A mount from another user namespace must keep its flags. Most ST_* flags have the values of MS_*.
         flags = os.statvfs(target).f_flag
         locked = flags & (kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | 1024 | 2048)
         relatime = 0 if locked & 3072 else 1 << 21 if flags & 4096 else 0

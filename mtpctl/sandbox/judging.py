@@ -1,7 +1,7 @@
-"""The tests' process: runs tests, or calls with expected results, against an answer in another process.
+"""Runs tests, or calls with expected results, against an answer that runs in another process.
 
 A guard prevents tests from running text of the answer, for example by `eval(f(x))` or `pickle.loads(f(x))`. It is an audit hook, which
-Python code cannot remove, and checks every code object before it runs and every class that a pickle names. Everything is allowed until the
+Python code cannot remove. It checks every code object before it runs, and every class that a pickle names. Everything is allowed until the
 process has received data from the answer. After that, code may run in these cases:
 
 - it belongs to the tests, or is a string constant that they pass to `eval`, `exec` or `compile`;
@@ -60,7 +60,7 @@ class Guard:
         sys.addaudithook(self._check)
 
     def compiled(self, code: CodeType) -> CodeType:
-        """Code of the tests, which may run."""
+        """Register code of the tests, which may run."""
         self._own.add(code)
         return code
 
@@ -130,7 +130,7 @@ def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: 
 def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: VerdictWriter) -> None:
     """Call the answer's function with the arguments of each case, and report whether the result is accepted.
 
-    A case is a list of arguments and accepted results, as `values.encode` writes it.
+    A case is a list of the arguments and the accepted results, encoded by `values.encode`.
     """
     space: Space = {}
     error = _begin(end, lambda: space.update(end.fetch(["Solution", function])))
@@ -150,7 +150,7 @@ def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: Verdi
 
 
 def _callable(space: Space, function: str) -> object:
-    """The method of an object of the answer's class `Solution`, or the function."""
+    """The method `function` of an instance of the answer's class `Solution`, or else the answer's function of this name."""
     solution = space.get("Solution")
     if isinstance(solution, Remote) and hasattr(solution, function):
         return getattr(cast("Callable[[], object]", solution)(), function)
@@ -167,7 +167,7 @@ def _as_json(value: object) -> object:
 
 
 def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
-    """Wait for the answer's code and fetch its objects. Returns the reason if no test can run, else an empty text."""
+    """Wait for the answer's code and fetch its objects. Returns the reason if no test can run, else an empty string."""
     try:
         if error := end.begin():
             return error
@@ -178,7 +178,7 @@ def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
 
 
 def _outcome(run: Callable[[], None], end: TestsEnd, guard: Guard | None = None) -> str:
-    """The reason why a test failed, else an empty text. It always fails if the answer's process is gone or the guard refused text."""
+    """Run a test and return why it failed, or an empty string. A test fails if the answer's process is gone or the guard refused text."""
     error = end.gone
     if not error:
         try:
@@ -210,7 +210,7 @@ def compiled(code: str, file: str) -> CodeType:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Class and message of an exception, whatever its `__str__` does; never empty."""
+    """Class and message of an exception in one line, even if its `__str__` fails; never empty."""
     try:
         return f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ") or "failed"
     except BaseException:

@@ -1,10 +1,10 @@
 """System calls that Python does not provide, and the system call filter of a run. Functions raise OSError on failure.
 
-The filter is an allow-list of the calls that Python needs. Not on the list are, for example, sockets, exec, fork, kill of another process,
+The filter is an allow-list of the calls that Python needs. It excludes, for example, sockets, exec, fork, kill of another process,
 ptrace, mount, bpf, keyrings, io_uring, user namespaces, memfd, System V shared memory, and changes of owners and permissions. A refused
 call fails with EPERM; a call newer than the list fails with ENOSYS, so that the C library falls back to an older one. Calls of another
-architecture (32-bit code) kill the process. A filter sees the integer arguments of a call, but not memory that pointers refer to: paths are
-restricted by Landlock or mounts.
+architecture (32-bit code) kill the process. A filter sees the integer arguments of a call, but not the memory that pointers refer
+to, so paths are restricted by Landlock or mounts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from errno import EACCES, ENOSYS, EPERM
 from typing import Literal
 
 MACHINE = {"x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}.get(platform.machine(), "")
-"""The processor, if its system call numbers are known here; otherwise the sandbox does not work."""
+"""The processor architecture; empty if its system call numbers are not listed here, and the sandbox does not support it."""
 
 PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
@@ -63,7 +63,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unmount(target: str) -> None:
-    """`umount2(2)` with MNT_DETACH: hide a mount at once."""
+    """`umount2(2)` with MNT_DETACH: detach a mount immediately."""
     ctypes.set_errno(0)
     _checked(int(LIBC.umount2(target.encode(), MNT_DETACH)), f"umount {target}")
 
@@ -154,9 +154,9 @@ _WRITING = {"mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "rename", "rename
 _THREAD = 0x00010000 | 0x00000100
 """CLONE_THREAD and CLONE_VM: a thread instead of a process."""
 _LOCKS_AND_FLAGS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Commands of fcntl without F_SETOWN and F_SETSIG, which make the kernel signal another process."""
+"""Allowed commands of fcntl. F_SETOWN and F_SETSIG are excluded, because they make the kernel signal another process."""
 _TERMINAL_AND_SIZES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Requests of ioctl: terminal check and size, bytes available, blocking mode, inheritance."""
+"""Allowed requests of ioctl: terminal check and size, bytes available, blocking mode, inheritance."""
 _THREAD_NAME = (15, 16)
 _UNIX = 1
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -173,7 +173,7 @@ class _Rule:
 
 
 def filter_program(pid: int, files: Files) -> bytes:
-    """The filter as classic BPF instructions of 8 bytes. `pid`: the process itself, the only one that it may signal."""
+    """The filter as classic BPF instructions of 8 bytes. `pid`: the filtered process, which may signal only itself."""
     numbers = _X86_64 if MACHINE == "x86_64" else _AARCH64
     rules = {
         "kill": _Rule(0, "one of", (pid,)),

@@ -35,8 +35,8 @@ class Result:
 
     Attributes:
         exit: exit code, or minus the signal that ended it.
-        timed_out, too_much_output: it was killed for this reason.
-        out_of_memory: it ended with a MemoryError.
+        timed_out, too_much_output: whether the run was killed for this reason.
+        out_of_memory: whether it ended with a MemoryError.
     """
 
     stdout: str
@@ -58,9 +58,9 @@ class Judgement:
     """The result of testing an answer.
 
     Attributes:
-        failures: for each test None, or why it failed.
-        timed_out: some tests did not end in time.
-        decided: number of tests that ended. They are the first ones.
+        failures: why each test failed; None if it passed.
+        timed_out: whether some tests did not end in time.
+        decided: number of tests that ended; these come first in `failures`.
     """
 
     failures: list[str | None]

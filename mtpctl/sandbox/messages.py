@@ -1,4 +1,4 @@
-"""Messages on a stream, each prefixed by its length in four bytes; and authenticated verdicts from the tests' process to the caller.
+"""Messages on a stream, each prefixed by its length in four bytes, and authenticated verdicts from the tests' process to the caller.
 
 There is one verdict for each test, in order, each with a MAC. The caller generates a random key for each judgement and passes it to the
 tests' process only. A verdict that has a wrong MAC, is out of order, or repeats an earlier one invalidates all verdicts.
@@ -52,7 +52,7 @@ def new_key() -> str:
 
 
 class VerdictWriter:
-    """The end in the tests' process."""
+    """Writes the verdicts, in the tests' process."""
 
     def __init__(self, descriptor: int, key: str) -> None:
         self._descriptor, self._key, self._count = descriptor, bytes.fromhex(key), 0
@@ -65,7 +65,7 @@ class VerdictWriter:
 
 
 class VerdictReader:
-    """The caller's end. `failures`: for each test so far None, or why it failed. `forged`: a verdict was not authentic."""
+    """The caller's end. `failures`: why each test so far failed, None if it passed. `forged`: whether a verdict was not authentic."""
 
     def __init__(self, key: str, count: int) -> None:
         self.failures: list[str | None] = []

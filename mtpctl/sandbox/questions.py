@@ -1,8 +1,8 @@
 """Messages between tests and an answer that runs in another process, so that no code of the answer runs where it is judged.
 
 `TestsEnd` is trusted. `AnswerEnd` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or proxies
-(`remote`), never functions or classes, and nothing is looked up by a name that the answer chose. Only exception classes are looked up, in
-`_EXCEPTIONS`; exception classes of the answer get a stand-in. A call that raises StopIteration raises RuntimeError in the tests, as in a
+(`remote`), never functions or classes. Nothing is looked up by a name that the answer chose, except exception classes in `_EXCEPTIONS`.
+Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises RuntimeError in the tests, as in a
 generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
 The answer can call functions that tests pass to it. A list, dict or set that it changes is changed for the tests when the call returns.
@@ -85,7 +85,7 @@ class _End:
 
 
 class TestsEnd(_End):
-    """The tests' end. `gone`: why the answer is no longer available. `received`: whether data of the answer is in this process."""
+    """The tests' end. `gone`: why the answer is no longer available. `received`: whether this process has data of the answer."""
 
     __test__ = False
 
@@ -99,19 +99,19 @@ class TestsEnd(_End):
         self._numbers: dict[type, int | str] = {}
 
     def begin(self) -> str:
-        """Wait until the answer's code has run. Returns its error, or an empty text. Raises PeerGone."""
+        """Wait until the answer's code has run. Returns its error, or an empty string. Raises PeerGone."""
         with self._strict():
             return str(self._receive()["error"])[:500]
 
     def fetch(self, names: list[str]) -> dict[str, object]:
-        """The answer's objects of these names; names that it does not have are left out. Raises PeerGone."""
+        """The answer's objects with these names. Names that the answer does not define are omitted. Raises PeerGone."""
         with self._lock, self._strict():
             self._send(["names", names])
             objects = self._reply()["objects"]
             return {name: self._decode(objects[name]) for name in names if name in objects}
 
     def ask(self, operation: str, *arguments: object, **named: object) -> Any:
-        """The result of an operation on the answer's objects. Raises the exception of the operation, or PeerGone."""
+        """Execute an operation on the answer's objects and return its result. Raises the exception of the operation, or PeerGone."""
         if self.gone or self._silent:
             raise PeerGone(self.gone or "the test has ended")
         with self._lock:
@@ -138,20 +138,20 @@ class TestsEnd(_End):
 
     @contextmanager
     def _strict(self) -> Iterator[None]:
-        """End the conversation on a message that `AnswerEnd` would not send."""
+        """End the conversation if the block receives a message that `AnswerEnd` would not send."""
         try:
             yield
         except PeerGone as error:
             self.gone = self.gone or str(error)
             raise
-        except RecursionError:  # the message was read completely
+        except RecursionError:  # the message was read completely, so the stream is intact
             raise
         except Exception as error:
             self.gone = "the answer's process sent an invalid reply"
             raise PeerGone(self.gone) from error
 
     def _reply(self) -> dict[str, Any]:
-        """The next reply. Until then the answer may call functions that tests passed to it."""
+        """Wait for the next reply. Meanwhile the answer may call functions that tests passed to it."""
         while "call" in (message := self._receive()):
             self._call_back(message["call"])
         if not isinstance(message, dict):
@@ -341,7 +341,7 @@ def _str(self: Exception) -> str:
 
 
 def _assign(own: Any, changed: Any) -> None:
-    """Give a container of the tests the content that the answer left in it."""
+    """Copy the content that the answer left in a container to `own`, the container of the tests."""
     if type(own) is not type(changed):
         return
     if isinstance(own, list | bytearray):
@@ -367,7 +367,7 @@ _LOCAL: dict[str, Callable[..., object]] = {
     "str": lambda number: "<function of the tests>",
     "repr": lambda number: "<function of the tests>",
 }
-"""Operations on a function of the tests other than calling it. The function is identified by its number."""
+"""Operations on a function of the tests that the answer's process executes itself. The function is identified by its number."""
 _OPERATIONS: dict[str, Callable[..., object]] = {
     **{name: getattr(operator, f"__{name}__") for name in (*remote.UNARY, *remote.BINARY, *remote.COMPARISONS)},
     **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, format, getattr, setattr, delattr, dir)},

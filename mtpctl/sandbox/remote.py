@@ -1,11 +1,11 @@
-"""Proxies for objects that stay in the process of the answer, and that tests use by messages.
+"""Proxies by which tests use objects in the answer's process.
 
 A proxy has the special methods of its object's class, so that `callable`, `iter` and `bool` treat it like the object. Attributes with two
 underscores are not forwarded, except those in `_FORWARDED`, because some give access to memory: numpy would read the address in
 `__array_interface__`.
 
 An operator is forwarded between two proxies only. Forwarding data of the tests could reveal the expected value. Therefore a proxy never
-equals such data, and other operators raise TypeError.
+equals such data, except a built-in class that it stands for, and other operators raise TypeError.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ for _name in Remote.__slots__:
 
 
 def number_of(remote: Remote) -> int:
-    """The number by which the other process knows the object."""
+    """The number that identifies the object in the other process."""
     number: int = _NUMBER.__get__(remote)
     return number
 
 
 def plain_of(remote: Remote) -> type | None:
-    """The class of plain data that this object is, None for all other objects."""
+    """The built-in class that the proxy stands for (`values.PLAIN_CLASSES`); None for other objects."""
     plain: type | None = _PLAIN.__get__(remote)
     return plain
 
@@ -130,7 +130,7 @@ def _ask(self: Remote, operation: str, *arguments: object, **named: object) -> A
 
 
 def _typed(self: Remote, operation: str, kind: type, *arguments: object) -> Any:
-    """The result of an operation that must have this class."""
+    """The result of an operation. Raises TypeError unless its class is `kind`."""
     value = _ask(self, operation, *arguments)
     if type(value) is not kind:
         raise TypeError(f"{operation} returned no {kind.__name__}")

@@ -237,7 +237,7 @@ def parsed(tests: object) -> object:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Loads text only."""
+    """Unpickler that loads text only."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name} in packed tests")
@@ -255,7 +255,7 @@ def _unpacked(packed: str) -> str:
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    """The function named by a row, a case or its metadata; otherwise an empty text."""
+    """The function named by a row, a case or its metadata; otherwise an empty string."""
     metadata = row.get("metadata")
     if isinstance(metadata, str):
         try:

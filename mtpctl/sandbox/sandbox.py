@@ -29,7 +29,7 @@ from mtpctl.sandbox.zygote import Request
 
 Isolation = Literal["required", "none"]
 START_S = 30.0
-"""Seconds that the zygote has to import modules, also on a busy machine."""
+"""Startup timeout of the zygote in seconds. On a busy machine its imports take long."""
 
 _PROGRAM = "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {mechanism!r}, {source!r})"
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -39,7 +39,7 @@ _LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
 
 
 class Sandbox:
-    """Starts runs, from any thread. One zygote serves all of them; it starts with the first run, and again if it was killed.
+    """Starts runs, from any thread. One zygote serves all of them. It starts with the first run, and is restarted if it was killed.
 
     `isolation="none"` allows runs without isolation if no mechanism works. `only` tries a single mechanism.
     """
@@ -51,7 +51,7 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._mechanism: Mechanism | None = None
         self.refused: dict[str, str] = {}
-        """Why better mechanisms do not work here."""
+        """Why better mechanisms do not work on this machine."""
 
     def mechanism(self) -> Mechanism:
         """The isolation mechanism of runs. Raises EnvironmentMissing if none works."""
@@ -190,7 +190,7 @@ class Sandbox:
         return self._control
 
     def _start_zygote(self, mechanism: Mechanism) -> str:
-        """Start a zygote with this isolation. Returns why it failed, or an empty text."""
+        """Start a zygote with this isolation. Returns why it failed, or an empty string."""
         source = str(Path(__file__).parents[2])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -263,10 +263,10 @@ def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: 
         for each in (answer, judge):
             each.register(selector)
         selector.register(channel, selectors.EVENT_READ, read)
-        # The judge's channel closes with its process, so all verdicts have been read when it has ended.
+        # The judge's channel closes when its process ends, and all verdicts have been read by then.
         deadline = time.monotonic() + answer.limits.deadline_s
         wait([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
-        answer.kill()  # it may have threads, or sleep
+        answer.kill()  # it may still sleep or have threads
         wait([answer, judge], selector, math.inf, lambda: answer.ended)
     ended = answer.result()
     late = ended.timed_out or judge.result().timed_out

@@ -22,9 +22,9 @@ from mtpctl.sandbox.messages import write_frame
 
 _READ_BYTES = 1 << 16
 _GRACE_S = 1.0
-"""Seconds between the interrupt of a cell and the end of its session."""
+"""Seconds between the interrupt of a cell and the kill of its session, if the cell continues."""
 _CELL_DONE = 6
-"""Bytes of the message after a cell."""
+"""Length of the message that reports the end of a cell, in bytes."""
 
 
 class Report(TypedDict, total=False):
@@ -87,7 +87,7 @@ class Process:
         return text
 
     def finish(self) -> Result:
-        """Wait until the run has ended, or kill it at a limit of time or output. Raises RuntimeFailure."""
+        """Wait until the run has ended, or kill it when it exceeds its time or output limit. Raises RuntimeFailure."""
         with selectors.DefaultSelector() as selector:
             self.register(selector)
             wait([self], selector, time.monotonic() + self.limits.deadline_s, lambda: self.ended)
@@ -175,7 +175,7 @@ class Session:
         self._closed = False
 
     def run(self, code: str) -> Output:
-        """Run a cell. At a limit of time or output it is interrupted and the state is kept; if it continues, the session ends."""
+        """Run a cell. If it exceeds the time or output limit, it is interrupted; the state is kept unless the cell continues."""
         with self._lock:
             if self._closed:
                 return Output("", ended=True)
@@ -226,7 +226,7 @@ class Session:
                         process.read(selector, key)
                         continue
                     data = b""
-                    with suppress(ConnectionResetError):  # killed before it read the cell
+                    with suppress(ConnectionResetError):  # the run was killed before it read the cell
                         data = channel.recv(_CELL_DONE - len(done))
                     done += data
                     if not data:

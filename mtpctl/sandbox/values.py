@@ -1,4 +1,4 @@
-"""Plain data as JSON, by an allow-list of types: the values that are transferred between an answer and its tests.
+"""Encodes plain data as JSON, with an allow-list of types, to transfer values between an answer and its tests.
 
 `encode` and `decode` support these types only. For an object of another type, `encode` calls `refer`, which returns a numbered reference,
 and `decode` passes the reference to `resolve`. Decoding calls nothing that the sender names: every constructor is in `_DECODERS`.
@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any, NoReturn
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
-"""Types that JSON has itself."""
+"""Types that JSON supports directly."""
 PLAIN_CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, type(None), object)
@@ -124,7 +124,7 @@ def _pairs(rest: list[Any], resolve: Resolve) -> list[tuple[Any, Any]]:
 
 
 def _whole(*values: Any) -> tuple[int, ...]:
-    """The values, which are integers. Raises TypeError."""
+    """Return the values. Raises TypeError unless all are integers."""
     if any(type(each) is not int for each in values):
         raise TypeError("not an integer")
     return values

@@ -1,4 +1,4 @@
-"""The process that forks a run for each request. It has imported the modules that answers use, so a run starts in milliseconds.
+"""The process that forks a process for each run. It has imported the modules that answers use, so a run starts in milliseconds.
 
 A fork has a copy of its parent's memory, which must not contain data of other runs. Therefore the zygote never reads code, tests or input:
 it receives them as open files.
@@ -199,7 +199,7 @@ class Zygote:
         kernel.install_filter(kernel.filter_program(os.getpid(), files.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
-        """Become a user without files. Returns whether it is a separate user, whose threads are counted for this run only."""
+        """Switch to a user that owns no files. Returns whether it is a separate user, whose threads are counted for this run only."""
         os.setgroups([])
         for user in (_FIRST_USER + self._started % _USERS, _NOBODY):
             try:
@@ -229,7 +229,7 @@ class Zygote:
 
 
 def _renumber(descriptors: dict[str, int], rules: int) -> int:
-    """Give the descriptors the numbers of `NAMES`, close all others, and return the new number of `rules`."""
+    """Renumber the descriptors in the order of `NAMES`, close all others, and return the new number of `rules`."""
     numbered = {NAMES.index(name): each for name, each in descriptors.items()}
     if rules >= 0:
         numbered[len(NAMES)] = rules

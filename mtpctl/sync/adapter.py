@@ -1,7 +1,7 @@
 """Transfer of a LoRA adapter into an engine.
 
-An engine loads an adapter as a whole. Its tensors are therefore collected from the buckets, and then written in PEFT's format to a folder
-in shared memory, which the engine loads.
+An engine loads an adapter as a whole. Its tensors are therefore collected from the buckets and then written in PEFT's format to a folder
+in shared memory, from which the engine loads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rank_of(plan: SectionPlan) -> int:
 def layers_of(plan: SectionPlan) -> dict[str, Layer]:
     """The layers of an adapter by the Hugging Face names of their weights.
 
-    Raises PlanMismatch with all reasons why the plan is not a LoRA adapter of its config's rank.
+    Raises PlanMismatch with the reasons if the plan is not a LoRA adapter of its config's rank.
     """
     rank = rank_of(plan)
     pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -74,9 +74,9 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
 
 
 def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, tp: TpRank, max_rank: int | None) -> None:
-    """Check an adapter against a live model with adapters of up to rank `max_rank` (None: it takes no adapters).
+    """Check an adapter against a live model with adapters of up to rank `max_rank` (None: no adapters).
 
-    Raises PlanMismatch with every layer that the model lacks, takes no adapter for, or has in another shape.
+    Raises PlanMismatch that lists the layers that are missing in the model, take no adapter, or have another shape.
     """
     if max_rank is None:
         raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")

@@ -1,4 +1,4 @@
-"""A checksum for both ends of a weight transfer, equal on CPU and GPU, and for tensors that are sharded over ranks.
+"""A checksum for both ends of a weight transfer. It is equal on CPU and GPU, and does not depend on the sharding over ranks.
 
 The elements are read as integers `w_0 … w_{n-1}` of the same width. The checksum is two sums modulo 2^64: `n + sum w_i` and
 `n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped elements the second, and no
@@ -15,7 +15,7 @@ import torch
 
 _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
-"""Elements per chunk. On a card two int64 tensors of this size, 64 MiB together, are all the memory that is used."""
+"""Elements per chunk. On a GPU the temporary memory is two int64 tensors of this size, 64 MiB together."""
 _MASK = (1 << 64) - 1
 
 
@@ -55,7 +55,7 @@ def summed(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
         for top in range(0, rows, high):
             part = words[top : top + high, left : left + wide]
             if part.device.type == "cpu":
-                # On a CPU each of the sums would convert the elements again.
+                # Convert once: on a CPU each of the sums would convert the elements again.
                 part = part.to(torch.int64)
             # An element's index is its column within the part, plus the index of the part's first column, which is constant in a row.
             weighted_sum = (part * ramp[: part.shape[1]]).sum()

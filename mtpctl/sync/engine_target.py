@@ -76,10 +76,16 @@ class ActiveSection:
 class EngineState:
     """The mutable state of an `EngineTarget`.
 
-    version: the live version. complete: the last version with all its sections, which a failed update restores. loaded: the version of
-    each section. overwritten: sections that were written to since `complete`. active: the section being received. session_open: the
-    engine has an open session. known_plans: names of the plans that its workers have. adapter: the folder of the live adapter,
-    ZERO_ADAPTER before the first one, None if the engine takes no adapters. dirty: the weights are not those of one version.
+    Attributes:
+        version: the live version.
+        complete: the last version with all its sections, which a failed update restores.
+        loaded: the version of each section.
+        overwritten: sections written to since `complete`.
+        active: the section being received.
+        session_open: whether the engine has an open session.
+        known_plans: names of the plans that its workers have.
+        adapter: the folder of the live adapter, ZERO_ADAPTER before the first one, None if the engine takes no adapters.
+        dirty: whether the weights may be a mix of versions.
     """
 
     version: int
@@ -207,7 +213,7 @@ class EngineTarget:
         state.active = None
         await self._end_session()
         if not state.overwritten:
-            # Dropped sections are received again with the rest.
+            # Dropped sections will be received again with the other sections.
             state.loaded = {section: version for section, version in state.loaded.items() if version <= state.version}
             return
         before, overwritten, state.overwritten = state.complete, state.overwritten, set()
@@ -279,7 +285,7 @@ class EngineTarget:
         except MtpctlError:
             raise
         except Exception as error:
-            # The adapter's session was closed under its version, which every token would otherwise carry.
+            # The session was closed under the new version. Close one under the previous version, so that tokens carry that.
             await self._within(self._client.start(draft=False), "opening a weight session")
             await self._within(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()

@@ -1,7 +1,7 @@
 """Plans the buckets of a sender, and packs exported tensors into them.
 
-The plan is made once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is held
-in memory as a whole.
+The plan is made once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is in
+memory as a whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ Checksums = dict[Section, dict[str, str]]
 class PackingOptions(TypedDict, total=False):
     """Options of every sender.
 
-    bucket_bytes: maximum size of a bucket. sections: all sections that are ever sent. section_of: the section of a tensor's name. dtype:
-    target of floating-point casts (None: no cast). config: sent with a section, see `SectionPlan`.
+    Attributes:
+        bucket_bytes: maximum size of a bucket.
+        sections: all sections that are ever sent.
+        section_of: maps a tensor's name to its section.
+        dtype: target of floating-point casts (None: no cast).
+        config: sent with a section, see `SectionPlan`.
     """
 
     bucket_bytes: Required[int]
@@ -84,7 +88,7 @@ class Packer:
         return sums
 
     def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections in `next_sections`, cast as they are sent."""
+        """The tensors of the sections in `next_sections`, cast to the dtype in which they are sent."""
         for name, tensor in export:
             if self.section_of(name) in self.next_sections:
                 cast = self.dtype is not None and tensor.is_floating_point()
@@ -102,7 +106,7 @@ class Packer:
     def pack(self, version: int, tensors: Export, writer: BucketWriter, *, checksums: bool = False) -> Checksums:
         """Fill the writer's buffers in the plan's order while the export streams.
 
-        Tensors of two sections may be interleaved, unless the writer sends section after section. Raises PlanMismatch if the export
+        Tensors of two sections may be interleaved, unless the writer requires `section_after_section`. Raises PlanMismatch if the export
         differs from the plan, and SyncError if the writer cannot send its sections in this order.
         """
         filling = {section: _SectionPacker(section, buckets) for section, buckets in self.plans.items() if section in self.next_sections}

@@ -38,10 +38,10 @@ PACKED: dict[str, tuple[str, tuple[int, ...]]] = {
     "q_a_proj": ("fused_qkv_a_proj", (0,)),
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj", (1,)),
 }
-"""Layer name on the wire: the live layer that packs it, and the indices of its packed parts."""
+"""Maps a layer name on the wire to the live layer that packs it, and the indices of its packed parts."""
 
 EXPERTS: dict[str, tuple[str, tuple[int, ...]]] = {"gate_proj": ("w13", (0,)), "up_proj": ("w13", (1,)), "down_proj": ("w2", (0,))}
-"""Layer of one expert on the wire: the live tensor of all experts, and the indices of its parts within one expert."""
+"""Maps a layer of one expert on the wire to the live tensor of all experts, and the indices of its parts within one expert."""
 
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias)$")
 _EXPERT_HOMES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
@@ -60,7 +60,7 @@ class Slot:
 def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> Slot | None:
     """The slot of wire name `name` among the `live` parameter names, or None if there is none.
 
-    `rename` is the live model's own rule. It is tried first, since the same wire name may denote another layer without it.
+    `rename` is the live model's own rule. It is tried first, because without it the same wire name may denote another layer.
     """
     for candidate in _candidates(name, rename):
         for parameter in _wrappings(candidate.parameter):
@@ -71,7 +71,7 @@ def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> 
 
 def _candidates(name: str, rename: Renamer | None) -> Iterator[Slot]:
     renamed = rename(name) if rename else None
-    # A drafter is a separate model, whose layers are named `model.` where the folder has `mtp.`.
+    # A drafter is a separate model. Its layer names begin with `model.`, and those in the checkpoint with `mtp.`.
     drafter = f"model.{name.removeprefix('mtp.')}" if name.startswith("mtp.") else name
     for alternative in dict.fromkeys([renamed or name, name, drafter]):
         yield Slot(alternative)
@@ -135,7 +135,7 @@ class Shard:
         return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
 
     def write(self, piece: torch.Tensor, start: int, stop: int) -> None:
-        """Copy elements `[start, stop)` of the flattened wire tensor, as far as this rank holds them, to the live parameter."""
+        """Copy elements `[start, stop)` of the flattened wire tensor to the live parameter, except those that other ranks hold."""
         width = self.columns
         first, last = -(-start // width), stop // width
         edges = [(start, stop)] if first > last else [(start, first * width), (last * width, stop)]
@@ -309,7 +309,7 @@ Portion = tuple[int | None, int | None]
 """An expert (None: not an MoE parameter) and a packed part (None: all parts)."""
 
 PlainWeight = Callable[[nn.Module, str], torch.Tensor]
-"""Returns the memory of a layer's parameter in the layout of loading, by its name in the layer. Raises ShapeMismatch if there is none."""
+"""Returns a layer's parameter, by its name in the layer, in the layout for loading weights. Raises ShapeMismatch if there is none."""
 
 
 def parameter_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
@@ -336,9 +336,9 @@ def match_shards(
     Args:
         rename: the model's own rule from wire names to parameter names.
         elsewhere: module whose parameters the plan may leave out (a drafter's embedding and head are its target's).
-        tp: this rank, for layers without attributes of it.
+        tp: this rank, for layers that have no attributes for it.
         dtype: the model's dtype. A tensor of this dtype may go to a wider parameter (the decays of a gated delta net are float32 in a
-            bfloat16 model); otherwise both dtypes are equal.
+            bfloat16 model); otherwise both dtypes must be equal.
         plain_weight: accesses parameters that the engine stores in a kernel's layout.
         derived: names, within a layer, of parameters that the engine computes from others.
 
@@ -386,7 +386,7 @@ def _checked_shard(
 
 
 def _required_portions(model: nn.Module, name: str) -> set[Portion]:
-    """The portions that fill a parameter, unless it is sent whole."""
+    """The portions that together fill a parameter, if it is not sent as a whole."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if leaf.startswith(("w13_", "w2_")):

@@ -1,4 +1,4 @@
-"""The data and interfaces of weight updates: manifests, the errors of an update, and what a receiver of weights implements.
+"""The data and interfaces of weight updates: manifests, the errors of an update, and the interface of a receiver.
 
 A version has sections, which are received one after the other: `target` (the policy, or `adapter` instead of it) and `draft` (its MTP
 layers). The plan of a section is known before its first byte, so `begin_update` checks names, shapes, dtypes, completeness and the version
@@ -23,7 +23,7 @@ type JsonObject = dict[str, Any]
 
 PauseMode = Literal["keep", "abort", "wait"]
 ABORTED_BY_SENDER = "the weight update was aborted by its sender"
-"""Message of the error that ends an update on purpose, also after it was passed on by another process."""
+"""Message of the error by which a worker ends an update on purpose. Engines may wrap it in their own errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class WeightTarget(Protocol):
         ...
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        """Check a section of `plan` against the live model. Raises PlanMismatch or VersionConflict; no weight has changed then."""
+        """Check a section of `plan` against the live model. Raises PlanMismatch or VersionConflict before any weight has changed."""
         ...
 
     async def receive(self, *buckets: Bucket) -> None:

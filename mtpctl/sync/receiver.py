@@ -1,7 +1,7 @@
 """The receiving end of a weight update inside an engine's worker.
 
-An `EngineTarget` sends `UpdateStep`s, small dicts that go through the engine's own call for weight updates. The bytes come through the
-transport. Live parameters are written in place, so CUDA graphs and tied layers see the new weights.
+An `EngineTarget` sends `UpdateStep`s, small dicts that go through the engine's own call for weight updates. The transport
+delivers the bytes. Live parameters are written in place, so CUDA graphs and tied layers see the new weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtpctl.sync.protocol import Manifest, Section, SectionPlan, SyncError, buck
 from mtpctl.sync.transports.base import BucketReader, Readers
 
 SCRATCH = 64 << 20
-"""Bytes."""
+"""Maximum size of the scratch memory for discarded buckets, in bytes."""
 
 type RankSums = dict[str, list[dict[str, int]]]
 """One rank's `Part`s of each tensor as dicts, by wire name."""
@@ -36,7 +36,7 @@ class BucketReceiver(ABC):
 
     @torch.no_grad()
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Use a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError for one out of order."""
+        """Use a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError if it is out of order."""
         if self.complete or bucket.index != self.plan.buckets[self.received].index:
             raise SyncError(f"expected bucket {self.received} of {len(self.plan.buckets)}, received bucket {bucket.index}")
         self._use(bucket, data)
@@ -76,7 +76,7 @@ class SectionReceiver(BucketReceiver):
 
 
 class DiscardReceiver(BucketReceiver):
-    """Receives a section that this engine does not use. Each bucket is copied into scratch memory, to keep the pace of a real copy."""
+    """Receives a section that this engine does not use. Each bucket is copied into scratch memory, at the speed of a real copy."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
         super().__init__(plan)
@@ -181,7 +181,7 @@ class StepReceiver:
         self.begin_with(step, new_receiver)
 
     def begin_with(self, step: UpdateStep, new_receiver: Callable[[SectionPlan], BucketReceiver]) -> None:
-        """Begin a section with a receiver made from its plan, unless the section is to be discarded."""
+        """Begin a section with the receiver that `new_receiver` creates from its plan, unless the section is discarded."""
         # Join the group before any check, so that a receiver that refuses the plan can report it to the group.
         reader = self.inbox.readers.open(step["transport"], step["address"])
         plan = self.inbox.plan_of(step)
@@ -190,7 +190,7 @@ class StepReceiver:
         reader.begin(step["version"], step["section"])
 
     def receive(self, step: UpdateStep) -> None:
-        """Receive the buckets of a step. Raises SyncError if they do not come, or are out of order."""
+        """Receive the buckets of a step. Raises SyncError if they do not arrive, or are out of order."""
         active = self._active
         if active is None or active.section != step["section"]:
             current = "no section" if active is None else f"section {active.section}"

@@ -29,7 +29,7 @@ from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer
 
 WRITERS = 8
-"""Maximum number of threads that write to the store; there is one for each `CORES_A_WRITER`."""
+"""Maximum number of threads that write to the store. There is one per `CORES_A_WRITER` CPU cores."""
 CORES_A_WRITER = 4
 PAUSE_S = 1.0
 """Seconds that a writing thread waits before each piece while a version is being sent."""
@@ -132,12 +132,12 @@ class Sender(Packer):
     def persist(self, export: Export) -> None:
         """Copy the sent version into host memory, and start writing it to the store. The weights may change once this returns.
 
-        There is one such copy, so this waits until the previous version is written.
+        There is only one such copy, so this waits until the previous version is written.
         """
         announced = self._announced
         assert announced is not None, "announce comes first"
         self._store_worker.flush()
-        # Sections that are sent only once (the base weights of an adapter) need no copy any more.
+        # Sections that are sent only once (the base weights of an adapter) no longer need a copy.
         self._store_worker.copy.retain(self.next_sections)
         self.pack(announced.version, self.cast(export), self._store_worker.copy)
         if self.device.type == "cuda":
@@ -264,7 +264,7 @@ class StoreWorker:
                 section, bucket = key
                 writer.put(section, bucket, self.copy.buckets[section, bucket.index], lambda: self._may_write.wait(PAUSE_S))
 
-            # The kernel provides fresh pages of shared memory at the speed of one core per thread. Writing does not hold the GIL.
+            # Several threads, because allocating shared memory takes one core per thread. Writing does not hold the GIL.
             with ThreadPoolExecutor(max(1, min(WRITERS, (os.cpu_count() or 1) // CORES_A_WRITER))) as pool:
                 list(pool.map(write, [(section, bucket) for section, plan in version.sections.items() for bucket in plan.buckets]))
             self.store.commit(Manifest(version.version, SHM, str(folder.absolute()), version.sections, version.store))

@@ -31,7 +31,7 @@ def name_of(folder: Path) -> str:
 def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     """The folder for versions of `needed_bytes`: in shared memory if the retained ones and the next one fit, else `fallback`.
 
-    Readers are on this machine, or can read `fallback`. The folder that a killed process of the same name left in shared memory is removed.
+    Readers are on this machine, or can read `fallback`. A folder of this name that a killed process left in shared memory is removed.
     If another container with the same run path uses the name in the same shared memory, the folder gets another name.
     """
     roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
@@ -83,7 +83,7 @@ class VersionStore:
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the written version, and delete all but the newest. Raises EnvironmentMissing if the file system is full."""
+        """Publish the written version, and retain the newest `VERSIONS_KEPT`. Raises EnvironmentMissing if the file system is full."""
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
         try:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The result of one update of one target. `seconds`: total; `stall_seconds`: from pause to resume; `verified`: tensors compared."""
+    """The result of an update of one target. `seconds`: total; `stall_seconds`: from pause to resume; `verified`: compared tensors."""
 
     version: int
     nbytes: int
@@ -96,8 +96,8 @@ async def update_target(
 ) -> SyncReport:
     """Update `target` to the version of `manifest`, or restore its previous version.
 
-    The caller has paused a target that generates. Any error aborts the update, and so does `deadline_s`; restoring the previous version
-    may take as long again. `holds`: the sections whose checksums the target returns, for `verify`.
+    If the target generates, the caller must pause it first. Any error aborts the update, and so does a duration above `deadline_s`.
+    Restoring the previous version may take another `deadline_s`. `holds`: the sections whose checksums the target returns, for `verify`.
 
     Raises:
         SyncError: the previous version is live again.
@@ -168,7 +168,7 @@ class Trainer(Protocol):
 
 
 class Generators(Protocol):
-    """The engines: a `ReplicaPool`, or servers that run already."""
+    """The engines: a `ReplicaPool`, or servers that are already running."""
 
     def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         """While the block runs, no engine joins, and with `wait` no response is in progress."""
@@ -243,7 +243,7 @@ class WeightUpdate:
 
     @contextlib.asynccontextmanager
     async def _quiesced(self) -> AsyncIterator[None]:
-        """Fix the set of receivers while the block runs.
+        """Keep the set of receivers fixed while the block runs.
 
         Generators quiesce first, so that engines are not paused while the log-prob server ends its forward passes.
         """
@@ -303,7 +303,7 @@ class WeightUpdate:
         return reports[0]
 
     async def persist(self) -> None:
-        """Let the trainer copy the version for the store. Generation continues meanwhile, but the trainer's next update must wait."""
+        """Let the trainer copy the version for the store. Generation continues meanwhile; the trainer's next update must wait."""
         if self.state is State.PERSIST:
             await self.parties.trainer.persist_weights()
             self.state = State.DONE

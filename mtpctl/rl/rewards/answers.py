@@ -23,7 +23,7 @@ class Value:
         kind: `value` (a number or expression), `text`, `list` (in any order), `set`, `bracket` (a tuple or interval, with its brackets in
             `marks`) or `range` ("5 to 7", which leaves open whether the ends are included).
         source: the normalized text; for an equation, its last side.
-        percent: the number is followed by a percent sign.
+        percent: whether a percent sign follows the number.
         name: the left side of an assignment such as `x = 5`.
         equation: the whole equation, and `sides` its sides.
     """
@@ -40,7 +40,7 @@ class Value:
 
     @property
     def stated(self) -> bool:
-        """Whether it states a value, and not only text."""
+        """Whether the answer states a value, not just text."""
         return self.kind != "text" and all(item.kind != "text" for item in self.items)
 
 
@@ -48,7 +48,7 @@ _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\t\n\r", " "),
-        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u0002"),  # no width
+        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u0002"),  # zero width
         "\u00d7": r"\times ",
         "\u00f7": r"\div ",
         "\u00b7": r"\cdot ",
@@ -277,7 +277,7 @@ def _is_word(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """A text for comparison: lower case, without punctuation and redundant blanks."""
+    """Normalize a text for comparison: lower case, without punctuation and redundant blanks."""
     return re.sub(r"[\s.,;:!?'\"\x02]+", " ", text).strip().lower()
 
 

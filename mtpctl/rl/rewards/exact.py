@@ -8,7 +8,7 @@ from mtpctl.rl.rewards.function import Answered
 from mtpctl.samples import Sample
 
 _MARKED = re.compile(r"(?:(?<!\w)#|##)([^#]*[^#\s])\s*$")
-"""The mark before a final answer, and the answer after it."""
+"""The marker of a final answer, and the answer after it."""
 
 
 def score(response: str, problem: Answered, sample: Sample) -> float:

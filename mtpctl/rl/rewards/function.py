@@ -1,4 +1,4 @@
-"""Loads a reward function by its reference, and calls it so that every return value and exception becomes a result."""
+"""Loads a reward function by its reference and calls it. Every return value or exception becomes a `Result`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mtpctl.samples import Sample
 from mtpctl.user_code import check_call, describe_error, from_environment, load
 
 RESERVED_PARTS = frozenset({"mean", "std", "unfiltered_mean", "signal_fraction", "errors", "timeouts", "dropped"})
-"""Metrics below `reward/`, whose names a part must not have."""
+"""Names of metrics below `reward/`. A part must not have one of these names."""
 ARGUMENTS = ("response", "problem", "sample")
-"""Positional arguments of every reward function. `reward.args` follow by name."""
+"""Positional arguments of every reward function. `reward.args` are passed by keyword."""
 Result = tuple[float | None, dict[str, float], str]
 """Reward, parts and error of one call, as sent between processes."""
 
@@ -40,10 +40,10 @@ class Outcome:
 
     Attributes:
         reward: None if the call failed and the response is not trained on.
-        parts: further values to log.
+        parts: additional values to log.
         error: one line with file and line of the user's code; empty if the call succeeded.
-        timed_out: the call exceeded `reward.timeout_s`.
-        seconds: including the wait for a free process.
+        timed_out: whether the call exceeded `reward.timeout_s`.
+        seconds: duration of the call, including the wait for a free process.
     """
 
     reward: float | None
@@ -82,7 +82,7 @@ def _number(value: object, description: str) -> float:
         number = float(value)  # type: ignore[arg-type]  # also scalars of numpy and torch, without importing them
     except OverflowError as error:
         raise ValueError(f"{description} {_shown(value)}, which is not finite as a float") from error
-    except Exception as error:  # of any type: a tensor of several elements raises RuntimeError
+    except Exception as error:  # of any type: for example, a tensor of several elements raises RuntimeError
         raise ValueError(f"{description} {_shown(value)}, which is no number") from error
     if not math.isfinite(number):
         raise ValueError(f"{description} {number}, which is not finite")
@@ -105,8 +105,8 @@ class Role:
         function: recipe key with the reference of the function.
         args: recipe key with its keyword arguments.
         seconds: recipe key with its time limit.
-        arguments: names of its positional arguments, of those that a call provides.
-        needs_reward: it must return a number.
+        arguments: names of its positional arguments, selected from those that a call provides.
+        needs_reward: whether it must return a reward.
     """
 
     function: str

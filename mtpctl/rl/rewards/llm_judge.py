@@ -46,16 +46,16 @@ async def score(
     temperature: float = 0.0,
     max_tokens: int = 512,
 ) -> dict[str, float]:
-    """The last match of `pattern` in the judge's reply (its first group), divided by `scale`, from 0 to 1.
+    """Score a response: the last match of `pattern` in the judge's reply (its first group), divided by `scale` and clamped to [0, 1].
 
-    "3/10" and "30%" are 0.3 for every `scale`. A number out of range is clamped, and the part `out_of_range` is 1.
+    "3/10" and "30%" are 0.3 for every `scale`. The part `out_of_range` is 1 if the score was clamped.
 
     Args:
         url: base URL (`http://host:8000/v1`), to which `/chat/completions` is appended.
-        prompt: may contain {prompt}, {response} and {answer}; other braces are kept.
+        prompt: may contain {prompt}, {response} and {answer}; other braces are unchanged.
         api_key_env: environment variable with the key.
-        retries: for requests without a response, and for busy servers, after 0.5, 1, 2, … seconds or the server's Retry-After. All
-            attempts share `reward.timeout_s`. `reward.workers` bounds the number of concurrent requests.
+        retries: number of retries after a connection error or a retryable status, after 0.5, 1, 2, … seconds or the server's
+            Retry-After. All attempts share `reward.timeout_s`. `reward.workers` bounds the number of concurrent requests.
 
     Raises UserError if the key is not set, RuntimeError if the server rejects the request, ValueError for a reply without a score.
     """

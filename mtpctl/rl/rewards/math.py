@@ -7,9 +7,9 @@ The text of the answer is the first of these that the response has and that can 
 list with it; the last line after `#`; the text after "the answer is"; a response that is only an answer; the last value in the text,
 together with the values that form a list or range with it.
 
-The library limits wall-clock time, so its verdict depends on the load of the machine. Here CPU time is limited, and wall-clock time to four
-times that. Only main threads receive signals, so workers run reward functions in their main thread. If sympy hangs in C code, which Python
-signals do not interrupt, `reward.timeout_s` ends the worker.
+math-verify limits wall-clock time, so its verdict depends on the load of the machine. Here CPU time is limited, and wall-clock time to
+four times that. Only main threads receive signals, so workers run reward functions in their main thread. If sympy hangs in C code, which
+Python signals do not interrupt, `reward.timeout_s` ends the worker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _QUANTITY = re.compile(r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()]*\))?")
 _ROUNDED = 0.01
 """Maximum relative difference between the sides of an approximate equation."""
 MAX_CHARACTERS = 20_000
-"""Only this many characters at the end of a response are searched. Earlier reasoning does not state the final answer."""
+"""Maximum number of characters to search, from the end of a response. Earlier reasoning does not state the final answer."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{])(\S+?)(?=[\s$.,;]|$))")
 _BLANK = re.compile(r"[\s$]|\\[()\[\], ]|\\q?quad(?![A-Za-z])")
@@ -135,7 +135,7 @@ def _stated(response: str) -> tuple[Value, ...]:
 
 @contextlib.contextmanager
 def _bounded(seconds: float) -> Iterator[None]:
-    """Raise TimeoutException if the body uses more CPU time than this."""
+    """Raise TimeoutException if the block uses more than `seconds` of CPU time, or `_WALL_CLOCK_FACTOR` times that of wall-clock time."""
 
     def expired(*_: object) -> None:
         raise TimeoutException
@@ -354,7 +354,7 @@ def _joins(between: str) -> bool:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Positions of closed opening braces, mapped to those of their closing braces."""
+    """Map the position of each opening brace to that of its closing brace. Unclosed braces are omitted."""
     opened: list[int] = []
     closings = {}
     for index, character in enumerate(text):

@@ -1,7 +1,7 @@
 """Parses numbers in answers exactly, and records whether they are fully evaluated.
 
 The grammar covers numerals in LaTeX or plain text: integers, decimals, repeating decimals, scientific notation, fractions, mixed numbers,
-roots, powers, sums and products of those, and pi. Other expressions are left to math-verify (`mtpctl.rl.rewards.math`).
+pi, and roots, powers, sums and products of these. Other expressions are left to math-verify (`mtpctl.rl.rewards.math`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN = re.compile(
 )
 _LITERAL = re.compile(r"(\d*)(?:\.(\d*))?(?:\\(?:overline|dot)\{?(\d+)\}?)?(?:[eE]([-+]?\d+))?")
 _MAX_BITS = 20_000
-"""Powers with more bits than this are not computed."""
+"""Maximum size of a computed power, in bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Number:
     Attributes:
         value: exact, or None if irrational or too large to compute.
         approximation: as a float, NaN if unknown.
-        decimal: it contains a decimal fraction, which may be rounded.
-        evaluated: it contains no sum, product or power of numerals that could be computed.
-        numeral: it is a numeral itself, possibly a fraction.
-        ten: it is written as a power of ten.
+        decimal: whether it contains a decimal fraction, which may be rounded.
+        evaluated: whether it contains no sum, product or power of numerals that could be computed.
+        numeral: whether it is a single numeral, possibly a fraction.
+        ten: whether it is written as a power of ten.
     """
 
     value: Fraction | None

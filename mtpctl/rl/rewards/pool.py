@@ -3,11 +3,11 @@
 A plain function runs in up to `workers` processes, one call each. A coroutine runs in one process, up to `workers` calls at once. If a call
 exceeds its time limit, its process is killed and replaced, and other calls in that process are restarted.
 
-Hung calls must not delay other calls, long before their time limit. A call that takes much longer than usual no longer counts against the
+A hung call must not delay other calls, even before its time limit. A call that takes much longer than usual no longer counts against the
 number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first hung call, a spare process is
 kept ready.
 
-Executors of libraries do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls behind 3 hung ones take 3.2 s instead of
+Existing executors do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls behind 3 hung ones take 3.2 s instead of
 0.2 s, errors do not name the line that hangs, and processes that hung calls started survive. loky has no time limits.
 """
 
@@ -57,11 +57,11 @@ MAX_WORKERS = 16
 MAX_COROUTINES = 256
 """Defaults of `reward.workers`: maximum number of processes for a plain function, and of concurrent calls of a coroutine."""
 MAX_EXTRA_WORKERS = 256
-"""Maximum number of additional processes while calls are long or only wait."""
+"""Maximum number of additional processes that replace those with long or waiting calls."""
 
 _TICK_S = 0.01
 _IDLE_CHECK_S = 0.1  # age of a call after which the pool checks whether it computes or only waits
-_GRACE_S = 1.0  # for a worker to report where a late call is; for a coroutine worker to report by itself that a call is late
+_GRACE_S = 1.0  # for a worker to report the location of a late call; for a coroutine worker to report a late call by itself
 _CONCURRENT_STARTS, _MAX_FAILED_STARTS = 8, 5
 
 
@@ -81,11 +81,11 @@ class _Worker:
         trace: see `Ready`.
         reader: task that reads its messages.
         long: the current call takes much longer than usual, so another process may start in its place.
-        waits: the current call does not compute, so another process may start.
+        waits: the current call only waits, so other processes may start.
         deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
         cpu_before: CPU seconds of the process when the call started.
-        next_check: time of the next check for the last two.
-        trace_requested: when the pool requested the location of a late call; 0 before.
+        next_check: time of the next check of `waits` and `deprioritized`.
+        trace_requested: time at which the pool requested the location of a late call; 0 before.
     """
 
     channel: Channel
@@ -125,7 +125,7 @@ class Pool:
         self._max_workers = workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         self._calls_per_worker = 1
         self._template: Template | None = None
-        self._unforked: list[subprocess.Popen[bytes]] = []  # workers that loaded the function themselves
+        self._unforked: list[subprocess.Popen[bytes]] = []  # workers that are not forks: each loaded the function itself
         self._workers: list[_Worker] = []
         self._free: list[_Worker] = []
         self._queue: deque[_Call] = deque()
@@ -186,11 +186,11 @@ class Pool:
             self._schedule_start()
 
     def _allowed_workers(self) -> int:
-        """Number of processes allowed now: the maximum, plus one for each that is busy with a long or waiting call."""
+        """Number of processes allowed now: the maximum, plus one for each long call and two for each waiting call."""
         if self._calls_per_worker > 1:
             return self._max_workers
         long, waiting = sum(w.long for w in self._workers), sum(w.waits for w in self._workers)
-        # Doubling the waiting ones reaches enough processes within a second, from any number.
+        # With two for each waiting call, the number of processes doubles, and suffices within a second.
         return self._max_workers + min(long + 2 * waiting, MAX_EXTRA_WORKERS)
 
     def _keep_spare(self) -> None:
@@ -314,7 +314,7 @@ class Pool:
         self._dispatch()
 
     def _expel(self, worker: _Worker, late: list[_Call], location: str = "") -> None:
-        """Kill a worker because of `late` calls, and restart its other calls first."""
+        """Kill a worker because of its `late` calls. Its other calls are put back at the front of the queue."""
         self._kill(worker)
         for call in late:
             self._finish(worker, call, None, {}, self._timeout_error(location), late=True)
@@ -433,11 +433,11 @@ class Rewarder:
         await self._pool.close()
 
     async def attempt(self, response: str, problem: Answered, sample: Sample) -> Outcome:
-        """The outcome of one response. Ignores `reward.on_error`."""
+        """Reward one response. Ignores `reward.on_error`."""
         return await self._pool.call(response, problem, sample)
 
     async def __call__(self, response: str, problem: Answered, sample: Sample) -> Outcome:
-        """Reward one response. After a failure `reward.on_error` decides: reward 0, no reward, or RuntimeFailure."""
+        """Reward one response. After a failure the result is reward 0, no reward, or RuntimeFailure, depending on `reward.on_error`."""
         outcome = await self.attempt(response, problem, sample)
         if not outcome.error:
             return outcome

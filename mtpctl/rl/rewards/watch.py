@@ -15,10 +15,10 @@ import psutil
 
 from mtpctl.user_code import innermost
 
-_MIN_S, _MEDIANS = 0.05, 10  # a call is long beyond this many seconds and this many times the median
-_MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # the same for the first call of a process, and of all: it may load something
-_MIN_CPU_S, _PERCENTILES = 0.01, 3  # for CPU time: seconds, and multiples of a high percentile
-_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # the first calls of a process are compared with each other; the bound until there are enough
+_MIN_S, _MEDIANS = 0.05, 10  # a call is long if it exceeds this many seconds and this many times the median
+_MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # minimum for the first call of a process, and of the pool: it may load modules
+_MIN_CPU_S, _PERCENTILES = 0.01, 3  # for CPU time: seconds, and times a high percentile
+_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # first calls of a process, compared only with each other; CPU bound until enough are recorded
 _HISTORY, _WARM_UP_HISTORY = 64, 16
 _PERCENTILE = 0.95
 _MIN_FREE_MEMORY = 0.1  # share of memory that must be free to start an additional process
@@ -45,7 +45,7 @@ class UsualDuration:
         return max(minimum, _MEDIANS * statistics.median(self._seconds or [0.0]))
 
     def max_cpu_seconds(self, completed: int) -> float:
-        """CPU seconds beyond which a call is long. On a busy machine every call is long by the clock.
+        """CPU seconds beyond which a call is long. Wall-clock time does not suffice: on a busy machine every call takes long.
 
         The median bounds the percentile, because several of the recent calls may have hung.
         """
@@ -58,7 +58,7 @@ class UsualDuration:
 
 
 def trace_location(pid: int, trace: int) -> str:
-    """The current line of the user's code in the worker of a plain function, such as `judge.py:12`; empty before it wrote its stack.
+    """The current line of the user's code in the worker of a plain function, such as `judge.py:12`; empty until it has written its stack.
 
     `trace`: file descriptor, in that process, of the file for its stack.
     """
@@ -83,7 +83,7 @@ def restore_priority(pid: int) -> bool:
         os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
     except PermissionError:
         return False
-    except ProcessLookupError:  # the controller learns of its end by the socket
+    except ProcessLookupError:  # the controller notices its end on the socket
         return True
     return True
 

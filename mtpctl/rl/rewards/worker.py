@@ -43,10 +43,10 @@ TRACE = signal.SIGRTMAX - 2
 """Signal that makes the worker of a plain function write its stack to `Ready.trace`, even while it is in C code."""
 
 START_S = 120.0
-"""Seconds that a process may take to load the function, also on a busy machine."""
+"""Maximum time for a process to load the function, in seconds. A busy machine takes long."""
 
 _ROOT = Path(__file__).resolve().parents[3]
-# -P keeps the working directory off the path, where a user's random.py would shadow the standard library's.
+# -P keeps the working directory out of sys.path: a user's random.py would shadow the standard library's.
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from mtpctl.rl.rewards.worker import main; main(int(sys.argv[2]))"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EXIT_S = 5.0
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Reply of a template: why the function could not be loaded, or its kind, and whether the process can be forked."""
+    """Reply of a template: the error if the function could not be loaded; else its kind, and whether the process can be forked."""
 
     error: str = ""
     coroutine: bool = False
@@ -108,7 +108,7 @@ class BlockingCall:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all living descendants of a process, whichever of its threads started them."""
+    """Process ids of all living descendants of a process, started by any of its threads."""
     children: list[int] = []
     with contextlib.suppress(OSError):  # the process or a thread has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -153,7 +153,7 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket) -> Channel:
-        """Take ownership of the socket."""
+        """Open a channel on the socket, which it takes over."""
         return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: object) -> None:
@@ -244,7 +244,7 @@ class Template:
         return self.process.poll() is None
 
     def worker(self) -> socket.socket:
-        """The controller's end of a new worker: a fork, or, if it cannot be forked, this process itself."""
+        """Start a worker, and return the controller's end of its socket. If this process cannot be forked, it becomes the worker itself."""
         if not self.loaded.forkable:
             self._control.send(SERVE)
             return self._control
@@ -271,11 +271,11 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Run a template on the socket with this file descriptor; it serves the controller's requests."""
+    """Run a template, which serves the controller's requests on the socket with this file descriptor."""
     os.dup2(2, 1)
     # Ctrl-C reaches every process of the terminal; the controller decides when these end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Descendants of a worker that ended before them become children of this process, which ends them.
+    # Orphaned descendants of a worker become children of this process, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=descriptor)
     job = cast(Job, receive(control))
@@ -287,7 +287,7 @@ def main(descriptor: int) -> None:
     send(control, Loaded("", function.coroutine, len(os.listdir("/proc/self/task")) == 1))
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared with the workers
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed workers need no wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed workers are reaped by the kernel
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if request == SERVE:

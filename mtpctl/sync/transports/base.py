@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a sender transferred: bytes, total seconds, seconds on the wire, and seconds waiting for receivers to be ready."""
+    """Statistics of a transfer: bytes, total seconds, seconds on the wire, and seconds of waiting for receivers to be ready."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -84,7 +84,7 @@ class BucketReader(ABC):
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield each bucket with its bytes `[bucket.nbytes]` (uint8), read-only and valid until the next iteration.
 
-        Raises SyncError if the buckets do not come.
+        Raises SyncError if the buckets do not arrive.
         """
 
     @abstractmethod

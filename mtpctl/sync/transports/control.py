@@ -2,7 +2,7 @@
 
 The sender hosts a key-value store. Receivers join a group by name, and the complete group is used until a member fails. A failure is
 written to a key that all members poll while they wait, and the next transfer uses a group with a new name. If the sender dies, its store
-is lost too, which receivers notice just as fast.
+is lost too, and receivers notice that equally fast.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Control:
                 if done():
                     return
             except RuntimeError as error:
-                # A failing peer also breaks the operations of its neighbours. Prefer the reason that it reported.
+                # A failing peer also breaks the operations of other members. Prefer the reason that the peer reported.
                 self.check()
                 raise SyncError(f"{what} failed: {str(error).splitlines()[0]}") from error
             now = time.monotonic()

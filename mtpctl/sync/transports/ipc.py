@@ -1,7 +1,7 @@
 """Buckets in two buffers on the sender's card, which every receiver on the host maps and reads.
 
 The sender fills one buffer while receivers read the other, and reuses a buffer once all receivers have read it. The handles of the
-buffers are exchanged once. Receivers use the sender's card or another one with access to it. On a CPU the buffers are a file that both
+buffers are exchanged once. Receivers use the sender's card or another one with peer access to it. On a CPU the buffers are a file that both
 ends map.
 """
 
@@ -103,7 +103,7 @@ class Writer(PushWriter):
         self._waited += time.monotonic() - began
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The next buffer, once every receiver has read its last bucket."""
+        """The next buffer, after every receiver has read its previous bucket."""
         assert self._shared is not None
         self._read_by_all(self._filled - 2)
         return self._shared.buffers[self._filled % 2][: bucket.nbytes]
@@ -119,7 +119,7 @@ class Writer(PushWriter):
             receivers = self.control.address.receivers
             self.control.wait(lambda: self.control.count("read", number) >= receivers, "receivers reading weights")
             if number == 0 and self._shared is not None:
-                # All receivers have mapped the file, so a killed sender need not leave it behind.
+                # All receivers have mapped the file. Unlink it, so that a killed sender does not leave it behind.
                 self._shared.unlink()
 
     def finish(self) -> Sent:

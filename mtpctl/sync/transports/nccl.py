@@ -22,7 +22,7 @@ from mtpctl.sync.transports.control import Address, Control, join
 
 NAME = "nccl"
 _BEYOND_S = 3600.0
-"""Seconds after our deadline at which NCCL's watchdog would end the process. Our deadline must come first."""
+"""Seconds between our deadline and the timeout of NCCL's watchdog, which would end the process. Our deadline must expire first."""
 _CHANNELS = 16
 """Maximum number of NCCL channels. Each needs buffers on every card, and this number saturates a link."""
 
@@ -61,7 +61,7 @@ class Wire:
         self.group: _Backend | None = cast(_Backend, group)
 
     def broadcast(self, data: torch.Tensor) -> dist.Work:
-        """Start to broadcast `data` from rank 0, ordered after the work of the current stream."""
+        """Start to broadcast `data` from rank 0, after the work of the current stream."""
         assert self.group is not None, "the communicator is closed"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
@@ -114,7 +114,7 @@ class Writer(PushWriter):
         self._waited += time.monotonic() - began
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The next buffer, once its last bucket has been sent."""
+        """The next buffer, after its previous bucket has been sent."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
         self._wait_sent(self._turn)
@@ -142,7 +142,7 @@ class Writer(PushWriter):
         return event
 
     def _wait_sent(self, turn: int) -> None:
-        """Order later writes to a buffer after its bucket was sent. On a card the stream waits, otherwise this thread."""
+        """Wait until a buffer may be overwritten, because its bucket was sent. On a card the stream waits, otherwise this thread."""
         if (sending := self._works[turn]) is None:
             return
         work, mark = sending

@@ -51,7 +51,7 @@ class Writer(BucketWriter):
             raise _full(path, bucket, error) from error
 
     def put(self, section: str, bucket: Bucket, data: torch.Tensor, before: Callable[[], object]) -> None:
-        """Write a bucket from host memory in pieces, and call `before` ahead of each.
+        """Write a bucket from host memory in pieces, and call `before` before each piece.
 
         The kernel copies: no page is mapped, zeroed or faulted, and other threads of this process are not blocked. Raises
         EnvironmentMissing if the file system is full.
