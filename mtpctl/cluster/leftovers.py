@@ -248,7 +248,7 @@ def _origin() -> Origin:
 
 
 def _named_by_a_process(name: str) -> bool:
-    """Whether a command line contains this name. Those of Ray's processes contain the name of their session."""
+    """Whether a command line contains this name. The command lines of Ray's processes contain the name of their session."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if name.encode() in path.read_bytes():

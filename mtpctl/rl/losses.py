@@ -63,7 +63,7 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kind: Literal["k2", "k3"])
     """Monte-Carlo estimate [T] of KL(policy ‖ reference) at tokens that the policy sampled (http://joschu.net/blog/kl-approx.html).
 
     With l = log policy - log reference: k2 = l²/2 (biased, low variance), k3 = exp(-l) + l - 1 (unbiased, nonnegative). As loss terms on
-    policy, k2 has the gradient of the true KL, and k3 that of KL(reference ‖ policy).
+    policy, k2 has the gradient of the true KL, and k3 the gradient of KL(reference ‖ policy).
     """
     difference = (logprob - ref_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference**2 / 2 if kind == "k2" else torch.expm1(-difference) + difference
@@ -285,7 +285,7 @@ def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
-    """Per-token gain [T] whose policy gradient is that of the negative KL, from the log-probs of the sampled tokens.
+    """Per-token gain [T] whose policy gradient is the gradient of the negative KL, from the log-probs of the sampled tokens.
 
     reverse, KL(policy ‖ teacher): log teacher - log policy (MiniLLM, arXiv 2306.08543, equation 3, without the term of later tokens;
     GKD, arXiv 2306.13649, with lambda 1). forward, KL(teacher ‖ policy): the probability ratio, bounded by `MAX_RATIO`, minus its mean 1,

@@ -1,9 +1,9 @@
 """Messages between tests and an answer that runs in another process, so that no code of the answer runs where it is judged.
 
 `TestsEnd` is trusted. `AnswerEnd` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or proxies
-(`remote`), never functions or classes. Nothing is looked up by a name that the answer chose, except exception classes in `_EXCEPTIONS`.
-Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises RuntimeError in the tests, as in a
-generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
+(`remote`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
+(`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises
+RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
 The answer can call functions that tests pass to it. A list, dict or set that it changes is changed for the tests when the call returns.
 """
@@ -320,7 +320,7 @@ def _number(value: object) -> object:
 
 
 def _importable(value: Any) -> tuple[str, str] | None:
-    """Module and name of a function or class that the answer can import itself; None for those of the tests."""
+    """Module and name of a function or class that the answer can import itself; None if the tests define it."""
     module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
     name = getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module not in sys.modules:

@@ -3,8 +3,9 @@
 A fork has a copy of its parent's memory, which must not contain data of other runs. Therefore the zygote never reads code, tests or input:
 it receives them as open files.
 
-A request is a JSON datagram with file descriptors: `status` and those of `NAMES`. When the run has ended, the zygote reports on `status`.
-Closing the other end of `status` kills the run; a byte on it interrupts the run. When the request socket is closed, all runs are killed.
+A request is a JSON datagram with file descriptors: `status` and the ones in `NAMES`. When the run has ended, the zygote reports on
+`status`. Closing the other end of `status` kills the run; a byte on it interrupts the run. When the request socket is closed, all
+runs are killed.
 """
 
 from __future__ import annotations

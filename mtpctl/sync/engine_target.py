@@ -127,7 +127,7 @@ class EngineTarget:
 
     @property
     def dirty(self) -> bool:
-        """Whether the weights may not be those of one version."""
+        """Whether the weights may be a mix of versions."""
         return self.state.dirty
 
     @property
@@ -285,7 +285,7 @@ class EngineTarget:
         except MtpctlError:
             raise
         except Exception as error:
-            # The session was closed under the new version. Close one under the previous version, so that tokens carry that.
+            # The session was closed under the new version. Close another one under the previous version, so that tokens carry the latter.
             await self._within(self._client.start(draft=False), "opening a weight session")
             await self._within(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()

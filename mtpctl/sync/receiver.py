@@ -100,8 +100,8 @@ class UpdateStep(TypedDict, total=False):
     """One step of an update.
 
     Actions: `begin` a section; receive `count` `buckets` from `first`; `abort`; `finish`; `sums` for the checksums. `begin` has the
-    version, the transport and its address, the plan's short name and, the first time, its JSON. `config` is that of an adapter. A section
-    to `discard` is received and dropped.
+    version, the transport and its address, the plan's short name and, the first time, its JSON. `config` is the config of an adapter. A
+    section to `discard` is received and dropped.
     """
 
     action: Required[Literal["begin", "buckets", "abort", "finish", "sums"]]

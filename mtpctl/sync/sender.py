@@ -172,7 +172,7 @@ class Sender(Packer):
         return self._writer, self._announced
 
     def _writer_for(self, members: tuple[str, ...]) -> PushWriter:
-        """The writer for these receivers: that of the last version, or that of a new group."""
+        """The writer for these receivers: the previous one if its group is intact and has the same members, else one for a new group."""
         if self._writer is not None:
             try:
                 # A receiver may have failed after everything was sent. Its group cannot be used again.

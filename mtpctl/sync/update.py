@@ -156,7 +156,7 @@ class State(StrEnum):
 
 
 class Trainer(Protocol):
-    """The trainer ranks. Each method calls that of `WeightSource` on all of them, and returns the result of rank 0."""
+    """The trainer ranks. Each method calls the same method of `WeightSource` on all ranks, and returns the result of rank 0."""
 
     async def plan_weights(
         self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]

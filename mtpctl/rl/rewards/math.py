@@ -319,7 +319,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _boxed(text: str) -> tuple[str | None, bool]:
-    """The content of the last box, joined with that of the boxes before it if they form a list; and whether a box is not closed."""
+    """The content of the last box, joined with the boxes before it if they form a list; and whether a box is not closed."""
     boxes, unclosed = [], False
     closings = _closings(text)
     for match in _BOX.finditer(text):

@@ -393,7 +393,7 @@ class Pool:
         return [call for call in worker.calls.values() if now - call.started > limit]
 
     def _check_usage(self, worker: _Worker, now: float) -> None:
-        """Compare the time and CPU usage of the worker's call with those of recent calls, and update its flags."""
+        """Compare the duration and CPU time of the worker's call with recent calls, and update the worker's flags."""
         (call,) = worker.calls.values()
         age = now - call.started
         worker.long = worker.long or age > self._usual.max_seconds(worker.completed)
@@ -437,7 +437,7 @@ class Rewarder:
         return await self._pool.call(response, problem, sample)
 
     async def __call__(self, response: str, problem: Answered, sample: Sample) -> Outcome:
-        """Reward one response. After a failure the result is reward 0, no reward, or RuntimeFailure, depending on `reward.on_error`."""
+        """Reward one response. After a failure, `reward.on_error` selects reward 0, no reward, or RuntimeFailure."""
         outcome = await self.attempt(response, problem, sample)
         if not outcome.error:
             return outcome

@@ -244,7 +244,7 @@ class Template:
         return self.process.poll() is None
 
     def worker(self) -> socket.socket:
-        """Start a worker, and return the controller's end of its socket. If this process cannot be forked, it becomes the worker itself."""
+        """Start a worker, and return the controller's end of its socket. A template that cannot be forked becomes the worker itself."""
         if not self.loaded.forkable:
             self._control.send(SERVE)
             return self._control
