@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
     from torch.distributed import TCPStore
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 LIVENESS_S = 5.0
 """Interval of checks whether the engine's processes are alive, in seconds."""
