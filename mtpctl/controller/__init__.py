@@ -1,3 +1,4 @@
-"""The asynchronous loop: stages, sample buffer, admission by staleness, publishing of weights, resume, supervision.
-Runs in the process of `mtpctl train`; calls trainers, engines and log-prob servers, and imports no torch.
+"""The asynchronous training loop: stages, sample buffer, admission by staleness, weight sync, resume and restarts.
+
+Runs in the `mtpctl train` process. Calls trainers, engines and log-prob servers; does not import torch.
 """

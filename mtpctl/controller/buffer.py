@@ -1,4 +1,4 @@
-"""The sample buffer between rollout and trainer: it collects samples into groups, and is part of a checkpoint."""
+"""The sample buffer between rollout and trainer. It collects samples into groups, and is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from mtpctl.samples import Sample
 class Group:
     """The `size` responses to one prompt.
 
-    number: index of the prompt in the order of drawing, which orders deterministic runs. version: the latest published weight version when
-    the group was sent out. A group that becomes too old is discarded, which sets `unwanted`, and its prompt is sent out again as a new
-    group of the same number, with one more of `retries`.
+    A group that becomes too old is discarded: `unwanted` is set, and its prompt is sent out again as a new group with the same `number` and
+    `retries` + 1.
+
+    Attributes:
+        number: index of the prompt in the order of drawing. Deterministic runs train on groups in this order.
+        version: the latest published weight version when the group was sent out.
     """
 
     number: int
@@ -41,7 +44,7 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """Weight version of the oldest token; for an incomplete group, the oldest version that a token can have."""
+        """Weight version of the oldest token. For an incomplete group, the version at which it was sent out, which is a lower bound."""
         versions = [span.version for sample in self.samples for part in sample.parts for span in part.version_spans]
         return min(versions) if self.complete and versions else self.version
 
@@ -53,11 +56,14 @@ class Group:
 class SampleBuffer:
     """Groups in flight, and complete groups that wait for the trainer.
 
-    The trainer gets the groups with the oldest tokens first, equally old ones in the order of completion; if `ordered`, in the order in
-    which their prompts were drawn. A group is in flight from `begin` until it has its rewards and is `put` or dropped. `requeued`: groups
-    whose prompts are to be sent out again, because they became too old or were unfinished in a checkpoint.
+    A group is in flight from `begin` until it is `put` (complete and rewarded) or dropped. The trainer gets the groups with the oldest
+    tokens first. Among equally old groups, retried ones come first, then the order of completion decides. If `ordered`, the trainer gets
+    groups in the order in which their prompts were drawn.
 
-    Taken groups are kept until a checkpoint contains their update (`saved`), in case the trainer is lost.
+    Groups that were taken are retained until a checkpoint contains their update (`saved`), in case the trainer is lost.
+
+    Attributes:
+        requeued: groups whose prompts are sent out again, because they became too old or were unfinished in a checkpoint.
     """
 
     def __init__(self, *, ordered: bool = False) -> None:
@@ -118,7 +124,7 @@ class SampleBuffer:
             if group.unwanted.is_set():
                 return
             self._open.pop(group.group_id, None)
-            # After its equals, so that equally old groups stay in the order of completion.
+            # `insort` inserts after equal keys, so ties stay in the order of completion.
             insort(self._ready, group, key=self._order)
             self._changed.notify_all()
 
@@ -132,10 +138,11 @@ class SampleBuffer:
             return self._open.pop(group.group_id, None) is not None
 
     async def wait(self, count: int, *, due: int = -1, later: int = 0) -> None:
-        """Return once `count` groups can be taken and, if `ordered`, no earlier group is missing.
+        """Wait until `count` groups can be taken.
 
-        A batch also waits for retried groups of version `due` or before, which would be too old for the next version, except for `later` of
-        them, which later batches can still take.
+        If `ordered`, also waits for every group with a smaller number than the last one of the batch. Otherwise also waits for retried
+        groups with tokens of version `due` or earlier, because the next version would make them too old. Up to `later` of these are left to
+        later batches before that version.
         """
 
         def batch_is_ready() -> bool:
@@ -154,7 +161,7 @@ class SampleBuffer:
             await self._changed.wait_for(batch_is_ready)
 
     def take(self, count: int, step: int = 0) -> list[Group]:
-        """Remove and return the next `count` groups for the update `step`, after `wait`."""
+        """Remove and return the next `count` groups for the update `step`. Call `wait` first."""
         batch, self._ready = self._ready[:count], self._ready[count:]
         self._taken += [(step, group) for group in batch]
         return batch
@@ -164,7 +171,7 @@ class SampleBuffer:
         self._taken = [(of, group) for of, group in self._taken if of > step]
 
     async def take_back(self) -> int:
-        """Return the groups of updates that no checkpoint contains to the buffer. Returns their number.
+        """Put the groups of updates that no checkpoint contains back into the buffer. Returns the number of groups.
 
         If `ordered`, all prompts are sent out again instead, under the weights that sampled them before, so that the updates are the same.
         """
@@ -178,13 +185,13 @@ class SampleBuffer:
         return len(groups)
 
     def unfinished(self) -> list[Group]:
-        """Groups in flight and requeued groups, in the order of drawing: a resumed run sends out their prompts again."""
+        """Groups in flight and requeued groups, in the order of drawing. A resumed run sends their prompts out again."""
         return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
 
     def saving(self, path: Path) -> Callable[[], Entry]:
-        """A function that writes a snapshot of the buffer, in any thread, and returns the file's size and checksum.
+        """Return a function that writes a snapshot of the buffer. It may run in any thread, and returns the file's size and checksum.
 
-        One line of JSON per group: waiting groups with their samples, and the problems of unfinished ones. The file is written atomically.
+        The file has one line of JSON per group: ready groups with their samples, unfinished groups without. It is written atomically.
         """
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 
@@ -194,7 +201,7 @@ class SampleBuffer:
 
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
-        """Read a saved buffer: its complete groups, and the unfinished ones, whose prompts have to be sent out again."""
+        """Read a saved buffer. Returns its complete groups, and the unfinished ones, whose prompts must be sent out again."""
         complete: list[Group] = []
         unfinished: list[Group] = []
         for line in path.read_text().splitlines():

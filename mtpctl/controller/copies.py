@@ -19,9 +19,9 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 
 FIRST_S, MOST_S = 1.0, 60.0
-"""Seconds between two attempts: after the first failure, and at most."""
+"""Initial and maximum delay between two attempts, in seconds."""
 END_S = 300.0
-"""Seconds for which a run that ends keeps retrying a failing store."""
+"""How long a run that is ending retries a failing store, in seconds."""
 FETCH_TRIES = 5
 LOOK_S = 0.05
 
@@ -29,10 +29,10 @@ Report = Callable[[str], None]
 
 
 class Copies:
-    """Copies the newest waiting checkpoint in a background thread.
+    """Copies checkpoints in a background thread. Only the newest queued checkpoint is copied.
 
-    If the store fails, training continues and the copy is retried with increasing pauses. `report` gets a line when the store begins to
-    fail and when it recovers.
+    If the store fails, training continues and the copy is retried with exponential backoff. `report` receives a line when the store begins
+    to fail and when it recovers.
     """
 
     def __init__(self, store: ObjectStore, run_dir: Path, keep: int, report: Report) -> None:
@@ -50,7 +50,7 @@ class Copies:
         self._thread.start()
 
     def take(self, checkpoint: Path) -> None:
-        """Queue a complete checkpoint, in place of one that still waits. Returns at once."""
+        """Queue a complete checkpoint. It replaces one that is still queued. Does not block."""
         with self._changed:
             self._waiting = checkpoint
             self._behind += 1
@@ -58,12 +58,12 @@ class Copies:
 
     @property
     def needed(self) -> Sequence[str]:
-        """Names of the checkpoints that must not be deleted: the one being copied, and the one that waits."""
+        """Names of the checkpoints that must not be deleted: the one being copied, and the queued one."""
         with self._changed:
             return [path.name for path in (self._copying, self._waiting) if path is not None]
 
     def metrics(self) -> dict[str, float]:
-        """The number of checkpoints that are not copied yet; failed attempts and the duration of a copy since the last call."""
+        """Number of checkpoints that are not copied yet; failed attempts and duration of the latest copy since the last call."""
         with self._changed:
             metrics = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._behind)}
             if self._seconds is not None:
@@ -72,11 +72,11 @@ class Copies:
         return metrics
 
     async def finish(self) -> None:
-        """Wait until the newest checkpoint is copied. Gives up, and reports it, if the store fails for `END_S`."""
+        """Wait until the newest checkpoint is copied. If the store fails for `END_S`, gives up and reports it."""
         with self._changed:
             self._ending = time.monotonic() + END_S
             self._changed.notify_all()
-        while self._thread.is_alive():  # With `to_thread`, a second Ctrl-C would wait for the thread.
+        while self._thread.is_alive():  # Polls, because a second Ctrl-C would wait for a join in `to_thread`.
             await asyncio.sleep(LOOK_S)
         if self._error is not None:
             raise self._error
@@ -87,7 +87,7 @@ class Copies:
         try:
             while (checkpoint := self._next()) is not None:
                 self._copy(checkpoint)
-        except BaseException as error:  # a bug, which `finish` raises
+        except BaseException as error:  # a bug; `finish` raises it
             self._error = error
 
     def _next(self) -> Path | None:
@@ -97,7 +97,7 @@ class Copies:
             return self._copying
 
     def _copy(self, checkpoint: Path) -> None:
-        """Copy a checkpoint, with retries, until a newer one waits."""
+        """Copy a checkpoint. Retries until it succeeds, a newer one is queued, or the deadline of an ending run has passed."""
         pause = FIRST_S
         with self._changed:
             behind = self._behind
@@ -128,7 +128,7 @@ class Copies:
             self._report(f"{error}; training goes on, and it is tried again")
 
     def _give_up(self, message: str, behind: int) -> None:
-        """Report that a checkpoint is not copied, because it is damaged."""
+        """Report that a checkpoint is not copied because it is damaged."""
         with self._changed:
             self._behind -= behind
             self._copying = None
@@ -145,15 +145,17 @@ class Copies:
 
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
-    """The store of the recipe's copies; None if it has none. Raises as `ObjectStore`."""
+    """The object store for the recipe's copies; None if none is configured. Raises as `ObjectStore` does."""
     return None if recipe.copy_url is None else ObjectStore(recipe.copy_url)
 
 
 def check_copies(recipe: Recipe) -> None:
-    """Check that copies can be written, and belong to this run.
+    """Check that copies can be written, and that existing ones belong to this run.
 
-    Raises UserError if there is no such bucket, or the copy is another run's; EnvironmentMissing if a package is missing, the credentials
-    are rejected, or the store does not answer and the run has no local checkpoint to resume from.
+    Raises:
+        UserError: if the bucket does not exist, or the URL has the copy of another run.
+        EnvironmentMissing: if a package is missing, the credentials are rejected, or the store does not answer and the run has no local
+            checkpoint to resume from.
     """
     store = store_of(recipe)
     if store is None:
@@ -163,7 +165,7 @@ def check_copies(recipe: Recipe) -> None:
         text = store.read(RECIPE)
     except StoreFailed as error:
         if _has_checkpoint(RunDirectory(recipe.run_path)):
-            return  # The run continues, and reports that it cannot be copied yet.
+            return  # The run starts, and reports that its checkpoints cannot be copied yet.
         problem = f"{store.url} does not answer ({error.reason}), and may hold the checkpoint that this run goes on from"
         raise EnvironmentMissing(f"{FIELD}: {problem}; start again once it does, or remove the key") from error
     if text is not None:
@@ -207,7 +209,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
 
 
 def copies_of(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> Copies | None:
-    """The copies of a run, beginning with the checkpoint that it resumes from; None if the recipe has none."""
+    """Start copying for a run, first the checkpoint that it resumes from. None if the recipe configures no copies."""
     store = store_of(recipe)
     if store is None:
         return None

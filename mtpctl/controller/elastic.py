@@ -1,8 +1,9 @@
-"""Keeps a run at the requested number of rollout replicas, as far as hosts have room (`rollout.replicas: {min, max}`).
+"""Scales the rollout replicas of a run to the requested number, as far as hosts have room (`rollout.replicas: {min, max}`).
 
-Once a second the controller answers requests of `mtpctl scale`, removes replicas that are too many or whose host is lost or draining, and
+Once a second, the controller answers requests of `mtpctl scale`, removes surplus replicas and those whose host is lost or draining, and
 adds missing replicas on hosts with room. The trainer and the log-prob server take precedence: while one of their actors waits for a host,
-no replica joins, and after a while one leaves for it. Training continues meanwhile; only the number of concurrent responses changes.
+no replica joins, and after `YIELD_S` a replica leaves to make room. Training continues meanwhile; only the number of concurrent responses
+changes.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
 
 LOOK_S = 1.0
-"""Interval of the checks of requests and hosts, in seconds."""
+"""Interval between checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
-"""Seconds that another actor waits for a host, which may be about to join, before a replica above the minimum leaves for it."""
+"""Seconds that another actor waits for a host to join before a replica above the minimum leaves to make room for it."""
 
 
 class ElasticRollout:
-    """Answers requests inside of `watching`, and adds and removes replicas of a pool inside of `following`.
+    """Answers requests inside `watching`; adds and removes replicas of a pool inside `following`.
 
-    requested: the number that `mtpctl scale` requested last, within the recipe's bounds; by default the maximum. on_wait: called
-    once a second while fewer than `rollout.replicas.min` replicas have a host, so that the loop does not consider generation stuck.
+    Attributes:
+        requested: the last number requested by `mtpctl scale`, clipped to the recipe's bounds; by default the maximum.
+        on_wait: called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the RL loop does not consider
+            generation stuck.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Check once a second while the block runs. An error of a check is raised at the end of the block."""
+        """Check once a second while the block runs. An error of a check is raised when the block ends."""
         forget_requests(self._directory)
         if self._before:
             bounds = "" if self.requested == self._before else f", and rollout.replicas allows {self.requested}"
@@ -84,7 +87,7 @@ class ElasticRollout:
             while True:
                 self._answer_requests()
                 if self._membership is not None and not self._state.stopping.is_set():
-                    # If Ray's server has ended, Ray reports it only after a minute. The run saves its checkpoint in the meantime.
+                    # In a thread: if the GCS server has ended, Ray reports it only after a minute. The run saves its checkpoint meanwhile.
                     alive, drained = await in_thread(lambda: (living(), draining()))
                     if self._membership is not None:
                         self._check(self._membership, alive, drained)
@@ -102,7 +105,7 @@ class ElasticRollout:
                 self._report(f"mtpctl scale gets no answer ({error.strerror}): {answer.message}")
 
     def _set_requested(self, replicas: int) -> Answer:
-        """Set the requested number, if the recipe allows it and it can be saved in the run directory."""
+        """Set the requested number if the recipe allows it and it can be stored in the run directory."""
         try:
             check_scale(self.rollout, replicas)
             remember(self._directory, replicas)
@@ -126,7 +129,7 @@ class ElasticRollout:
         for index in [index for index in self._joining if membership.serves(index)]:
             self._report(f"replica {index} serves")
             self._joining.remove(index)
-        # In a separate task: if another job was faster, Ray needs a while to reject a reservation.
+        # In a separate task, because Ray needs a while to reject a reservation if another job was faster.
         if (looking := self._looking_for_room) is None or looking.done():
             if looking is not None:
                 looking.result()
@@ -151,7 +154,7 @@ class ElasticRollout:
             self._left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
-        """Add replicas until none is missing, or no host has room."""
+        """Add replicas until none is missing or no host has room."""
         while len(membership.taken) < self.requested and not self._state.lost and not self._others_awaited():
             index = next(i for i in range(self.requested + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
@@ -162,11 +165,14 @@ class ElasticRollout:
             self._joining.add(index)
 
     def _others_awaited(self) -> dict[str, float]:
-        """The actors of the trainer and the log-prob server that wait for a bundle, and since when."""
+        """Actors of the trainer and the log-prob server that wait for a bundle, with the time since when."""
         return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
     def _late_other(self) -> str:
-        """An actor of those whose host is gone and that has waited for `YIELD_S`, also since a replica left; empty if there is none."""
+        """A trainer or log-prob actor that lost its host and has waited for `YIELD_S`; empty if there is none.
+
+        The wait is counted from the last departure of a replica if that was later.
+        """
         late = time.monotonic() - YIELD_S
         lost = self._bundles.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
         return lost[0] if lost else ""

@@ -24,7 +24,7 @@ from mtpctl.samples import GenerationRequest, Sample, response_limit
 from mtpctl.telemetry.session import Telemetry
 
 Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
-"""The problems of each held-out set with their responses, by the name of the set."""
+"""Problems with their responses, by the name of the held-out set."""
 
 
 @dataclass(slots=True)
@@ -75,15 +75,16 @@ async def evaluate(
     on_progress: Callable[[], None] = lambda: None,
     on_end: Callable[[Responses], None] = lambda responses: None,
 ) -> dict[str, float]:
-    """Answer and reward all held-out problems. Returns `eval/*`; empty without held-out problems.
+    """Generate and reward responses to all held-out problems. Returns `eval/*`; empty if there are no held-out problems.
 
-    Responses are sampled as in rollout unless their set configures otherwise, and rewarded while others are generated. A failed reward
-    counts as 0.
+    Sampling parameters are those of rollout unless the set overrides them. Responses are rewarded while others are generated. A failed
+    reward counts as 0.
 
     Args:
-        rewards: by the name of the set; that of `UNNAMED` serves sets without their own.
-        version: the weight version of the engines at the start. `eval/mixed_fraction` is the share of responses with a token of another.
-        n: replaces the number of responses to each problem.
+        rewards: by the name of the set. Sets without their own reward use `rewards[UNNAMED]`.
+        version: the weight version of the engines at the start. `eval/mixed_fraction` is the share of responses with a token of another
+            version.
+        n: overrides the number of responses to each problem.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
@@ -132,7 +133,7 @@ async def evaluate(
 
 
 def cut_responses(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
-    """The number of responses of an evaluation that `rollout.deadline_s` cut, and of all its responses."""
+    """Number of responses of an evaluation that `rollout.deadline_s` truncated, and number of all its responses."""
     cut = total = 0
     for name, share in metrics.items():
         if name.endswith("/deadline_fraction"):
@@ -157,7 +158,7 @@ def _request(
 
 
 class Evaluations:
-    """The evaluations of the RL stage, one at a time, and concurrent with training unless the recipe configures otherwise."""
+    """The evaluations of the RL stage. At most one runs at a time, concurrently with training unless the recipe configures otherwise."""
 
     def __init__(
         self,
@@ -176,18 +177,18 @@ class Evaluations:
 
     @property
     def running(self) -> bool:
-        """Whether an evaluation has begun whose result `wait` has not returned."""
+        """Whether an evaluation has started whose end was not awaited yet."""
         return self._current is not None
 
     def due(self) -> bool:
-        """Whether `train.eval_every` requires an evaluation after the last update. The one after the final update always takes place."""
+        """Whether `train.eval_every` requires an evaluation at this step. False at the final update, which is always evaluated."""
         every, step = self.recipe.train.eval_every, self.state.step
         return bool(every) and step % every == 0 and step < self.recipe.train.rl.steps
 
     async def start(self, *, background: bool = False) -> None:
-        """Evaluate the published weights for the current step, after the evaluation in progress.
+        """Start an evaluation of the published weights, logged under the current step. Waits for the one in progress first.
 
-        With `background`, training continues meanwhile unless the recipe makes it wait. A sync during the evaluation changes the weights of
+        If `background`, training continues meanwhile unless the recipe makes it wait. A sync during the evaluation changes the weights of
         responses in flight, as in rollout.
         """
         await self.wait()
@@ -203,13 +204,13 @@ class Evaluations:
             await self.wait()
 
     async def wait(self) -> None:
-        """Wait until the evaluation in progress ends, or until a stop is requested. Raises its error."""
+        """Wait until the evaluation in progress ends, and raise its error. A requested stop cancels it."""
         if self._current is not None and await finished_before(self._current, self.state.stopping):
             self._current.result()
             self._current = None
 
     async def cancel(self) -> None:
-        """Cancel the evaluation in progress, if any, since the stage ends before it."""
+        """Cancel the evaluation in progress, if any, because the stage ends."""
         if self._current is None:
             return
         self._current.cancel()

@@ -1,4 +1,4 @@
-"""One run from its recipe to its end: check the recipe, start the actors, run the stages, and shut everything down."""
+"""Runs a recipe from start to end: checks it, starts the actors, runs the stages, and shuts everything down."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus = gpus = 0.0
     if recipe.cluster.address is None:
-        # No host joins a cluster that the run starts itself, so it needs room for all engines from the start.
+        # No host can join a cluster that the run starts itself, so it needs room for the maximum number of engines.
         most = place(recipe, engines=recipe.rollout.replica_range.max)
         cpus, gpus = most.cpus, most.gpus
     check_room(recipe.cluster, cpus=cpus, gpus=gpus)
@@ -112,10 +112,10 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
 
 
 class Run:
-    """The actors of one run, and the order in which its stages use them.
+    """One run: starts its actors, and runs its stages in order.
 
     Args:
-        changed: how RL by this recipe differs from RL in the run so far, for the resume message; empty if it does not.
+        changed: a message for the resume event if the source of old log-probs has changed since the last session; else empty.
         status: the bound socket of the status page, if any.
         daemons: the Ray daemons that the run has started.
         start: the checkpoint that the run resumes from; by default none.
@@ -151,7 +151,10 @@ class Run:
         self.trains_rl = "rl" in recipe.train.stages
 
     async def drive(self) -> int | None:
-        """Run all stages. If a signal requests a stop, returns its number, after a checkpoint unless the recipe keeps none."""
+        """Run all stages. Returns the number of the signal that stopped the run, or None.
+
+        A stopped run writes a checkpoint first, unless the recipe keeps none.
+        """
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
         async with contextlib.AsyncExitStack() as stack:
@@ -192,7 +195,7 @@ class Run:
                 if starting is not None and not starting.done():
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
-            # A stage that has ended has its checkpoint already; a trainer with nothing left to do has no optimizer to save.
+            # A stage that has ended already has its checkpoint. A trainer outside a stage has no optimizer to save.
             if self.state.stopping.is_set() and self.state.within_stage:
                 path = await self.state.until_saved(lambda: self.state.checkpoint(trainer))
                 saved = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
@@ -205,7 +208,7 @@ class Run:
             await copies.finish()
 
     async def _rescue(self, trainer: TrainerGroup) -> None:
-        """Save the updates of a stage that has failed, if the trainer can still write a checkpoint."""
+        """Write a checkpoint of a stage that has failed, if the trainer still can."""
         try:
             path = await self.state.rescue(trainer)
         except (RuntimeFailure, OSError) as error:
@@ -274,9 +277,9 @@ class Run:
             self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
 
     async def _stage(self, stage: str, trainer: TrainerGroup, starting: StartingActors | None, resumed: Path | None) -> None:
-        """Run a stage to its end, checkpoint included, or until a stop is requested.
+        """Run a stage to its end, including its last checkpoint, or until a stop is requested.
 
-        `resumed`: the checkpoint of this stage that it continues from. Raises TrainerLost if the trainer is lost outside an update: the
+        `resumed`: the checkpoint within this stage to continue from. Raises TrainerLost if the trainer is lost outside an update. The
         caller then runs the stage again from the newest checkpoint.
         """
         if stage == "sft":

@@ -1,4 +1,4 @@
-"""What the RL loop records: metrics of the samples of an update, busy times, and some samples as text."""
+"""Records of the RL loop: metrics of the samples of an update, busy times, and some samples as text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def environment_use(samples: list[Sample]) -> dict[str, float]:
         "environment/errors": statistics.fmean(use.errors for use in uses),
         "environment/timeouts": statistics.fmean(use.timeouts for use in uses),
     }
-    if count := sum(use.samples for use in uses):  # of agents
+    if count := sum(use.samples for use in uses):  # only agents report samples
         metrics["environment/samples"] = count / len(uses)
         metrics["environment/rewritten"] = sum(use.rewritten for use in uses) / count
     if rewards := [sample.environment_reward for sample in samples if sample.environment_reward is not None]:
@@ -90,12 +90,14 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
 
     Rewards and finish reasons count once per trajectory. Lengths, staleness and speculation include all samples.
 
-    Args:
-        trajectories: each is its last sample, with the others in `earlier`.
-        version: the latest published version, `ahead` updates before this one; one is published every `sync_every` updates.
+    Staleness in versions is the distance from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and counts
+    each version as `sync_every` updates. That overestimates it if a resumed run published a version between two syncs.
 
-    Staleness in versions is from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and counts each version
-    as `sync_every` updates, which is too many for a version that a resumed run published between two syncs.
+    Args:
+        trajectories: the last sample of each, with the others in `earlier`.
+        version: the latest published version.
+        sync_every: updates between two published versions.
+        ahead: updates since `version` was published.
     """
     samples = [part for trajectory in trajectories for part in trajectory.parts]
     rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
@@ -123,7 +125,7 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
 
 
 class BusyClock:
-    """Adds up the seconds in which `trainer` and `rollout` were busy, separately and both at once, and those in which only `reward` was."""
+    """Measures how long `trainer` and `rollout` are busy, separately and concurrently, and how long only `reward` is busy."""
 
     def __init__(self) -> None:
         self._busy = {"trainer": False, "rollout": False, "reward": False}
@@ -145,7 +147,7 @@ class BusyClock:
         self._busy[side] = busy
 
     def read(self) -> dict[str, float]:
-        """Idle shares, overlap, wall time (`timing_s/step`) and time spent in rewards alone, all since the last reading."""
+        """Idle shares, overlap, wall time (`timing_s/step`) and time spent only in rewards, all since the last call."""
         self._advance()
         wall = max(self._seconds["wall"], 1e-9)
         times = {
@@ -160,11 +162,11 @@ class BusyClock:
 
 
 class SampleRecorder:
-    """Records samples as text: at most `count` of each update, of each evaluated set, and of the groups dropped before an update."""
+    """Records at most `count` samples as text: of each update, of each evaluated set, and of the groups dropped before an update."""
 
     def __init__(self, telemetry: Telemetry, tokenizer: Tokenizer, count: int) -> None:
         self.telemetry, self.tokenizer, self.count = telemetry, tokenizer, count
-        self._dropped = (-1, 0)  # step, and the number of its samples
+        self._dropped = (-1, 0)  # step, and the number of samples recorded for it
 
     def record_update(self, step: int, groups: Sequence[Group]) -> None:
         """Record samples of the groups that the update `step` trained on."""

@@ -1,4 +1,4 @@
-"""Preflight checks of user-defined code: loss, agent, environment and rewards are tried on rows of the data before anything starts.
+"""Preflight checks of user-defined code: tries loss, agent, environment and rewards on rows of the data before anything starts.
 
 Imports are local, because most recipes name no code and are checked in less than a second.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from mtpctl.rl.rewards.function import Outcome
 
 MAX_CHECKED = 500
-"""Maximum number of problems of a set whose own solutions are checked by a verifier (a function that only compares answers)."""
+"""Maximum number of problems per set whose own solutions a verifier (a function that only compares answers) is checked on."""
 TRIED = 3
-"""Number of rows on which any other reward function is tried, since it may call a model or run a program."""
+"""Number of rows on which other reward functions are tried. Few, because a function may call a model or run a program."""
 TRIED_HINTS = 8
-"""Number of rows in which a teacher's hint is rendered."""
+"""Number of rows for which a teacher's hint is rendered."""
 _OTHER_VERIFIER = {"exact": "math", "math": "exact"}
 
 
@@ -42,8 +42,12 @@ class Tried:
 def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
     """Try the user-defined code that RL calls: loss and advantage on a small example, environment and rewards on problems.
 
-    `compare`: try verifiers as well, on many problems. Raises UserError for the first failure, with its file and line, and
-    EnvironmentMissing if there is no sandbox for code that the model writes.
+    Args:
+        compare: also check verifiers, on many problems.
+
+    Raises:
+        UserError: for the first failure, with its file and line.
+        EnvironmentMissing: if there is no sandbox for code that the model writes.
     """
     if "rl" not in recipe.train.stages:
         return Tried()
@@ -70,7 +74,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
 
 
 def preflight(recipe: Recipe) -> list[str]:
-    """Try the recipe's user-defined code on the first problems, without tokenizer and model. Returns warnings; raises as `try_code`."""
+    """Try the recipe's code on the first problems, without tokenizer and model. Returns warnings; raises as `try_code` does."""
     if "rl" not in recipe.train.stages:
         return []
     hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
@@ -142,25 +146,29 @@ def check_sandbox(recipe: Recipe) -> None:
 
 
 def compare_answers(config: RewardConfig, problems: ProblemSets) -> str:
-    """Reward the solutions of some problems by a verifier. Returns a warning, or an empty string.
+    """Check that a verifier accepts the problems' own solutions. Returns a warning, or an empty string.
 
-    Raises UserError if it accepts no solution of a set, since no response could be rewarded.
+    Raises UserError if it rejects every solution of a set, because then no response could be rewarded.
     """
     return asyncio.run(_compared(config, {"training": problems.train, "held-out": problems.evaluation}))
 
 
 def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward", *, also: Sequence[Problem] = ()) -> str:
-    """Reward the solutions of the first problems. Returns a warning if all rewards are 0, else an empty string.
+    """Call the reward function on the solutions of the first problems. Returns a warning if all rewards are 0, else an empty string.
 
-    `also`: problems of other sets that the function rewards, which may lack a column that it needs. Raises UserError for a key of the
-    section `field` if the function cannot be loaded or called, or fails.
+    Args:
+        field: the recipe section of the reward, for errors.
+        also: problems of other sets that the function rewards. They may lack a column that it needs.
+
+    Raises:
+        UserError: if the function cannot be loaded or called, or fails.
     """
     if config.function == FROM_ENVIRONMENT:
         return ""  # no environment has run yet
     try:
         return asyncio.run(_tried(config, problems[:TRIED], also))
     except UserError as error:
-        # The processes that load and call the function name the section `reward`.
+        # The processes that load and call the function always report the section `reward`.
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
 
 

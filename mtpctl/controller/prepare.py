@@ -36,11 +36,14 @@ KEPT_PROMPTS = 1 << 16
 
 
 DECODED_AT_ONCE = 16
-"""Responses that one thread job decodes. Each job wakes the event loop once."""
+"""Number of responses that one thread job decodes. Each job wakes the event loop once."""
 
 
 class Decoder:
-    """Decodes responses outside the event loop, in one thread at a time: a long response takes milliseconds, and a step has thousands."""
+    """Decodes responses outside the event loop, in one thread at a time.
+
+    A long response takes milliseconds, and a step has thousands of responses.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Ids, asyncio.Future[str]]] = []
@@ -79,9 +82,12 @@ def _texts(tokenizer: Tokenizer, responses: list[Ids]) -> list[str]:
 class Prepared:
     """The inputs of all stages of a run.
 
-    context: limit of a prompt with its response, in tokens. warnings: about solutions that the reward function rejects, held-out problems
-    that are trained on, and end tokens. tools: JSON schemas of the environment for the chat template. teacher: the model of a teacher that
-    the run serves. ends: the tokens that end a response; by default the tokenizer's.
+    Attributes:
+        context: maximum tokens of a prompt with its response.
+        warnings: about solutions that the reward function rejects, held-out problems that are trained on, and end tokens.
+        tools: JSON schemas of the environment's tools, for the chat template.
+        teacher: the teacher's model, if the run serves one.
+        ends: the tokens that end a response; by default the tokenizer's EOS token.
     """
 
     model: HfFolder
@@ -105,10 +111,10 @@ class Prepared:
         return await self._decoder.text(self.tokenizer, sample.response_ids)
 
     def prompt_ids(self, problem: Problem, config: DataConfig) -> Ids:
-        """Token ids of the problem's prompt, which its responses share. The latest ones are cached."""
+        """Token ids of the problem's prompt. Cached, because the responses to a prompt share them."""
         if (ids := self._prompts.pop(problem, None)) is None:
             ids = ids_of(encode_prompt(self.tokenizer, problem, config, self.tools))
-        self._prompts[problem] = ids  # the latest is last
+        self._prompts[problem] = ids  # most recently used last
         if len(self._prompts) > KEPT_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
         return ids
@@ -121,13 +127,13 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """
     from mtpctl.convert.model_weights import ModelWeights
 
-    # Fast checks first, which find the most common mistakes.
+    # Fast checks first: they find the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     tried = try_code(recipe, problems, compare=True)
     model = model_of(recipe, run_dir)
     if "rl" in recipe.train.stages and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
-    # Finds tensors with wrong names, sizes or scales here, before any rank is started.
+    # Finds tensors with wrong names, sizes or scales before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = tokenizer_of(recipe, model, run_dir)
     for folder in (run_dir / "model", run_dir / "tokenizer"):
@@ -179,7 +185,7 @@ def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
 
 
 def _other_ends(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> str:
-    """A warning if the run has none of the end tokens of the teacher's model, else empty."""
+    """A warning if the run has none of the end tokens of the teacher's model; empty otherwise."""
     if teacher is None:
         return ""
     theirs = config_end_ids(recipe.model.model_copy(update={"path": str(teacher.path)}), teacher.config)
@@ -259,7 +265,7 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     if named != "bytes":
         path = named or (recipe.model.path if recipe.model.drawn else None) or model.path
         return load_tokenizer(path, ignore_tools=recipe.data.ignore_tools)
-    # In the folder of a model that was created for this run, so that it can be served as it is; else in the run directory.
+    # Written to the folder of a model that was created for this run, so that the folder can be served; else to the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if folder != model.path and folder.exists():
         _verify_created(folder)

@@ -30,14 +30,20 @@ from mtpctl.telemetry.session import show_ended
 
 Report = Callable[[str], None]
 REFERENCE = "reference"
-"""Folder in a run directory with the initial policy of RL, if there is a KL penalty."""
+"""Folder in a run directory with the reference policy (the initial policy of RL), if there is a KL penalty."""
 _LONG = 4 << 30
-"""Size from which verification takes more than a few seconds and is announced, in bytes."""
+"""Checkpoint size in bytes above which verification is announced, because it takes more than a few seconds."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run resumes from (None for a new run), its state, and lines about damaged checkpoints."""
+    """The starting point of a run.
+
+    Attributes:
+        checkpoint: to resume from; None for a new run.
+        state: the state in the checkpoint, or that of a new run.
+        lines: messages about damaged checkpoints.
+    """
 
     checkpoint: Path | None
     state: SavedState
@@ -45,7 +51,7 @@ class Start:
 
 
 def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start:
-    """Verify the newest checkpoint of a locked run directory. If it is damaged, it is set aside, and the one before is taken.
+    """Verify the newest checkpoint of a locked run directory. If it is damaged, it is renamed and the previous one is used.
 
     Raises UserError if every checkpoint is damaged, if the checkpoint is within a stage that the recipe leaves out, or if the initial
     policy of RL is needed and damaged.
@@ -92,7 +98,7 @@ def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState)
 
 
 def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, report: Report) -> bool:
-    """If all stages have ended, show the summary of the run and bring its copy up to date. Returns whether they have."""
+    """If all stages have ended, print the summary of the run and update its copy. Returns whether they have ended."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
     changed = changed_task(recipe, directory)
@@ -104,23 +110,26 @@ def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
 
 
 def _hint_to_continue(recipe: Recipe, stage: str) -> str:
-    """Hint how to train further after a run that has ended with the stage `stage`."""
-    if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended below its steps.
+    """Hint on how to continue training after a run whose last stage was `stage`."""
+    if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended before its last step.
         return "name another run_dir to train from the beginning, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
 def _hint_for_another_task(keys: list[str]) -> str:
-    """Hint for a run that has ended with another task than the recipe's, which differs in these keys."""
+    """Hint for a run that has ended and whose task differs from the recipe's in these keys."""
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
 
 
 def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
-    """Rename the run directory, so that the run begins again in a new one. Returns its new path, None if there was none.
+    """Rename the run directory, and create an empty one for the new start. Returns the renamed directory; None if there was no run.
 
-    shared: names of folders that the new run needs as well, such as its initial weights. Raises UserError if a run is writing the
-    directory, or if its copy in object storage would be overwritten.
+    Args:
+        shared: names of folders that the new run needs as well, such as its initial weights.
+
+    Raises:
+        UserError: if a run is writing the directory, or if its copy in object storage would be overwritten.
     """
     path = recipe.run_path.absolute()
     if not RunDirectory(path).recipe.exists():
@@ -146,7 +155,7 @@ def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
 
 
 def _linked(source: str, target: str) -> None:
-    """Link a file, or copy it if the file system has no links."""
+    """Hard-link a file, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -176,9 +185,9 @@ def _drawn_from(tree: Mapping[str, object]) -> dict[KeyPath, object]:
 
 
 def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
-    """A message if the recipe uses other old log-probs for the policy ratio than the run before, else empty.
+    """A message if the source of old log-probs for the policy ratio has changed since the last session; empty otherwise.
 
-    A release with another default changes them although the user's recipe is the same.
+    It changes without a change of the user's recipe if a release has another default.
     """
     if (tree := run.read_recipe()) is None:
         return ""
@@ -194,9 +203,9 @@ def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
 
 
 def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """The keys in which the recipe's task (rows, reward or environment) differs from the one that the run was trained on.
+    """The keys in which the recipe's task (rows, reward or environment) differs from the task that the run was trained on.
 
-    Files are compared by name, since a run may have been moved together with them.
+    Files are compared by name, because a run may have been moved together with its files.
     """
     if (tree := run.read_recipe()) is None:
         return []

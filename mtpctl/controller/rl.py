@@ -1,4 +1,4 @@
-"""The RL stage: generation and training at the same time, as two tasks of one event loop that share a buffer.
+"""The RL stage: rollout and training run concurrently, as two tasks of one event loop that share a buffer.
 
     RolloutLoop (rollout_loop.py)
     prompt ───► admission ───► rollout ───► score ───► reward ───► group complete
@@ -12,11 +12,11 @@
 `RlStage` is the lower half: it takes batches of whole groups out of the buffer, updates the trainer on them, and publishes the weights.
 The engines load them without ending the responses in flight.
 
-Staleness is bounded twice. `Admission` bounds how many groups are generated ahead (`async.staleness_threshold`). `publish` bounds the age
-of a trained token: at most `async.max_staleness` versions older than the latest published version. After each sync, groups that could only
-exceed this bound are discarded, whether in flight or complete, and their prompts are the first to be sent out again under the new weights.
-The trainer publishes no version that would make such a retried group too old before it has trained on the group (`SampleBuffer.wait`,
-`due`). So a group is normally discarded at most once, and a prompt whose responses always take longer than the bound is still trained on.
+Staleness is bounded in two ways. `Admission` bounds the number of groups that are generated ahead (`async.staleness_threshold`). `publish`
+bounds the age of a trained token: at most `async.max_staleness` versions older than the latest published version. After each sync, groups
+that exceed or may exceed this bound are discarded, whether in flight or complete. Their prompts are the first to be sent out under the new
+weights. Such a retried group is trained on before a new version would make it too old (`SampleBuffer.wait`, `due`). So a group is normally
+discarded at most once, and a prompt whose responses always take longer than the bound is still trained on.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ COLD_CACHE = (
     "computed again (rollout/prefix_cache_hit_rate)"
 )
 Sync = Callable[[int], Awaitable[dict[str, float]]]
-"""Publishes the trainer's weights under a version and waits until every target has them. Returns `sync/*`."""
+"""Publishes the trainer's weights as a version, and waits until every target has them. Returns `sync/*`."""
 
 
 class RlStage:
-    """Runs the updates of `train.rl.steps` that `state` does not have yet."""
+    """Runs the updates of `train.rl.steps` that are not done yet."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class RlStage:
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
-        self._reported_choices = {""}  # of draft tokens, as the engines describe them
+        self._reported_choices = {""}  # the engines' messages about their number of draft tokens
         self._deadline_cuts_reported = False
         self._cold_cache_reported = False
 
     async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
-        # The recipe may have another teacher than at the checkpoint, or its first one.
+        # The teacher may have been changed or added since the checkpoint.
         await asyncio.gather(*(self.rollout.taught(sample, group.problem) for group in complete for sample in group.samples))
         for group in complete:
             await self.buffer.put(group)
@@ -107,8 +107,8 @@ class RlStage:
     async def run(self) -> None:
         """Run rollout and training until all updates are done or a stop is requested, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        # A checkpoint precedes the evaluation that is due at its step, so a resumed run evaluates. If the evaluation had already taken
-        # place, its row is logged again, of the same weights.
+        # A checkpoint is written before the evaluation that is due at its step, so a resumed run evaluates. If that evaluation had already
+        # ended, its row is logged again for the same weights.
         if self.state.step == 0 or self.evaluations.due():
             await self.evaluations.start(background=True)
         try:
@@ -156,7 +156,7 @@ class RlStage:
                 self._skipped_in_a_row = 0
 
     async def _updates(self) -> None:
-        """Batch, update, publish, checkpoint, evaluation, until all updates are done or a stop is requested."""
+        """Repeat batch, update, publish, checkpoint and evaluation until all updates are done or a stop is requested."""
         self.clock.read()
         while self.state.step < self.recipe.train.rl.steps:
             groups = await self._next_batch()
@@ -177,7 +177,7 @@ class RlStage:
             if self.evaluations.due():
                 await self.evaluations.start(background=True)
                 if not self.evaluations.running:
-                    # The evaluation is not part of the next update's time, but tokens generated meanwhile were generated in that time.
+                    # The evaluation's time does not count for the next update, but it does for the rate of tokens generated meanwhile.
                     self._waited_for_evaluation += self.clock.read()["timing_s/step"]
             else:
                 await self.evaluations.raise_if_failed()
@@ -190,7 +190,7 @@ class RlStage:
             return None
         count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due = self.state.version - self.recipe.async_.max_staleness
-        # Groups that the later batches before the next sync can still take. Retried groups that are due may wait for those.
+        # Number of groups in the later batches before the next sync. Retried groups that are due may wait for these batches.
         later = (every - 1 - self.state.step % every) * count
         ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due=due, later=later)))
         if not await finished_before(ready, self.state.stopping):
@@ -279,13 +279,13 @@ class RlStage:
             self._replaying = False
             self.buffer.saved(self.state.step)
             await self.buffer.take_back()
-        # Nonzero only if a resumed run publishes between two syncs: groups of this interval that were trained on before the stop.
+        # Groups of this interval that were trained on before the stop. Nonzero only if a resumed run publishes between two syncs.
         trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.published(version, trained)
         return metrics
 
     async def _draft_counts(self) -> dict[str, float]:
-        """The mean number of draft tokens per step that the engines chose. Logs choices that changed."""
+        """The mean number of draft tokens per step that the engines have selected. Logs selections that are new."""
         states = await self.generator.speculate()
         for choice in {str(state["message"]) for state in states} - self._reported_choices:
             self._reported_choices.add(choice)
@@ -295,14 +295,14 @@ class RlStage:
     # ------------------------------------------------------------------------------------------------------ warnings
 
     def _warn_of_deadlines(self, share: float, responses: int) -> None:
-        """Log the first update with responses that a deadline cut; later updates have the metric."""
+        """Log an event for the first update with responses that the deadline truncated. Later updates only have the metric."""
         if share and not self._deadline_cuts_reported:
             self._deadline_cuts_reported = True
             cut = f"{round(share * responses)} of {responses} responses were cut by rollout.deadline_s: {self.recipe.rollout.deadline_s:g}"
             self.telemetry.event("rollout", f"{cut}; raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)")
 
     def _warn_of_cold_cache(self, metrics: Mapping[str, float]) -> None:
-        """Log an event if no prompt of the first update was in the prefix cache. Later rates are in the metric."""
+        """Log an event if the first update had no prefix cache hit. Later updates only have the metric."""
         reported, self._cold_cache_reported = self._cold_cache_reported, True
         group = self.recipe.train.rl.group_size
         if not reported and group > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:

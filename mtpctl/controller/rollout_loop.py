@@ -40,16 +40,16 @@ Teach = Callable[[Sample, Problem], Awaitable[None]]
 """Fills in a teacher's log-probs of a sample of this problem."""
 
 BATCHES_WITHOUT_SIGNAL = 20
-"""The run fails after this many batches of groups in a row without signal."""
+"""The run fails if the groups of this many batches are dropped in a row."""
 
 
 class Admission:
     """Bounds how many groups are sent out between two syncs, so that samples are not too stale when they are trained on.
 
-    The bound is that of `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes
-    `sync_every * groups_per_step` groups. With a threshold s, at most (1 + s) times as many are admitted, including those in flight or
-    waiting at the sync. With s = 0 nothing is generated ahead: every sample is generated under the weights that train on it. This bounds
-    the number of stale samples; `mtpctl.controller.rl` describes the bound on the age of each.
+    The bound is that of `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes `sync_every *
+    groups_per_step` groups. With a threshold s, at most (1 + s) times as many are admitted, including those in flight or waiting at the
+    sync. With s = 0 nothing is generated ahead: every sample is generated under the latest published weights. This bounds the number of
+    stale samples; `mtpctl.controller.rl` describes the bound on the age of each.
     """
 
     def __init__(self, groups_per_step: int, sync_every: int, threshold: float) -> None:
@@ -67,7 +67,7 @@ class Admission:
         self._admitted += 1
 
     def drop(self) -> None:
-        """Uncount a group without signal, which another one replaces."""
+        """Uncount a dropped group, which another one replaces."""
         self._admitted -= 1
 
     def synced(self, pending: int, trained: int = 0) -> None:
@@ -82,9 +82,13 @@ class Admission:
 class RolloutCounts:
     """Counts of the rollout half since the last update.
 
-    tokens: generated, held-out responses included. dropped: groups without signal. expired: groups that became too old. rewards: of each
-    complete group, dropped ones included. rewarded, errors, timeouts, seconds: of calls of the reward function. unrewarded: groups dropped
-    because a reward failed.
+    Attributes:
+        tokens: generated tokens, including responses to held-out problems.
+        dropped: groups without signal.
+        expired: groups that became too old.
+        rewards: rewards of each complete group, including groups without signal.
+        rewarded: calls of the reward function; errors: failed ones; timeouts: timed-out ones; seconds: their total duration.
+        unrewarded: groups dropped because a reward failed.
     """
 
     tokens: int = 0
@@ -105,7 +109,7 @@ class RolloutCounts:
         self.seconds += outcome.seconds
 
     def reward_means(self) -> list[float]:
-        """The mean reward of each complete group, dropped ones included."""
+        """The mean reward of each complete group, including groups without signal."""
         return [statistics.fmean(rewards) for rewards in self.rewards]
 
     def metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
@@ -129,7 +133,9 @@ class RolloutCounts:
 class RolloutLoop:
     """Keeps the generator as busy as admission allows. `run` never returns; it raises if generation or rewarding fails.
 
-    counts: since the last `take_counts`. last_progress: when a sample last made progress (`time.monotonic`).
+    Attributes:
+        counts: since the last `take_counts`.
+        last_progress: when a sample last made progress (`time.monotonic`).
     """
 
     def __init__(
@@ -213,7 +219,7 @@ class RolloutLoop:
                 yield request
 
     def request_sent(self) -> None:
-        """Count a request to the engines; an evaluation concurrent with training counts its own here as well."""
+        """Count a request to the engines. Concurrent evaluations count their requests here as well."""
         self._generating += 1
         self.clock.set("rollout", True)
 
@@ -224,7 +230,7 @@ class RolloutLoop:
         self.counts.tokens += sum(part.sampled for part in sample.parts)
 
     def next_group(self) -> Group:
-        """The next group to send out: one that was discarded or left unfinished, else one of the next prompt."""
+        """The next group to send out: a requeued one if there is one, else one for the next prompt."""
         if self.buffer.requeued:
             return self.buffer.requeued.pop(0)
         problem = next(self.cursor)
@@ -313,7 +319,10 @@ class RolloutLoop:
         )
 
     async def _drop(self, group: Group, message: str) -> None:
-        """Replace a group by another prompt's. Raises RuntimeFailure with `message`, which gets their number, after too many in a row."""
+        """Drop a group, so that another prompt's group replaces it.
+
+        Raises RuntimeFailure with `message` after too many dropped groups in a row. Their number replaces `{}` in the message.
+        """
         self._without_signal += 1
         if self._without_signal >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
             raise RuntimeFailure(message.replace("{}", str(self._without_signal)))

@@ -46,7 +46,7 @@ class Scoring:
     async def __call__(self, sample: Sample) -> Sample:
         """Fill in a sample's old log-probs, the weight version that computed them, and with `recompute` its routes.
 
-        After `ATTEMPTS` late answers the sample is returned unscored: the trainer computes its old log-probs at the update.
+        If `ATTEMPTS` requests are answered late, the sample is returned unscored: the trainer computes its old log-probs at the update.
         """
         request = ScoreRequest(
             sample.token_ids,
@@ -124,7 +124,10 @@ class Source(Protocol):
 
 
 class ServedInRun:
-    """A log-prob server of the run: of a teacher, or of the policy. `tokenizer`: the model's, None if its folder has none."""
+    """A log-prob server of the run, for a teacher or the policy.
+
+    `tokenizer`: the model's. If it is None, the teacher's tokens are not compared with the policy's.
+    """
 
     def __init__(self, server: LogprobServer, name: str, tokenizer: Tokenizer | None) -> None:
         self.server, self.name, self._tokenizer = server, name, tokenizer
@@ -157,7 +160,7 @@ class ServedAtUrl:
         self.name = url.rstrip("/").removesuffix("/v1")
 
     async def __aenter__(self) -> ServedAtUrl:
-        """Raises UserError if there is no log-prob server at the URL, or it rejects the key."""
+        """Connect. Raises UserError if there is no log-prob server at the URL, or it rejects the key."""
         import httpx
 
         key = os.environ.get(KEY)
@@ -206,7 +209,7 @@ class ServedAtUrl:
         return TeacherScores(logprobs, [[each["id"] for each in row] for row in rows], [[each["logprob"] for each in row] for row in rows])
 
     async def _post(self, body: Mapping[str, object]) -> httpx.Response:
-        """Post a request, again and again while the server is busy or down. The caller bounds the time."""
+        """Post a request, and retry while the server is busy or down. The caller bounds the time."""
         import httpx
 
         wait = 0.1
@@ -222,7 +225,7 @@ class ServedAtUrl:
 
 
 class Hint:
-    """Renders the prompt that a teacher reads instead of the problem's own."""
+    """Renders the prompt that the teacher gets instead of the problem's own."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[object]) -> None:
         self._text, self._tokenizer, self._data, self._tools = text, tokenizer, data, tools
@@ -233,7 +236,7 @@ class Hint:
 
 
 class Teacher:
-    """Fills in a teacher's log-probs of samples. `temperature`: of rollout, at which both distributions are compared."""
+    """Fills in a teacher's log-probs of samples. `temperature`: that of rollout; both distributions are compared at it."""
 
     def __init__(self, config: TeacherConfig, source: Source, temperature: float, hint: Hint | None = None) -> None:
         self._config, self._source, self._temperature, self._hint = config, source, temperature, hint
@@ -278,7 +281,7 @@ def _data(response: httpx.Response) -> dict[str, Any]:
 
 
 def _why_not_logprob_server(response: httpx.Response) -> str | None:
-    """The reason why a response to `GET /version` is not from a log-prob server, else None. vLLM returns a string there."""
+    """Why a response to `GET /version` is not from a log-prob server; None if it is. vLLM returns a string there."""
     if response.status_code == 401:
         return f"requires a key: set {KEY}"
     if response.status_code != 200:

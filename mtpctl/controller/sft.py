@@ -19,9 +19,11 @@ WINDOW = 10
 
 
 class SftStage:
-    """Runs the updates of `train.sft.steps` that `state` does not have yet.
+    """Runs the updates of `train.sft.steps` that are not done yet.
 
-    background: starts the actors of the next stage; if it fails, this stage fails at its next step. revive: restarts a lost trainer.
+    Args:
+        background: starts the actors of the next stage. If it fails, this stage fails at its next step.
+        revive: restarts a lost trainer.
     """
 
     def __init__(
@@ -85,9 +87,18 @@ class SftStage:
 
 
 def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
-    """Count updates in a row that were skipped because loss or gradient was not finite: `bad` before this one. Returns the new count.
+    """Count consecutive updates that were skipped because the loss or gradient was not finite.
 
-    An update counts as skipped only if all its optimizer steps were skipped. Raises RuntimeFailure if the count reaches `limit`.
+    An update counts as skipped only if all its optimizer steps were skipped.
+
+    Args:
+        bad: the count before this update.
+
+    Returns:
+        The new count.
+
+    Raises:
+        RuntimeFailure: if the count reaches `limit`.
     """
     if metrics["skipped"] < 1:
         return 0

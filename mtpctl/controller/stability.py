@@ -1,12 +1,12 @@
-"""Whether a run learns steadily: the scatter of its unfiltered reward, compared with the scatter that sampling alone explains.
+"""Detects unstable learning: compares the variance of the unfiltered reward with the variance that sampling explains.
 
-The mean reward of an update's groups scatters around the run's trend by sampling: s² = (variance of a group's mean) / groups. Over a
-window of updates a parabola is fitted to those means, and the residuals are compared with s²:
+Sampling gives the mean reward of an update's groups a variance of s² = (variance of a group's mean) / groups. A parabola is fitted to these
+means over a window of updates, and its residuals are compared with s²:
 
-    stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains the scatter; near 0: something else moves the reward
+    stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains the residuals; near 0: something else moves the reward
 
-A run whose samples are stale and not corrected overshoots and turns back: a cycle, in which residuals half a period apart have
-opposite signs. A negative autocorrelation at some lag distinguishes it from a run that is only noisy.
+If samples are stale and not corrected, the reward overshoots and turns back. In such an oscillation, residuals half a period apart have
+opposite signs, so a negative autocorrelation at some lag distinguishes it from noise.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ SWING_ERRORS = 3.0
 FALL_WINDOW = 8
 FALL_ERRORS = 4.0
 MIN_FALL = 0.08
-"""Smallest reported fall of the mean reward over `FALL_WINDOW` updates below the best such mean: smaller falls may be due to the data."""
+"""Minimum drop that is reported, of the mean reward over `FALL_WINDOW` updates below the best such mean.
+
+Smaller drops may be due to the data.
+"""
 ENTROPY_GROWTH = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update's unfiltered rewards: their mean over groups, the squared standard error of it, and the policy's entropy."""
+    """Statistics of one update: the mean unfiltered reward of its groups, the squared standard error of that mean, and the entropy."""
 
     mean: float
     error2: float
@@ -65,7 +68,7 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
 
 
 def stability(updates: Sequence[Update]) -> float:
-    """The stability of the module's formula, from 0 to 1; 1 if all mean rewards are equal."""
+    """The stability as defined in the module docstring, from 0 to 1; 1 if all mean rewards are equal."""
     means = [u.mean for u in updates]
     if min(means) == max(means):
         return 1.0
@@ -76,9 +79,9 @@ def stability(updates: Sequence[Update]) -> float:
 
 
 def swings(updates: Sequence[Update]) -> bool:
-    """Whether the reward of a run of low stability oscillates: it rises, and falls half a period later.
+    """Whether the reward of a run of low stability oscillates: it drops, and residuals half a period apart have opposite signs.
 
-    A run that learns within a few updates does not follow a parabola either, but its reward does not fall.
+    A run that learns within a few updates does not follow a parabola either, but its reward does not drop.
     """
     if not came_down(updates):
         return False
@@ -87,7 +90,7 @@ def swings(updates: Sequence[Update]) -> bool:
 
 
 def came_down(updates: Sequence[Update]) -> bool:
-    """Whether the mean of two updates was further below the best one before it than sampling explains."""
+    """Whether the mean of two consecutive updates fell below the best earlier one by more than sampling explains."""
     pairs = [(a.mean + b.mean) / 2 for a, b in itertools.pairwise(updates)]
     drops = [best - value for best, value in zip(itertools.accumulate(pairs, max), pairs, strict=True)]
     return max(drops) > SWING_ERRORS * statistics.fmean(u.error2 for u in updates) ** 0.5

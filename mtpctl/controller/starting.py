@@ -77,7 +77,7 @@ async def _try_reserve(recipe: Recipe, began: float) -> tuple[Placement, Bundles
 
 
 def engine_claim(placement: Placement) -> Claim:
-    """The CPUs and GPUs that one rollout engine takes, with all its ranks."""
+    """The CPUs and GPUs of one rollout engine, including all its ranks."""
     return claims_of(tuple(actor for actor in placement.of("rollout") if actor.index == 0))[0]
 
 
@@ -92,7 +92,7 @@ def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
 
 
 class Services:
-    """Starts the Ray actors that RL needs in addition to the trainer. Each is closed with the stack that its method gets."""
+    """Starts the Ray actors that RL needs in addition to the trainer. `stack` closes each of them."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Services:
         self.telemetry.event("start", f"{name}: ready after {wait.seconds:.0f} s")
 
     async def start_rollout(self, stack: AsyncExitStack) -> ReplicaPool:
-        """Start `rollout.replicas` engines."""
+        """Start the rollout engines, at first the minimum of `rollout.replicas`."""
         shape = self.prepared.model.shape
         routes = RouteShape.of(shape) if self.recipe.replay(shape) == "rollout" else None
         replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replica_range.min)]
@@ -204,7 +204,7 @@ async def start_rewards(
 ) -> Mapping[str, Reward]:
     """Start the reward functions: the recipe's under the name `UNNAMED`, and those of held-out sets under the names of the sets.
 
-    They end with `stack`. Arguments as of `Rewarder`. Raises UserError for a function that is missing or cannot be called.
+    `stack` closes them. `report` and `log`: as in `Rewarder`. Raises UserError for a function that is missing or cannot be called.
     """
     configs = {UNNAMED: recipe.reward}
     for name, held_out in recipe.evaluation.sets.items():

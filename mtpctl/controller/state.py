@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Shows what the run waits for while its block runs."""
+"""Returns a context manager that shows what the run waits for."""
 _UNSAVED = -1
-"""In place of the step of the newest checkpoint if a later one failed."""
+"""Value of `RunState.saved` after a failed checkpoint."""
 AGAIN_S = 10.0
 """Minimum time between attempts to write a checkpoint after a failure, in seconds."""
 TRIES, GIVE_UP_S = 3, 300.0
 """The run fails after `TRIES` failures in a row that span at least `GIVE_UP_S` seconds."""
 RESCUE_S = 300.0
-"""Time limit of the checkpoint of a failed stage, in seconds: the trainer itself may have failed."""
+"""Time limit of the checkpoint of a failed stage, in seconds. The trainer itself may have failed."""
 
 
 class SavedState(TypedDict):
-    """The fields of `RunState` that a checkpoint holds."""
+    """The fields of `RunState` that a checkpoint contains."""
 
     stage: str
     step: int
@@ -67,10 +67,10 @@ def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
 
 
 def version_named(text: str, *others: str, report: Report) -> tuple[Path, Path, int]:
-    """The run directory, checkpoint and weight version that `--from` names: a checkpoint, or a run, which stands for its newest one.
+    """Resolve `--from`, which names a checkpoint or a run. Returns the run directory, the checkpoint and its weight version.
 
-    Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other path; the message lists `others` as well,
-    which the caller accepts.
+    For a run, its newest checkpoint is used. Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other
+    path. `others`: what else the caller accepts, for that message.
     """
     path = Path(text).absolute()
     if (path / RUN).is_file():
@@ -96,7 +96,10 @@ def version_named(text: str, *others: str, report: Report) -> tuple[Path, Path, 
 
 
 def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
-    """The state that a run with the section `train` resumes with; that of a new run if there is no checkpoint. Reads no tensors."""
+    """The state that a run with the section `train` resumes with, or that of a new run if there is no checkpoint. Reads no tensors.
+
+    If the stage that ended last has more updates in `train`, it counts as not ended.
+    """
     state = saved_state(checkpoint)
     if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
@@ -110,7 +113,7 @@ def continues_last_stage(stage: str, step: int, ended: Sequence[str], train: Tra
 
 
 def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[str]) -> None:
-    """Raise UserError if the checkpoint is within a stage that is not among `stages`, which would lose what that stage has trained."""
+    """Raise UserError if the checkpoint is within a stage that is not among `stages`, because that stage's training would be lost."""
     stage = state["stage"]
     if stage and stage not in (*state["ended"], *stages):
         raise UserError(
@@ -137,16 +140,25 @@ class RunState:
     """The progress of a run. A checkpoint contains the fields of `SavedState`.
 
     Attributes:
-        stage: in progress, or the last one that ended. step: its updates so far. ended: the stages that have ended.
-        version: the latest published weight version. synced_at: the step whose weights it has, -1 if none of this stage.
-        cursor: the position in the training problems. losses: the latest losses of a supervised stage.
+        stage: in progress, or the last one that ended.
+        step: updates of `stage` so far.
+        version: the latest published weight version.
+        synced_at: the step whose weights `version` has; -1 if none of this stage.
+        cursor: the position in the training problems.
+        losses: the latest losses of a supervised stage.
+        ended: the stages that have ended.
+        buffer: the stage's sample buffer, if it has one. Saved in checkpoints.
+        saving: the checkpoint that is being written.
+        updating: an update is in progress, so the weights may be ahead of `step`.
+        lost: no trainer has the weights of `step`.
+        saved: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
         tried: the version that was sent last, even if not every target received it. It is never reused for other weights.
-        buffer: written into checkpoints while a stage has one.
-        saving: the checkpoint that is being written. saved: the step of the newest checkpoint, or 0; saved_at: when it was written.
-        failed_at: when later checkpoints could not be written. Times are those of `time.monotonic`.
-        stopping: set when a stop is requested; stages return at their next step.
-        updating: the weights may be ahead of `step`. lost: no trainer has the weights of `step`.
-        waiting: shows what the run waits for. report: logs a line. copies: copies published checkpoints, if configured.
+        saved_at: when the newest checkpoint was written (`time.monotonic`).
+        failed_at: when checkpoints since then failed (`time.monotonic`).
+        stopping: set when a stop is requested. Stages return at their next step.
+        waiting: shows what the run waits for.
+        report: logs a line.
+        copies: copies published checkpoints to object storage, if configured.
     """
 
     root: Path
@@ -196,16 +208,16 @@ class RunState:
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
     def go_back(self, checkpoint: Path | None, *, redraw: bool) -> bool:
-        """Reset the step and its state to the newest whole checkpoint, since the trainer was lost. The version keeps increasing.
+        """Reset the state to `checkpoint`, because the trainer was lost. The weight version keeps increasing.
 
-        Returns whether the checkpoint is within this stage; otherwise, or without a checkpoint, the stage begins again. `redraw`: the
+        Returns whether the checkpoint is within this stage. Otherwise, or without a checkpoint, the stage begins again. `redraw`: the
         samples are lost too, and the prompts since the checkpoint are drawn again.
         """
         if self.saving is not None:
             shutil.rmtree(self.saving.with_name(f"{self.saving.name}.partial"), ignore_errors=True)
             self.saving = None
         if self._buffer_written is not None:
-            # It may fail, since its folder is gone.
+            # Retrieves the exception: the write may fail, because its folder was removed.
             self._buffer_written.add_done_callback(lambda written: written.exception())
             self._buffer_written = None
         saved = resumed_from(checkpoint, self.train)
@@ -218,7 +230,7 @@ class RunState:
         return within_it
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
-        """Publish a checkpoint that has been written meanwhile, and begin one if it is due.
+        """Publish a checkpoint that has been written in the background, and begin the next one if it is due.
 
         If it cannot be written, the run continues and a later call tries again. Raises RuntimeFailure after `TRIES` failures in a row that
         span `GIVE_UP_S`.
@@ -252,8 +264,9 @@ class RunState:
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
         """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is complete.
 
-        With `wait=False` a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, or None if the recipe
-        keeps no checkpoints. Raises SaveFailed if it cannot be written; if the previous one cannot, this one replaces it.
+        If `wait` is false, a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, or None if the recipe
+        keeps no checkpoints. Raises SaveFailed if it cannot be written. A failure of the previous checkpoint is reported, and this one
+        replaces it.
         """
         if not self.train.keep_checkpoints:
             return None
@@ -279,7 +292,7 @@ class RunState:
         return path
 
     async def until_saved[T](self, save: Callable[[], Awaitable[T]]) -> T:
-        """Retry `save`, which the run requires, until the disk has room. Raises RuntimeFailure after `GIVE_UP_S`."""
+        """Call `save`, which the run requires, and retry until the disk has room. Raises RuntimeFailure after `GIVE_UP_S`."""
         began, tries = time.monotonic(), 0
         while True:
             try:

@@ -29,7 +29,7 @@ REFRESH_S = 5
 """Refresh interval of the page in a browser, in seconds."""
 
 Replicas = Callable[[], ReplicaCounts | None]
-"""Counts the rollout replicas; None before they are started."""
+"""Returns the counts of rollout replicas; None before they are started."""
 
 
 def status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
@@ -100,21 +100,24 @@ class Wait:
         return time.monotonic() - self._mark
 
     def line(self, logs: Path) -> str:
-        """`trainer: loading, 12 s`, and the newest line that one of the actors has printed since, such as the progress of loading."""
+        """The wait as text, such as `trainer: loading, 12 s`.
+
+        Ends with the newest line that one of the actors has logged since, such as the progress of loading.
+        """
         lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begun))]
         newest = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest}"
 
 
 class Waits:
-    """The waits in progress. While `run` runs, `report` gets a line for each, and an empty list when the last one ends."""
+    """The waits in progress. `run` reports a line for each, every second. An empty list is reported when the last wait ends."""
 
     def __init__(self, report: Callable[[Sequence[str]], None], logs: Path) -> None:
         self._report, self._logs, self._waits = report, logs, list[Wait]()
 
     @contextlib.contextmanager
     def on(self, reason: str, *actors: str) -> Iterator[Wait]:
-        """Show a wait while the block runs. `actors`: by the names of their logs."""
+        """Show a wait while the block runs. `actors`: the names of the actors' logs."""
         wait = Wait(reason, actors)
         self._waits.append(wait)
         try:

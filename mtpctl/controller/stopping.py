@@ -28,7 +28,12 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stops:
-    """Handles requests to stop a run. number: the signal that requested it. daemons: the Ray daemons that the run started."""
+    """Handles requests to stop a run.
+
+    Attributes:
+        number: the signal that requested the stop.
+        daemons: the Ray daemons that the run started.
+    """
 
     number: int | None = None
 

@@ -1,4 +1,4 @@
-"""The group of trainer ranks: every call goes to all of them, with a deadline. A lost trainer is restarted from the newest checkpoint."""
+"""The trainer ranks: every call goes to all of them, with a deadline. A lost trainer is restarted from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ALIVE_S = 15.0
-"""Seconds that an idle rank has to answer before it counts as lost. Ray needs some of them to detect that a host is gone."""
+"""Time limit for an idle rank to answer before it counts as lost, in seconds. It includes the time that Ray needs to detect a lost host."""
 ROOM_S = 30.0
-"""Seconds to look for room for all ranks before fewer are started: Ray may not know yet which hosts are free or gone."""
+"""Seconds to look for room for all ranks before fewer are started.
+
+Until then Ray may not know which hosts are free or lost.
+"""
 
 
 class TrainerLost(RuntimeFailure):
@@ -42,7 +45,10 @@ class TrainerLost(RuntimeFailure):
 
 
 class HostGone(TrainerLost):
-    """A host on which ranks were being started was already gone, which Ray had not detected: part of the previous loss, not a new one."""
+    """A host was lost while ranks were starting on it. Does not count as a new loss of the trainer.
+
+    The host was already lost when the ranks were placed, but Ray had not detected it.
+    """
 
 
 class Revive(Protocol):
@@ -59,10 +65,13 @@ async def not_revived(lost: TrainerLost, *, redraw: bool = False) -> None:
 
 
 class TrainerGroup:
-    """The trainer ranks, as Ray actors. A method that `TrainerRank` has too calls it on every rank, and returns the result of rank 0.
+    """The trainer ranks, as Ray actors.
 
-    recipe: of the ranks. After the loss of a host it may have fewer data-parallel ranks than the run's recipe. bundles: reserved for the
-    ranks; without them Ray chooses the hosts, and no rank can be restarted.
+    A method with the name of a `TrainerRank` method calls it on every rank, and returns the result of rank 0.
+
+    Attributes:
+        recipe: the recipe of the ranks. After the loss of a host it may have fewer data-parallel ranks than the run's recipe.
+        bundles: reserved for the ranks. If None, Ray chooses the hosts, and no rank can be restarted.
     """
 
     def __init__(self, recipe: Recipe, placement: Placement, bundles: Bundles | None = None) -> None:
@@ -134,8 +143,8 @@ class TrainerGroup:
     async def _call_each[T](self, method: Callable[..., T], args: Callable[[int], tuple[object, ...]], deadline_s: float) -> T:
         """Call `method` of `TrainerRank` on every rank with the arguments `args(rank)`. Returns the result of rank 0.
 
-        Raises TrainerLost if a rank dies or does not answer within `deadline_s`, and the error of a rank that fails, as a RuntimeFailure
-        unless it is an MtpctlError.
+        Raises TrainerLost if a rank dies or does not answer within `deadline_s`. If a rank fails, raises its error: an MtpctlError
+        unchanged, any other as a RuntimeFailure.
         """
         name = method.__name__
         if not self.ranks:
@@ -154,7 +163,7 @@ class TrainerGroup:
                 wait.cancel()
 
     async def _examine(self, error: RuntimeFailure) -> None:
-        """Raise TrainerLost if a rank is dead or does not answer, since errors of the other ranks follow from that."""
+        """Raise TrainerLost if a rank is dead or does not answer, because that explains the errors of the other ranks."""
         import ray
 
         cause = error.__cause__
@@ -230,10 +239,10 @@ class TrainerGroup:
         self.ranks = []
 
     async def restart(self, report: Callable[[str], None], stopping: asyncio.Event) -> None:
-        """Replace all ranks by new ones, on other hosts if theirs are gone. The caller calls `build` next.
+        """Replace all ranks by new ones, on other hosts if theirs are lost. The caller calls `build` next.
 
-        If there is no room for all data-parallel ranks, starts as many as have room, at least `train.min_dp`. If there is not even room for
-        those, waits, and reports that once. Raises TrainerLost if a stop is requested meanwhile.
+        If there is no room for all data-parallel ranks, starts as many as fit, at least `train.min_dp`. If not even those fit, reports that
+        once and waits. Raises TrainerLost if a stop is requested meanwhile.
         """
         assert self.bundles is not None, "ranks without bundles cannot be restarted"
         self.end()
@@ -269,7 +278,9 @@ class TrainerGroup:
 class Revival:
     """Restarts a lost trainer while rollout continues.
 
-    folder: of the model. reference: the checkpoint of the policy that RL started from.
+    Args:
+        folder: the model folder.
+        reference: the checkpoint of the policy that RL started from.
     """
 
     def __init__(
@@ -283,9 +294,16 @@ class Revival:
     async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> Path | None:
         """Restart the ranks, and reset the run's state to the newest checkpoint.
 
-        Returns the checkpoint, or None if it is not within this stage, which then begins again. `redraw`: samples since the checkpoint are
-        lost as well, and their prompts are drawn again. Raises RuntimeFailure if the trainer was lost more than `train.max_restarts` times
-        within an hour, and `lost` itself if that is 0 or the recipe takes no checkpoints before the end of a stage.
+        Args:
+            redraw: samples since the checkpoint are lost as well, and their prompts are drawn again.
+
+        Returns:
+            The checkpoint, or None if it is not within this stage, which then begins again.
+
+        Raises:
+            RuntimeFailure: if the trainer was lost more than `train.max_restarts` times within an hour.
+            TrainerLost: `lost` itself, if `train.max_restarts` is 0, the recipe takes no checkpoints before the end of a stage, or a
+                checkpoint is damaged and the samples are not redrawn.
         """
         self.state.updating, self.state.lost = False, True
         choice = await asyncio.to_thread(settle, self.state.root)
@@ -301,7 +319,10 @@ class Revival:
         return path
 
     async def at_start(self, lost: TrainerLost) -> Parameters:
-        """Restart a trainer that was lost before the first stage, when there is no state to reset. Returns as `TrainerGroup.build`."""
+        """Restart a trainer that was lost before the first stage, when there is no state to reset.
+
+        Returns the result of `TrainerGroup.build`.
+        """
 
         async def nothing() -> None: ...
 

@@ -18,7 +18,7 @@ WINDOW = 200
 REMEMBERED = 10
 SHARE = 0.5
 EXPECTED = 20
-"""A collapse is reported only if a window at the running mean has at least this number of accepted drafts."""
+"""A collapse is reported only if the running mean amounts to at least this number of accepted drafts per window."""
 
 
 class WeightSync:
@@ -42,8 +42,8 @@ class WeightSync:
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
         """Update every target to `version`. Returns `sync/*`, and the result of `metrics`.
 
-        `verify`: compare the checksums of every tensor on both ends; default: as `sync.verify`. Raises as `WeightUpdate.run`, for a pushed
-        version after a second attempt.
+        `verify`: compare the checksums of every tensor on both ends; default: as `sync.verify`. Raises as `WeightUpdate.run` does. A pushed
+        version is tried twice.
         """
         began = time.perf_counter()
         if verify is None:
@@ -77,7 +77,7 @@ class WeightSync:
     def _sections(self) -> tuple[Section, ...]:
         """The sections of the next version. An adapter's base weights are sent once; later replicas read them from the model's folder.
 
-        The adapter is first: an engine that rejects it is unchanged.
+        The adapter comes first, so that an engine that rejects it is unchanged.
         """
         sections = self.parties.recipe.sync.sections
         if "adapter" not in sections:
@@ -86,14 +86,14 @@ class WeightSync:
         return tuple(name for name in order if name in sections or (name == "target" and self.last is None))
 
     async def forget(self) -> None:
-        """Forget a lost trainer: the next version is the first of its successor, and has every section."""
+        """Reset after the loss of the trainer. The next version is the first of the new trainer, and contains every section."""
         persisting, self._persisting, self.last = self._persisting, None, None
         if persisting is not None:
             persisting.cancel()
             await asyncio.gather(persisting, return_exceptions=True)
 
     async def persisted(self) -> None:
-        """Wait until the trainer has copied the latest version for the store. Raises the error of copying."""
+        """Wait until the trainer has copied the latest version to the store. Raises the error of the copy."""
         if self._persisting is not None:
             persisting, self._persisting = self._persisting, None
             await persisting
@@ -101,7 +101,7 @@ class WeightSync:
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """Acceptance over the first drafts under `version`, and before it."""
+    """A collapse of draft acceptance: over the first window under `version`, and the mean before it."""
 
     version: int
     acceptance: float
