@@ -59,7 +59,7 @@ class _Commands(TyperGroup):
         return name, _imported(name) if name and listed else None, rest
 
     def invoke(self, ctx: Context) -> object:
-        # SIGTERM and a closed terminal end a command and its child processes, as Ctrl-C.
+        # SIGTERM and a closed terminal end a command and its child processes, as Ctrl-C does.
         with raising_on_stop():
             return self._invoked(ctx)
 
@@ -178,7 +178,7 @@ def fork_command() -> None:
 
 
 def _lead_group() -> None:
-    """Lead a process group, in the foreground if there is a terminal, so that signals arrive only from process 1."""
+    """Become the leader of a process group, in the foreground if there is a terminal, so that signals come only from process 1."""
     os.setpgid(0, 0)
     with suppress(OSError):  # no terminal, or one of another session
         os.tcsetpgrp(0, os.getpgid(0))

@@ -1,4 +1,4 @@
-"""`mtpctl bench`: measurements with bounds. Here those of one part of mtpctl; `bench_experiments` has those of whole runs."""
+"""`mtpctl bench`: benchmarks with bounds. This module has those of single components; `bench_experiments` has those of whole runs."""
 
 from __future__ import annotations
 

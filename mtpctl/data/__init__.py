@@ -1,3 +1,4 @@
-"""What a model is trained on: problems (generated or read from files), the tokenizer, the cursor over them.
-Runs in the controller; needs no torch.
+"""Training data: problems (generated or read from files), tokenizers, and the cursor that draws problems.
+
+Runs in the controller; does not import torch.
 """

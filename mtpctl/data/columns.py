@@ -1,4 +1,4 @@
-"""From a row to a problem: the prompt and answer columns, and the errors about missing ones."""
+"""Converts rows to problems: selects the prompt and answer columns, and reports missing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig
 
 CONVERSATIONS = ("messages", "conversations")
-"""Columns of conversations, in order of preference, that the supervised stage uses if the prompt column is missing."""
+"""Conversation columns that the supervised stage uses if the prompt column is missing, in order of preference."""
 
 _USUAL: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "problem", "messages", "conversations", "instruction", "query", "input", "text"),
@@ -28,10 +28,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows become problems.
+    """How rows are converted to problems.
 
-    field: the recipe key of `columns`. answers: if false, a row may lack an answer. supervised: a row may be a whole conversation, or
-    have a solution instead of an answer.
+    Attributes:
+        field: the recipe key of `columns`.
+        answers: if false, a row may lack an answer.
+        supervised: a row may be a whole conversation, or have a solution instead of an answer.
     """
 
     columns: ColumnsConfig
@@ -52,7 +54,10 @@ class Reading:
             yield reading._problem(row)
 
     def _adapted(self, first: Row) -> Reading:
-        """The reading to use: for the supervised stage, conversations are the prompt if there is no column `prompt`."""
+        """The reading for rows like `first`.
+
+        In the supervised stage, a conversation column becomes the prompt if there is no column `prompt`.
+        """
         prompt = self.columns.prompt
         column = next((name for name in CONVERSATIONS if first.columns.get(name) is not None), None)
         if self.supervised and column_value(first.columns, prompt) is _ABSENT and column is not None and prompt == "prompt":
@@ -136,7 +141,7 @@ class Reading:
 
 
 def _kind(value: object) -> str:
-    """A value that is not valid text, in words."""
+    """Describes a value that is not valid text."""
     if value is _ABSENT or value is None:
         return "no such column in this row" if value is _ABSENT else "null"
     if isinstance(value, str):
@@ -173,7 +178,7 @@ def _tools(value: object, where: str) -> list[object]:
 
 
 def _number_text(answer: int | float, name: str, where: str) -> str:
-    """A number as in a response: decimal digits, without the .0 of tools that store all numbers as floats."""
+    """A number as text, in decimal digits. Drops the `.0` of tools that store all numbers as floats."""
     if isinstance(answer, int):
         return str(answer)
     if not math.isfinite(answer):

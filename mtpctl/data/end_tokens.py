@@ -44,10 +44,13 @@ class EndToken(NamedTuple):
 
 @dataclass(frozen=True)
 class EndTokens:
-    """The end tokens of a run, the one that ends plain text first.
+    """The end tokens of a run. The first one ends plain text.
 
-    `closing`: the token with which the chat template closes an assistant turn; None if it has none, as when the header of the next role
-    ends the turn. `before_user`, `before_tool`: the end tokens that the template writes next after such a turn.
+    Attributes:
+        closing: the token with which the chat template closes an assistant turn. None if it has none, for example because the header of the
+            next role ends the turn.
+        before_user: the end token that the template writes between an assistant turn and a user message, if `closing` is None.
+        before_tool: the same before a tool message.
     """
 
     tokens: tuple[EndToken, ...]
@@ -73,7 +76,7 @@ class EndTokens:
 
     @property
     def disagreement(self) -> str:
-        """A warning if the chat template closes turns with a token that nothing else names; empty if not."""
+        """A warning if the chat template closes turns with a token that no other source names; empty otherwise."""
         if self.closing is None:
             return ""
         token = next((token for token in self.tokens if token.id == self.closing), None)

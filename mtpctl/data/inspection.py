@@ -22,8 +22,12 @@ SECONDS = 3.0
 class SetReport:
     """The result of reading one set.
 
-    role: as in `rows_of`. rows: number of rows read. whole: whether all were read. unread: the reason if none was. prompts: hashes of the
-    prompts, to compare the rows of several sets.
+    Attributes:
+        role: as in `rows_of`.
+        rows: number of rows read.
+        whole: whether all rows were read.
+        unread: why no row was read; empty otherwise.
+        prompts: hashes of the prompts, to compare the rows of several sets.
     """
 
     role: str

@@ -1,7 +1,7 @@
-"""Chat messages: conversion from OpenAI's and ShareGPT's forms, preparation for a chat template, and a check that it renders all of them.
+"""Chat messages: conversion from the OpenAI and ShareGPT formats, preparation for a chat template, and a check that it drops nothing.
 
-A null means an absent field, because Parquet and Arrow fill missing fields of a struct with nulls at every depth. In the arguments of a
-tool call, null is a value. Templates read these arguments either as an object or as JSON text; `Arguments` supports both.
+A null stands for an absent field, because Parquet and Arrow fill missing fields of a struct with nulls at every depth. In the arguments of
+a tool call, null is a value. Templates read these arguments either as an object or as JSON text; `Arguments` supports both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VISUAL = ("image", "video")
 
 
 def conversation(messages: Sequence[object], column: str, where: str) -> tuple[Message, ...]:
-    """Chat messages in the form of templates: `role`, `content` as one text, `tool_calls`, and the message's other fields.
+    """Chat messages in the format of chat templates: `role`, `content` as one text, `tool_calls`, and the message's other fields.
 
     The arguments of a tool call are not changed: an object or its JSON text. Raises UserError, with the row and the number of the message,
     for a missing role, content that is not text, and invalid tool calls.
@@ -44,7 +44,10 @@ def conversation(messages: Sequence[object], column: str, where: str) -> tuple[M
 
 
 def as_messages(prompt: object) -> object:
-    """The value of a prompt column, with a struct of lists, as the library `datasets` reads a list of structs, converted back to a list."""
+    """Convert a struct of lists to a list of messages. Other values are returned unchanged.
+
+    The library `datasets` reads a list of structs as a struct of lists.
+    """
     if isinstance(prompt, dict) and prompt and {"role", "from"} & prompt.keys() and all(isinstance(each, list) for each in prompt.values()):
         return [dict(zip(prompt, values, strict=True)) for values in zip(*prompt.values(), strict=False)]
     return prompt
@@ -250,9 +253,11 @@ def has_droppable_parts(messages: Sequence[Message], tools: Sequence[object]) ->
 
 
 class RenderCheck:
-    """Checks that a chat template renders tools, tool calls and all roles, once for each kind.
+    """Checks that a chat template renders tools, tool calls and all roles. Each kind of part is checked once.
 
-    name: the tokenizer, for errors. ignore_tools: tools and tool calls may be dropped.
+    Args:
+        name: the tokenizer, for errors.
+        ignore_tools: tools and tool calls may be dropped.
     """
 
     def __init__(self, name: str, *, ignore_tools: bool) -> None:
@@ -271,7 +276,7 @@ class RenderCheck:
             try:
                 rendered = render(fewer, fewer_tools) != whole
             except UserError:
-                rendered = True  # the template rejects the rest without the part, so it does use it
+                rendered = True  # the template rejects the conversation without the part, so it uses the part
             if not rendered:
                 raise NotRendered(f"data.chat_template: the template of {self._name} drops {kind[0]}; {fix}")
             if len(self._checked) >= MAX_CHECKED:  # Clients may send any role.
@@ -281,7 +286,7 @@ class RenderCheck:
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[object]
     ) -> Iterator[tuple[tuple[str, ...], Sequence[Message], Sequence[object], str]]:
-        """The parts to check: their kind, the conversation without them, and the fix if both render equally."""
+        """The parts to check. For each: its kind, the conversation and tools without it, and the fix if the template drops it."""
         roles = tuple(str(message["role"]) for message in messages)
         fix = "give the tokenizer a chat_template that renders them"
         if tools and not self._ignore_tools:

@@ -22,10 +22,11 @@ NO_ANSWER = ""
 class Problem:
     """A prompt, the reference answer for the reward, and optionally a worked `solution` that ends with the answer.
 
-    prompt_id: the same in every run: `task/split/number` for a generated problem, `file:line` for one from a file.
-    messages: the prompt as a conversation, whose text is `prompt`; empty for plain text. In the supervised stage, possibly a whole
-        conversation that ends with the assistant.
-    fields: the row's other columns, as JSON.
+    Attributes:
+        prompt_id: the same in every run: `task/split/number` for a generated problem, `file:line` for one from a file.
+        messages: the prompt as a conversation, whose text is `prompt`; empty for plain text. In the supervised stage, possibly a whole
+            conversation that ends with the assistant.
+        fields: the row's other columns, as JSON.
     """
 
     prompt_id: str
@@ -62,7 +63,7 @@ class Problem:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """A conversation as readable text: the content of a single message, else every message below its role."""
+    """A conversation as readable text: the content of a single message, else each message after a line with its role."""
     if len(messages) == 1:
         return content_of(messages[0])
     return "\n\n".join(f"[{message['role']}]\n{content_of(message)}" for message in messages)
@@ -77,7 +78,7 @@ def content_of(message: Message) -> str:
 
 
 class CursorState(TypedDict):
-    """The position of a cursor, and the inputs of its order, as stored in a checkpoint."""
+    """The position of a cursor, and the inputs that determine its order, as stored in a checkpoint."""
 
     epoch: int
     position: int
@@ -87,7 +88,7 @@ class CursorState(TypedDict):
 
 
 class PromptCursor:
-    """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run repeats and skips none."""
+    """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run neither repeats nor skips a problem."""
 
     def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True) -> None:
         """Raises UserError if there are no problems."""

@@ -55,7 +55,8 @@ def chatted(config: DataConfig, problems: Iterable[Problem]) -> bool:
 def hinted(problem: Problem, hint: str) -> Problem:
     """The problem with `hint` (`train.rl.teacher.hint`) instead of its prompt, or of its last user message.
 
-    The prompt, the answer, the solution and the row's other columns are replaced in braces. Raises UserError for a missing column.
+    In the hint, `{prompt}`, `{answer}`, `{solution}` and the row's other columns in braces are replaced by their values. Raises UserError
+    for a missing column.
     """
     messages = [dict(message) for message in problem.messages]
     question = next((message for message in reversed(messages) if message.get("role") == "user"), None)

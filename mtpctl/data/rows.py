@@ -33,7 +33,13 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its columns, `row_id`, which is the same in every run (`file:line`), and `where` it is, for errors."""
+    """One row of a file or dataset.
+
+    Attributes:
+        row_id: the same in every run (`file:line`).
+        where: the location of the row, for errors.
+        columns: values by column.
+    """
 
     row_id: str
     where: str

@@ -22,7 +22,12 @@ UNNAMED = ""
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A file, folder or dataset of problems. `key`, and `section` with `subset` and `split`, are its recipe keys."""
+    """A file, folder or dataset of problems.
+
+    Attributes:
+        key: the recipe key of `path`.
+        section: the prefix of the recipe keys `subset` and `split`.
+    """
 
     path: str
     reading: Reading
@@ -33,7 +38,7 @@ class Rows:
 
     @property
     def name(self) -> str:
-        """The name in messages: that of a file, the path of a folder, a dataset with its split."""
+        """The name in messages: the name of a file, the path of a folder, or the id of a dataset with its split."""
         if is_dataset_id(self.path):
             return f"{self.path} ({self.split})"
         return Path(self.path).name if Path(self.path).is_file() else self.path

@@ -1,20 +1,20 @@
 """Verifiable tasks, generated from a seed: arithmetic on written digits, and two on strings.
 
-Every problem has a worked solution in the same shape: one short step per digit (or character), separated by a blank,
+Every problem has a worked solution in the same format: one short step per digit (or character), separated by a blank,
 then `#` and the answer, which the reward `exact` compares:
 
-    addition         123+989=    3+9+0=12 2+8+1=11 1+9+1=11 #1112     digits from the right, carry in = carry out, digit
-    subtraction      523-189=    3-9-0=14 2-8-1=13 5-1-1=03 #334      the same with borrows; the first operand is the larger
+    addition         123+989=    3+9+0=12 2+8+1=11 1+9+1=11 #1112     from the right: digit + digit + carry = next carry, digit
+    subtraction      523-189=    3-9-0=14 2-8-1=13 5-1-1=03 #334      the same with borrows; the first operand is not smaller
     multiplication   12*34=      4*12=48 3*12=36 #408                 one partial product per digit of the second operand
     reverse          word=       d r o w #drow
     sort             3921=       1 2 3 9 #1239
 
-The format determines most tokens of a response and arithmetic the others (sums, carries), so some drafts are easy and some are hard.
-The answer is correct only if every step is, so RL has something to learn after the supervised stage.
+The format determines most tokens of a response, and arithmetic the others (sums, carries). So some draft tokens are easy and some are hard.
+The answer is correct only if every step is, so the supervised stage leaves room for RL to improve.
 
-Problems of length n have operands (or strings) of exactly n characters. Each length has equally many problems, or `length_decay` times as
-many as the previous length, like the responses of reasoning models. A length with too few distinct problems provides all of
-them. Held-out problems are disjoint from the training ones, and of the same distribution over lengths.
+Problems of length n have operands (or strings) of exactly n characters. Each length has `length_decay` times as many problems as the
+previous length, or equally many if it is 1. Decreasing numbers resemble the response lengths of reasoning models. If a length has too few
+distinct problems, all of them are used. Held-out problems are disjoint from the training problems, with the same distribution over lengths.
 """
 
 from __future__ import annotations
@@ -160,7 +160,10 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
 
 
 def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
-    """Split `total` over the lengths within the caps, remainders to the longest. `capacity` replaces the caps if they are too low."""
+    """Split `total` over the lengths within the caps. Remainders go to the longest lengths.
+
+    `capacity` replaces the caps if they are too low.
+    """
     shares = [0] * len(caps)
     for bounds in [caps] if capacity is None else [caps, capacity]:
         while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):

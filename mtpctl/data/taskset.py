@@ -1,7 +1,8 @@
 """The tasks of a verifiers environment, as problems.
 
-A verifiers task is data with code. A problem contains the data; the process that runs an episode creates the task from it, as verifiers'
-own server does, so it loads no dataset. The package is an extra of mtpctl, imported only for a recipe that names one of its environments.
+A verifiers task consists of data and code. A problem contains only the data. The process that runs an episode creates the task from it, as
+verifiers' own server does, so that process loads no dataset. The package is an extra of mtpctl, and is imported only if a recipe names one
+of its environments.
 """
 
 from __future__ import annotations
@@ -96,8 +97,12 @@ def environment_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the held-out problems of the recipe's environment.
 
-    sizes: the recipe's `data.taskset`. limit: the number of each that is needed; None for all. Raises UserError if the environment has no
-    tasks, has infinitely many and no size is set, or if every task would be held out.
+    Args:
+        sizes: the recipe's `data.taskset`.
+        limit: maximum number of problems of each kind; None for all.
+
+    Raises:
+        UserError: if the environment has no tasks, if it has infinitely many and no size is set, or if every task would be held out.
     """
     name, sizes = rollout.verifiers, sizes or TasksetConfig()
     assert name is not None, "the recipe names a verifiers environment"
@@ -132,7 +137,7 @@ def _problems(rollout: RolloutBase, name: str, role: str, size: int | None, limi
 def as_problem(task: Any, prompt_id: str) -> Problem:
     """A task as a problem, with the task's data as fields.
 
-    A task that a simulated user opens has no prompt; its name or `prompt_id` is used instead.
+    A task in which a simulated user speaks first has no prompt; its name or `prompt_id` is used instead.
     """
     fields = task.data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")

@@ -3,7 +3,7 @@
 The byte tokenizer is an ordinary Hugging Face folder, which transformers and the engines load. The id of a byte is its value (0 to 255);
 `<pad>` is 256, `<bos>` 257, `<eos>` 258. It adds no special tokens.
 
-A token may be a part of a character. Decoded alone it gives U+FFFD, which has other bytes, so the bytes are read from the vocabulary:
+A token may be a part of a character. Decoding it alone gives U+FFFD, whose bytes are different. So the bytes are read from the vocabulary:
 byte-level BPE writes each byte as a printable character, and tokenizers with byte fallback have tokens such as `<0xE2>`.
 """
 
@@ -118,7 +118,7 @@ class HfTokenizer:
         return whole[:-1] if whole[-1:] == [self.eos_id] != ids[-1:] else whole
 
     def hide(self, ids: Iterable[int]) -> None:
-        """Remove these end tokens from decoded text, although the tokenizer does not mark them as special."""
+        """Remove these end tokens from decoded text, even if the tokenizer does not mark them as special."""
         self._hidden = sorted({*ids} - self.special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -324,9 +324,9 @@ def reader_of(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
 
 
 def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
-    """The offset of each token in `text`, in characters; a token that continues a character has its offset.
+    """The offset of each token in `text`, in characters. A token that continues a character has that character's offset.
 
-    pieces: the bytes of the tokens; empty for tokens that are not in the text, such as special tokens.
+    `pieces`: the bytes of the tokens; empty for tokens that are not in the text, such as special tokens.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     starts, read = [], 0

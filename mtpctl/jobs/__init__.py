@@ -1,1 +1,1 @@
-"""What the commands run: offline rollout, evaluation, the dry run, manual weight syncs and serving."""
+"""The jobs behind the commands: offline rollout, evaluation, the dry run, manual weight syncs and serving."""

@@ -46,9 +46,13 @@ Sizes = Mapping[str, int | None]
 class Plan:
     """The plan of a run. Sizes are in bytes.
 
-    source: of the size of the GPUs. hosts: their names by index, if the cluster already runs. engines: the number of rollout engines that
-    have room. ends: the tokens that end a response, as far as the model's files are available. errors: would end the run before training.
-    resumes: about the checkpoint that the run would resume from.
+    Attributes:
+        source: where the size of the GPUs is from; empty if it is unknown.
+        hosts: names of the hosts by index, if the cluster is already running.
+        engines: number of rollout engines that there is room for.
+        ends: the tokens that end a response, as far as the model's files are available.
+        errors: errors that would end the run before training.
+        resumes: lines about the checkpoint that the run would resume from.
     """
 
     recipe: Recipe
@@ -136,7 +140,6 @@ def dry_run(recipe: Recipe) -> Plan:
     leaks = leaks_in(reports or [], recipe.train.stages)
     for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
         run_check(check)
-    # The user's own code is tried on rows of the data.
     warnings = run_check(partial(preflight, recipe)) if reports is not None else None
     resumes = run_check(partial(_resumes, recipe))
     ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")

@@ -79,15 +79,18 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
 
 
 def without_training(recipe: Recipe) -> Recipe:
-    """The recipe for its checks: without RL, since samples that are not trained on may be drawn with top-p and top-k."""
+    """The recipe without RL, for validation.
+
+    RL rejects top-p and top-k, but samples that are not trained on may use them.
+    """
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 
 
 def with_merged_sync(recipe: Recipe) -> Recipe:
-    """The recipe with a sync of whole weights, an adapter merged in, through this host's shared memory."""
+    """The recipe with a weight sync through this host's shared memory that merges an adapter into the weights."""
     sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
-    # If the recipe leaves the device open, its own transport decides it.
+    # If `cluster.device` is not set, the recipe's own transport determines it.
     return recipe.model_copy(update={"sync": sync, "cluster": recipe.cluster.model_copy(update={"device": recipe.device})})
 
 
@@ -106,7 +109,7 @@ def room_for_engines(recipe: Recipe, source: Source, folder: Path) -> Iterator[V
 
 @contextlib.asynccontextmanager
 async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int) -> AsyncIterator[ReplicaPool]:
-    """The recipe's engines with the weights of `source`, which are closed at the end."""
+    """Start the recipe's engines with the weights of `source`. They are closed at the end of the block."""
     async with contextlib.AsyncExitStack() as stack:
         starting = start_pool(
             recipe,
@@ -131,7 +134,7 @@ async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int
 
 
 def _engines(recipe: Recipe) -> Placement:
-    """The placement of the engines without a trainer. Whether the cluster has room is known only after it is started."""
+    """The placement of the engines without a trainer. Whether the cluster has room for it is known only after the cluster is started."""
     train = recipe.train.model_copy(update={"stages": ["rl"]})
     placement = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
     return Placement(placement.device, placement.of("rollout"), 1)

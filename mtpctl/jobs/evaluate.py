@@ -40,8 +40,8 @@ class Evaluation(TypedDict):
 def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: str | None = None) -> Evaluation:
     """Evaluate weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set configures.
 
-    `start`: as in `source_of`. Raises UserError before anything starts if there is no held-out set, and for unsuitable problems, rewards
-    or weights; else as the cluster and the engines.
+    `start`: as in `source_of`. Before anything starts, raises UserError if there is no held-out set, and for unsuitable problems, rewards
+    or weights. Errors of the cluster and the engines are raised unchanged.
     """
     recipe = with_merged_sync(recipe)
     validate(_checkable(recipe))
@@ -84,7 +84,10 @@ async def _evaluate(
 
 
 def _checkable(recipe: Recipe) -> Recipe:
-    """The recipe for its checks: without training, it needs no training rows."""
+    """The recipe without training, for validation.
+
+    An evaluation needs no training rows, so a generated task stands in for missing ones.
+    """
     recipe, data = without_training(recipe), recipe.data
     if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
         return recipe

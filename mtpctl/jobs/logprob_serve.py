@@ -30,7 +30,7 @@ from mtpctl.web.server import WebServer, address_of, allow_connections
 
 Report = Callable[[str], None]
 FALLBACK = "tiny_mtp"
-"""The recipe that is served if none is named and there is no run."""
+"""The recipe to serve if none is named and there is no run."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: s
 
 
 def recipe_to_serve(named: str | None, model: str | None, sets: Sequence[str], overlays: Sequence[str]) -> tuple[Recipe, Path | None]:
-    """The recipe, and the directory of its run if it is from one. `model` replaces the recipe's model.
+    """The recipe to serve, and its run directory if it is the recipe of a run. `model` replaces the recipe's model.
 
-    Without both names, it is that of the newest run here, else the fallback recipe.
+    If neither is named, uses the newest run below `runs`, else `FALLBACK`.
     """
     run = Path(named) if named is not None and _is_run(Path(named)) else None
     if named is None and model is None:
@@ -127,7 +127,7 @@ def _newest_run() -> Path | None:
 
 
 def with_heads_for(recipe: Recipe, tp: int) -> Recipe:
-    """The fallback recipe, whose weights are random, with a number of attention heads that `tp` divides."""
+    """The fallback recipe with a number of attention heads that `tp` divides. Its weights are random, so the number may change."""
     config = dict(recipe.model.config or {})
     shape = shape_of(config)
     hidden, heads = shape.hidden, shape.heads

@@ -29,14 +29,20 @@ from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.sync.store import VersionStore
 
 Reward = Callable[[str, Sample], Awaitable[float | None]]
-"""Rewards one response, from its text and its sample; None if the reward function failed."""
+"""Rewards one response, given its text and its sample. Returns None if the reward function failed."""
 Progress = Callable[[int, int, Tally], None]
-"""Called after every sample with the number of samples in the file, the final number, and their sums."""
+"""Called after every sample with the number of samples in the file, their final number, and their tally."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. number: its position. answer: the reference that the reward needs, if any. problem: passed to the environment."""
+    """One prompt.
+
+    Attributes:
+        number: position among the prompts.
+        answer: the reference that the reward needs, if any.
+        problem: passed to the environment.
+    """
 
     number: int
     prompt_id: str
@@ -47,7 +53,10 @@ class Prompt:
 
 
 class Summary(TypedDict):
-    """The summary of `rollout`: of this call in `made`, `seconds` and `tokens_per_s`, else of the file. A mean over nothing is None."""
+    """The result of `rollout`. A mean over no samples is None.
+
+    `made`, `seconds` and `tokens_per_s` describe this call, the other fields the whole file.
+    """
 
     model: str
     out: str
@@ -67,10 +76,10 @@ class Summary(TypedDict):
 
 
 def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, start: str | None = None) -> Summary:
-    """Generate the responses that `out` lacks, `n` to every prompt. Returns the summary. `start`: as in `source_of`.
+    """Generate the responses that are missing in `out`, `n` to every prompt. Returns the summary. `start`: as in `source_of`.
 
-    Raises UserError for unsuitable prompts, model or file before anything is started; EnvironmentMissing without vLLM; ClusterResources
-    and RuntimeFailure as the cluster and the engines.
+    Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
+    cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
     """
     validate(without_training(recipe))
     recipe = with_merged_sync(recipe)
@@ -151,7 +160,7 @@ def _other_ends(source: Source) -> list[int]:
 
 
 def _environment(rollout: RolloutBase) -> list[object]:
-    if rollout.agents_play and rollout.verifiers is None:  # None: agents that connect over the network
+    if rollout.agents_play and rollout.verifiers is None:  # `agent` is None if agents connect over the network
         return [rollout.agent, rollout.max_turns, rollout.agent_args]
     if rollout.environment == "single":
         return []
@@ -226,8 +235,11 @@ async def answer_all(
 ) -> float:
     """Generate the `missing` responses with the sampling parameters of `rollout`, and write each when it is finished. Returns seconds.
 
-    seed: seeds every request separately, so that a response does not depend on what else is generated. report: gets failures of the user's
-    environment. After an error or an interrupt, the finished samples are in the file.
+    After an error or an interrupt, the finished samples are in the file.
+
+    Args:
+        seed: seeds every request separately, so that a response does not depend on what else is generated.
+        report: receives failures of the user's environment.
     """
     prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
     failures = Failures()

@@ -26,10 +26,10 @@ from mtpctl.sync.store import VersionStore
 
 
 def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Report, start: str | None = None) -> int:
-    """Serve until Ctrl-C or SIGTERM. Trajectories that agents finish are added to `out`. Returns their number.
+    """Serve until Ctrl-C or SIGTERM. Appends the trajectories that agents finish to `out`. Returns their number.
 
-    `start`: as in `source_of`. Raises UserError for an address in use, a file that cannot be written and a tokenizer without a chat
-    template; else as the cluster and the engines.
+    `start`: as in `source_of`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
+    template. Errors of the cluster and the engines are raised unchanged.
     """
     served: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
     served |= {"gateway_host": host, "gateway_port": port}
@@ -98,7 +98,7 @@ async def _started(
 
 
 async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
-    """Trajectories without a known problem, without end."""
+    """Requests for trajectories whose problems are unknown, endlessly."""
     names = set() if file is None else {prompt_id for prompt_id, _ in file.done}
     for number in itertools.count():
         if (name := f"trajectory/{number}") not in names:

@@ -28,8 +28,10 @@ START = "start"
 class Target:
     """A recipe with overlays and sets applied.
 
-    run: the run that the recipe is from. changed: keys in which it differs from that run's. start: the weights, if not the newest of the
-    recipe's run directory.
+    Attributes:
+        run: the run that the recipe is from.
+        start: the weights, if they are not the newest in the recipe's run directory.
+        changed: keys in which the recipe differs from that of `run`.
     """
 
     loaded: Loaded
@@ -43,7 +45,7 @@ class Target:
 
     @property
     def summary(self) -> str:
-        """A message: which run resumes with which changes, or which run's recipe a new run takes."""
+        """A message: the run that resumes and its changes, or the run whose recipe a new run uses."""
         assert self.run is not None
         changes = "with " + ", ".join(self.changed) if self.changed else "with the recipe that it had"
         if self.recipe.run_path.absolute() == self.run:
@@ -59,10 +61,10 @@ def run_of(target: str | Path) -> Path | None:
 
 
 def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
-    """The recipe that `target` stands for, with overlays and sets on top.
+    """The recipe that `target` names, with overlays and sets applied.
 
-    The run directory is its current one, so that a run that was moved or copied resumes. Raises UserError as `load_recipe`, and for a
-    folder that is not a run.
+    The `run_dir` of a run becomes its current directory, so that a run that was moved or copied resumes. Raises UserError as `load_recipe`
+    does, and for a folder that is not a run.
     """
     from mtpctl.recipe.loading import flatten, load_recipe
 
@@ -81,7 +83,7 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
         here.append(f"model.path={json.dumps(began, ensure_ascii=False)}")
     loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
     before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (saved, loaded))
-    # That the run was moved is not a change by the user.
+    # Moving the run is not a change by the user.
     before |= {tuple(key.split(".")): json.loads(value) for key, _, value in (each.partition("=") for each in here)}
     keys = [key for key in now if now[key] != before.get(key)]
     changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in keys)
@@ -89,7 +91,7 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
 
 
 def load_whole(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
-    """`load_target` for commands that take whole runs. Raises UserError for a checkpoint as well."""
+    """`load_target` for commands that work on whole runs. Also raises UserError for a checkpoint."""
     loaded = load_target(target, overlays, sets)
     if loaded.start is not None:
         raise UserError(f"{target} is a checkpoint of {loaded.run}; name the run, whose newest one is taken")
@@ -118,7 +120,7 @@ def target_with_weights(target: str, start: str | None, overlays: Sequence[str],
 
 @dataclass(frozen=True)
 class StartWeights:
-    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint (of an adapter) of the model `base`."""
+    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint (possibly of an adapter) of the model `base`."""
 
     name: str
     base: str
@@ -155,9 +157,9 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
-    """The keys that locate a run that was moved or copied; empty if its recipe is still correct.
+    """The values of `run_dir` and `name` for a run that was moved or copied; empty if its recipe is still correct.
 
-    If `{name}` is the last part of the directory it remains so, with the folder's name: then `--set name=NAME` creates another run.
+    If `run_dir` ends with `{name}`, it still does, and `name` becomes the folder's name. So `--set name=NAME` creates another run.
     """
     from mtpctl.recipe.schema import NAMES
 
@@ -172,7 +174,7 @@ def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
 
 
 def _began_from(recipe: Recipe, run: Path) -> str | None:
-    """The weights in a run directory that the run began from, if the run was moved; None if its recipe is still correct."""
+    """The path of the folder `START` if the run began from it and was moved; None if its recipe is still correct."""
     there, here = recipe.model.path, run / START
     if there is None or Path(there).name != START or Path(there).absolute() == here or not (here / WEIGHTS).is_file():
         return None

@@ -102,9 +102,12 @@ COLOURS = 7
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `dots` marks each point, for metrics with few points; `colour` is an index, by default that of the curve.
+    """One curve of a chart.
 
-    A `guide` is a dashed reference line, which is not averaged.
+    Attributes:
+        dots: marks each point, for metrics with few points.
+        colour: index of a color; by default the position of the curve.
+        style: a `guide` is a dashed reference line, which is not averaged.
     """
 
     label: str
@@ -117,7 +120,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The part (begin, end] of the x axis of one phase; `offset` is added to its steps."""
+    """The part (begin, end] of the x axis that belongs to one phase; `offset` is added to the phase's steps."""
 
     name: str
     begin: float
@@ -152,7 +155,7 @@ def render_chart(chart: Chart) -> str:
     values = [y for pts in layers for _, y in pts]
     x_axis = Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, [])
     y_axis = (
-        # Down to the lowest of the averaged curves: one value that is almost nothing would take up the decades above it.
+        # From the minimum of the smoothed curves: one outlier near zero would stretch the axis over many decades.
         log_axis(min(y for _, series, pts in drawn for _, y in (pts if series.dots else _smoothed(pts))), max(values))
         if chart.scale == "log"
         else linear_axis(min(values), max(values), zero=chart.zero or chart.stack)
@@ -238,7 +241,7 @@ def _drawable(points: Points, scale: str) -> Points:
 
 
 def _by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:
-    """The points of each phase, because neither a line nor an average crosses phases."""
+    """The points of each phase. Neither a line nor an average crosses phases."""
     pieces = [[(x, y) for x, y in points if (x > phase.begin or i == 0) and x <= phase.end] for i, phase in enumerate(phases)]
     return [piece for piece in pieces if piece]
 
@@ -296,7 +299,7 @@ def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
 
 
 def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
-    """Strips over the drawing, one for each step or for some of them, that show the values of the step while pointed at."""
+    """Hover strips over the drawing, one per step but at most `_MAX_HITS`, that show the values of the step."""
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
     if len(steps) > _MAX_HITS:
         steps = [steps[round(i * (len(steps) - 1) / (_MAX_HITS - 1))] for i in range(_MAX_HITS)]

@@ -32,8 +32,11 @@ def steady_clock() -> Callable[[], float]:
 class LiveStatus:
     """The newest state of a run.
 
-    metrics: the newest value of each metric of the current stage. waiting: what the run waits for, one line each. events: the newest
-    events. restarts: one line for each restart of the trainer or of a replica.
+    Attributes:
+        metrics: the newest value of each metric of the current stage.
+        waiting: what the run waits for, one line each.
+        events: the newest events.
+        restarts: one line for each restart of the trainer or of a replica.
     """
 
     def __init__(self, path: Path, totals: Mapping[str, int], history: History) -> None:

@@ -78,7 +78,7 @@ RawRow = dict[str, Any]
 class MetricsFile:
     """Appends rows. First removes an incomplete last line, which a killed process may have left.
 
-    damaged: numbers of complete but invalid lines. They are moved to `metrics.jsonl.damaged`, so they do not prevent a resume.
+    `damaged`: numbers of complete but invalid lines. They are moved to `metrics.jsonl.damaged`, so they do not prevent a resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class MetricsFile:
 
 
 def plain(value: object) -> object:
-    """The value as JSON, with NaN and infinities, which JSON lacks, by name."""
+    """The value for JSON. NaN and infinities, which JSON lacks, become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

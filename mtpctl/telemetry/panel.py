@@ -182,7 +182,7 @@ class LivePanel:
             self._live.refresh()
 
     def resume(self, rows: Iterable[Row], phase: str) -> None:
-        """Start with the rows of earlier sessions, in the resumed phase."""
+        """Show the rows of earlier sessions first, in the resumed phase."""
         for row in rows:
             self._record(row.step, row.metrics, row.phase)
         self._phase = phase
@@ -299,7 +299,7 @@ def without_echo() -> Callable[[], None]:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as at most `width` block characters, flat if all are equal. More values are averaged."""
+    """The values as at most `width` block characters, flat if all are equal. Longer series are averaged."""
     if not values:
         return ""
     if len(values) > width:

@@ -82,7 +82,7 @@ CHARTS = (
 _NO_LAYERS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
 """Timings that are not part of an update: its total, the evaluation between updates, and concurrent work."""
 _OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
-"""Shares and rates of a step's time, whose means are weighted by that time."""
+"""Shares and rates over a step's time. Their means are weighted by that time."""
 _MAX_LAYERS = 6
 
 
@@ -99,7 +99,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def history_of(run: RunDirectory, fix: str) -> History:
-    """The metrics of a run. Raises UserError if there is no such directory, or, with `fix`, if it has no metrics yet."""
+    """The metrics of a run. Raises UserError if there is no such directory, or it has no metrics yet (`fix` is the hint for that)."""
     if not run.path.is_dir():
         raise UserError(f"RUN: no directory {run.path}; name a run directory")
     history = load_history(run.path)
@@ -178,7 +178,7 @@ def _held_out(history: History) -> Chart | None:
 
 def _tiles(history: History) -> str:
     tiles = []
-    # The later of the two rows of held-out accuracy is used: the mean of the late evaluations.
+    # Held-out accuracy has two rows. The second one, the mean of the late evaluations, replaces the first.
     changes = {row.name: row for row in before_and_after(history)}
     reward = ("reward/unfiltered_mean", "Reward, unfiltered")
     if reward[0] not in changes:

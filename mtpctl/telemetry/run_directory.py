@@ -28,7 +28,7 @@ LOCK = ".lock"
 PRIVATE = 0o600
 """File mode of recipes, which may contain names of data, hosts and people."""
 BEGUN = ".begun"
-"""File of a run that was started over, with the new name of the earlier run directory."""
+"""File in the directory of a run that was started over. It contains the new name of the previous run directory."""
 _FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _MIN_FREE = 64 << 20
@@ -77,7 +77,7 @@ class RunDirectory:
 
     @staticmethod
     def check_writable(path: str | Path) -> None:
-        """Raise UserError as `create` would, without leaving files: the test file has no name."""
+        """Raise UserError as `create` would, without leaving files: the test file is anonymous."""
         path = Path(path)
         with _writing(path):
             folder = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())

@@ -24,10 +24,16 @@ DEPTH = 4
 
 @dataclass(frozen=True)
 class RunOverview:
-    """One run: its progress (`step` of `steps` in `stage`), the newest reward and accuracy of RL, seconds since its last metric.
+    """The overview of one run.
 
-    restarts: one line for each restart of a trainer or replica, newest last. replicas: rollout replicas at the newest weight sync; None
-    before the first. asked_replicas: the last request of `mtpctl scale`; None if there was none. fault: why the run is unreadable.
+    Attributes:
+        step: of `steps` in `stage`, the newest stage.
+        reward: newest value in RL; as are `unfiltered_reward` and `accuracy`.
+        age_s: seconds since the newest metric.
+        restarts: one line for each restart of a trainer or replica, newest last.
+        replicas: rollout replicas at the newest weight sync; None before the first.
+        asked_replicas: the last request of `mtpctl scale`; None if there was none.
+        fault: why the run is unreadable.
     """
 
     path: Path
@@ -100,7 +106,7 @@ def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
         return "running"
     if not history.rows and not history.events:
         return "empty"
-    # An SFT stage may end before its last step; then its last checkpoint is named `-end`.
+    # An SFT stage may end before its last step. Its last checkpoint is then named `-end`.
     last = list(plan)[-1] if plan else ""
     if last and ((run.checkpoints / f"{last}-{history.last_step(last):06d}-end").is_dir() or _ended(history, last, plan)):
         return "done"

@@ -25,7 +25,7 @@ from mtpctl.samples import Sample
 from mtpctl.telemetry.metrics_file import PATIENCE_S
 
 Kind = Literal["update", "eval", "dropped"]
-"""`update`: trained; `eval`: of a held-out problem; `dropped`: of a group that is not trained, for the reason in `note`."""
+"""`update`: trained on; `eval`: response to a held-out problem; `dropped`: its group is not trained on, for the reason in `note`."""
 
 
 def _check_writable(text: str) -> str:
@@ -47,7 +47,7 @@ _RETRY_S = 1.0
 
 
 class Part(TypedDict):
-    """Consecutive tokens of a response by the model or by the environment: their text and count."""
+    """Consecutive tokens of a response that come from the model or from the environment: their text and count."""
 
     by: Literal["model", "environment"]
     text: Text
@@ -303,7 +303,10 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
 
 def _repeated_from(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
-    """For each session and batch, the smallest step that a later batch of the session trained: later steps of the batch were lost."""
+    """For each session and batch, the smallest step that a later batch of the same session trained on.
+
+    Rows of the batch from that step on were repeated after a restart of the trainer.
+    """
     trained = {_batch_of(row): row["step"] for row in rows if row["kind"] == "update"}
     smallest: dict[tuple[int, int], int] = {}
     later: dict[int, int] = {}  # by session, from its last batch backwards

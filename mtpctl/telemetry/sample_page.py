@@ -14,7 +14,7 @@ MAX_SAMPLES = 320
 MAX_CHARACTERS = 4000
 MAX_BANDS = 5
 ENDING = 90
-"""Characters of a prompt in the line of a collapsed sample."""
+"""Number of last characters of the prompt that a collapsed sample shows."""
 KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
 
 

@@ -4,7 +4,7 @@ Any user who can write to the directory may send one, from any host that mounts 
 
 requests/ID.json      {"replicas": 3}                   written by the command, removed by the run after reading it
 requests/ID.answer    {"message": "…", "refused": false}   written by the run, removed by the command
-replicas.json         {"asked": 3}                      written by the run, the initial number of its next start
+replicas.json         {"asked": 3}                      written by the run, used as the requested number at its next start
 """
 
 from __future__ import annotations

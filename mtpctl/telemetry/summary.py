@@ -122,7 +122,7 @@ def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
         if y >= level and all(later >= level - tolerance for _, later in curve[i + 1 :]):
             if i == 0:
                 return x
-            # The previous point is below the level, or the curve would hold from there.
+            # The previous point is below the level; otherwise the curve would hold from there.
             x0, y0 = curve[i - 1]
             return x0 + (x - x0) * (level - y0) / (y - y0)
     return None
@@ -141,7 +141,7 @@ HEADLINES = (
 )
 
 _SINGLE = {"eval/accuracy"}
-"""Metrics of a whole held-out set: first and last values are compared. For others, means of the first and last tenth are."""
+"""Metrics of a whole held-out set, whose first and last values are compared. For others, means of the first and last tenth are."""
 
 
 @dataclass(frozen=True, slots=True)

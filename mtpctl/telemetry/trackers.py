@@ -66,7 +66,7 @@ class TensorBoardSink:
 
         values = {".".join(key): value for key, value in flatten(recipe).items() if value is not None}
         plain = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
-        # A resumed run shows those of its latest session.
+        # Only the hyperparameters of the latest session are shown.
         for earlier in self._folder.glob("events.*"):
             earlier.unlink()
         writer = self._open(str(self._folder))
@@ -79,7 +79,7 @@ class TensorBoardSink:
             if phase not in self._writers:
                 self._writers[phase] = self._open(str(self._folder / phase))
             self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        except OSError as error:  # also for earlier rows: the writer's thread stops at an error
+        except OSError as error:  # perhaps of earlier rows: the writer's thread stops at its first error
             self._lost_rows(error)
             self._writers.pop(phase, None)
 

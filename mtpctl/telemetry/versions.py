@@ -33,7 +33,7 @@ PACKAGES = (
 NVIDIA_SMI_S = 10.0
 _END_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
-"""This file exists if the driver is installed, and so a GPU is present."""
+"""Exists if the NVIDIA driver is installed, which implies a GPU."""
 
 
 class Machine(TypedDict):
