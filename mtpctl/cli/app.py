@@ -43,7 +43,7 @@ COMMANDS = {
 """Each command: its module and function, imported on use, and its line in the list of commands."""
 
 ANYWHERE = ("--debug", "--verbose", "-v")
-"""Options that may appear anywhere on the line. Each of them also enables warnings that are known to be harmless."""
+"""Options that may appear anywhere on the line. Each of them also shows warnings that are known to be harmless."""
 
 
 class _Commands(TyperGroup):
@@ -148,7 +148,7 @@ _LOOK_S = 0.05
 
 
 def fork_command() -> None:
-    """Run the command in a child process, since this process is the first of a container. Returns in the child.
+    """Run the command in a child process, because this process is process 1 of a container. Returns in the child.
 
     The kernel discards signals to process 1 that it has no handler for, so a second SIGTERM would not end it. Orphaned processes become its
     children, and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's

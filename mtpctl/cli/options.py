@@ -72,7 +72,7 @@ Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON 
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
-    """Load the recipe that the shared arguments name; a run stands for its own. Raises UserError for a wrong value."""
+    """Load the recipe that the shared arguments name; for a run, its recipe. Raises UserError for a wrong value."""
     from mtpctl.jobs.targets import load_whole
 
     return load_whole(recipe, overlays or [], sets or []).loaded

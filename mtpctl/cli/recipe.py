@@ -162,7 +162,7 @@ _ABSENT = object()
 
 
 def _end_tokens(recipe: Recipe) -> list[str]:
-    """A line for each end token, and one if a file that names further tokens is missing."""
+    """One line for each end token, and one more if a file that may name further tokens is missing."""
     from mtpctl.data.end_tokens import recipe_end_tokens
     from mtpctl.errors import MtpctlError
 

@@ -145,7 +145,7 @@ class Copies:
 
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
-    """The object store for the recipe's copies; None if none is configured. Raises as `ObjectStore` does."""
+    """The object store for the recipe's copies; None if none is configured. Raises the errors of `ObjectStore`."""
     return None if recipe.copy_url is None else ObjectStore(recipe.copy_url)
 
 

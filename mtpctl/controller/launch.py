@@ -49,7 +49,7 @@ StartingActors = asyncio.Task[tuple[ReplicaPool, LogprobServer | None]]
 
 
 def run(recipe: Recipe, *, plain: bool = False) -> int:
-    """Run the recipe. Returns the exit code: 0, or that of the signal that stopped the run."""
+    """Run the recipe. Returns the exit code: 0, or the exit code for the signal that stopped the run."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     check_copies(recipe)
     report = partial(print, flush=True)

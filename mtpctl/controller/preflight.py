@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mtpctl.rl.rewards.function import Outcome
 
 MAX_CHECKED = 500
-"""Maximum number of problems per set whose own solutions a verifier (a function that only compares answers) is checked on."""
+"""Maximum number of a set's own solutions on which a verifier (a function that only compares answers) is checked."""
 TRIED = 3
 """Number of rows on which other reward functions are tried. Few, because a function may call a model or run a program."""
 TRIED_HINTS = 8
@@ -74,7 +74,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
 
 
 def preflight(recipe: Recipe) -> list[str]:
-    """Try the recipe's code on the first problems, without tokenizer and model. Returns warnings; raises as `try_code` does."""
+    """Try the recipe's code on the first problems, without tokenizer and model. Returns warnings. Raises like `try_code`."""
     if "rl" not in recipe.train.stages:
         return []
     hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
@@ -220,7 +220,7 @@ async def _rewarded(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
 
 
 def _sample(row: Problem) -> Sample:
-    """A sample with the row's solution as response. Its tokens are bytes, since no tokenizer is loaded yet."""
+    """A sample with the row's solution as response. Its tokens are bytes, because no tokenizer is loaded yet."""
     sample = Sample(row.prompt_id, "0", list(row.prompt.encode()))
     ids = list(row.target.encode())
     sample.append(ids, [-1.0] * len(ids), 0)

@@ -123,7 +123,9 @@ class Prepared:
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """Find, download or create the inputs that the recipe names.
 
-    Raises UserError for inputs that are missing or do not fit, EnvironmentMissing if the installed engine cannot serve the model's family.
+    Raises:
+        UserError: for inputs that are missing, or that do not fit each other.
+        EnvironmentMissing: if the installed engine cannot serve the model's family.
     """
     from mtpctl.convert.model_weights import ModelWeights
 
@@ -167,7 +169,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
 
 def ends_of(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
-    """The tokens that end a response of `model`, which may be in a run directory. Raises UserError as `config_end_ids`."""
+    """The tokens that end a response of `model`, which may be in a run directory. Raises UserError like `config_end_ids`."""
     return end_tokens(tokenizer, recipe.rollout, config_end_ids(recipe.model, model.config), vocab=model.shape.vocab)
 
 
@@ -200,7 +202,7 @@ def _other_ends(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> st
 def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     """The folder of the recipe's model: created in the run directory, or the folder or hub id that the recipe names.
 
-    Its path is absolute, since actors of a joined cluster have another working directory.
+    Its path is absolute, because actors of a joined cluster have another working directory.
     """
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 

@@ -168,7 +168,7 @@ class RlStage:
                 if self.state.step % self.recipe.async_.sync_every == 0:
                     metrics |= await self.publish()
             finally:
-                # The row is logged even if the sync fails or is cancelled, since a checkpoint may contain this update.
+                # The row is logged even if the sync fails or is cancelled, because a checkpoint may contain this update.
                 self.clock.set("trainer", False)
                 metrics |= self._step_metrics(metrics, seconds, groups)
                 self.telemetry.log(self.state.step, metrics, "rl")

@@ -46,7 +46,7 @@ BATCHES_WITHOUT_SIGNAL = 20
 class Admission:
     """Bounds how many groups are sent out between two syncs, so that samples are not too stale when they are trained on.
 
-    The bound is that of `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes `sync_every *
+    The bound works like `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes `sync_every *
     groups_per_step` groups. With a threshold s, at most (1 + s) times as many are admitted, including those in flight or waiting at the
     sync. With s = 0 nothing is generated ahead: every sample is generated under the latest published weights. This bounds the number of
     stale samples; `mtpctl.controller.rl` describes the bound on the age of each.
@@ -87,7 +87,10 @@ class RolloutCounts:
         dropped: groups without signal.
         expired: groups that became too old.
         rewards: rewards of each complete group, including groups without signal.
-        rewarded: calls of the reward function; errors: failed ones; timeouts: timed-out ones; seconds: their total duration.
+        rewarded: calls of the reward function.
+        errors: failed calls.
+        timeouts: calls that timed out.
+        seconds: total duration of the calls.
         unrewarded: groups dropped because a reward failed.
     """
 

@@ -1,4 +1,4 @@
-"""Log-probs of sampled responses, computed while others are generated: old log-probs of the policy, and those of a teacher.
+"""Log-probs of sampled responses, computed while others are generated: old log-probs of the policy, and log-probs of a teacher.
 
 A teacher (`train.rl.teacher`) is a log-prob server of the run or at a URL. It scores the policy's own tokens.
 """

@@ -22,7 +22,7 @@ import numpy as np
 from mtpctl.recipe.schema import Recipe
 
 WINDOW = 20
-"""Updates in the window: two periods of the cycles that occur with samples one update old."""
+"""Updates in the window: two periods of the oscillation that occurs with samples one update old."""
 MIN_UPDATES = 14
 SWING_STABILITY = 0.4
 SWING_CORRELATION = 0.3

@@ -1,4 +1,4 @@
-"""Starts what RL needs in addition to the trainer: rollout engines, the log-prob server, a teacher, and reward processes.
+"""Starts the parts of RL other than the trainer: rollout engines, the log-prob server, a teacher, and reward processes.
 
 Ray actors run in bundles that are reserved beforehand for the whole placement.
 """
@@ -44,7 +44,7 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
     """Plan the run on the free resources of the cluster, and reserve them. Returns None if a stop is requested first.
 
     Waits while other jobs use too much of the cluster. Raises ClusterResources if the whole cluster is too small: at once if the run has
-    started Ray itself, else after `cluster.actor_deadline_s`, since hosts may join.
+    started Ray itself, otherwise after `cluster.actor_deadline_s`, because hosts may join.
     """
     began = time.monotonic()
     if (reserved := await _try_reserve(recipe, began)) is not None:
@@ -82,7 +82,7 @@ def engine_claim(placement: Placement) -> Claim:
 
 
 def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
-    """A claim for each Ray actor. The ranks of an engine share one claim, since they are processes of one actor."""
+    """A claim for each Ray actor. The ranks of an engine share one claim, because they are processes of one actor."""
     claims: dict[str, Claim] = {}
     for actor in actors:
         name = f"rollout-{actor.index}" if actor.role == "rollout" else actor.name

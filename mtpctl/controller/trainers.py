@@ -45,9 +45,9 @@ class TrainerLost(RuntimeFailure):
 
 
 class HostGone(TrainerLost):
-    """A host was lost while ranks were starting on it. Does not count as a new loss of the trainer.
+    """A host was found to be lost while ranks were starting on it. It does not count as a new loss of the trainer.
 
-    The host was already lost when the ranks were placed, but Ray had not detected it.
+    It is part of the previous loss, because Ray detects lost hosts late.
     """
 
 

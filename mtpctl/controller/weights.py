@@ -42,8 +42,8 @@ class WeightSync:
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
         """Update every target to `version`. Returns `sync/*`, and the result of `metrics`.
 
-        `verify`: compare the checksums of every tensor on both ends; default: as `sync.verify`. Raises as `WeightUpdate.run` does. A pushed
-        version is tried twice.
+        `verify`: compare the checksums of every tensor on both ends; default: `sync.verify`. Raises the errors of `WeightUpdate.run`. A
+        pushed version is tried twice.
         """
         began = time.perf_counter()
         if verify is None:

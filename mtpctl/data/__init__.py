@@ -1,4 +1,4 @@
 """Training data: problems (generated or read from files), tokenizers, and the cursor that draws problems.
 
-Runs in the controller; does not import torch.
+Runs in the controller; needs no torch.
 """

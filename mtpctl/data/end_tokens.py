@@ -111,7 +111,7 @@ def end_tokens(
         sources = {token: [END_IDS] for token in rollout.end_ids}
     else:
         if tokenizer is not None:
-            # A tokenizer without an EOS token uses that of the model's configs.
+            # For a tokenizer without an EOS token, `eos_id` is from the model's configs.
             own = not isinstance(tokenizer, HfTokenizer) or tokenizer.inner.eos_token_id is not None
             sources[tokenizer.eos_id] = [TOKENIZER] if own else []
         for token, names in (named or {}).items():

@@ -46,7 +46,7 @@ class SetReport:
 def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[SetReport]:
     """Read each file and dataset of the recipe from its beginning, for an equal share of `seconds`. The hub is not contacted.
 
-    Raises UserError as a run does for these rows, and for a set without rows.
+    Raises the UserError that a run would raise for these rows, and one for a set without rows.
     """
     if not (data.path or data.eval_path or data.sft_path or evaluation.sets):
         return []

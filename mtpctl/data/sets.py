@@ -55,7 +55,7 @@ class Rows:
         return self.reading.problems(rows, self.name)
 
     def read(self) -> list[Problem]:
-        """All problems. Raises UserError if there is none, and as `problems` does."""
+        """All problems. Raises UserError if there is none, and the errors of `problems`."""
         problems = list(self.problems())
         if not problems:
             raise self.empty()
@@ -120,7 +120,7 @@ def load_problem_sets(
     the section names neither files nor a task, the problems are the tasks of `rollout`'s environment.
 
     Raises:
-        UserError: if there are no problems, or the section names both files and a task; and as reading the files does.
+        UserError: if there are no problems, if the section names both files and a task, and for invalid files or rows.
     """
     rows = rows_of(config, evaluation, stages)
     if config.task is not None:
@@ -165,7 +165,7 @@ def first_problems(
 
 
 def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig, rollout: RolloutBase | None = None) -> ProblemSets:
-    """Only the held-out problems, if any. Raises as `load_problem_sets` does."""
+    """Only the held-out problems, if any. Raises like `load_problem_sets`."""
     rows = rows_of(config, evaluation, ("rl",))
     held_out = generate(config.task, seed)[1] if config.task is not None else rows["eval"].read() if "eval" in rows else []
     if _from_environment(config, rollout):

@@ -81,7 +81,7 @@ def check_runtimes(rollout: RolloutBase) -> None:
 
 
 def tasks(name: str, args: Mapping[str, object], overrides: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
-    """An iterator over the tasks of the environment `name`, and whether it is finite. Raises as `environment_config` does."""
+    """An iterator over the tasks of the environment `name`, and whether it is finite. Raises like `environment_config`."""
     config = environment_config(name, args, overrides, EVAL_ARGS if overrides else ARGS)
     from verifiers.v1.utils.loaders import load_taskset
 

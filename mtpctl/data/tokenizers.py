@@ -202,7 +202,7 @@ def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer
 
 
 def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """The tokenizer of a folder, as in `load_tokenizer`. A `tokenizer.json` is loaded with the plain class, in a tenth of the time."""
+    """`load_tokenizer` for a folder. A `tokenizer.json` is loaded with the plain class, which takes a tenth of the time."""
     if not has_tokenizer(folder):
         raise UserError(f"model.tokenizer: {folder} has no tokenizer (tokenizer.json); name a folder or hub id that has one")
     if not (folder / "tokenizer.json").is_file():

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """The weights: a checkpoint of the recipe's model, or the model itself. `run`: the run directory of both."""
+    """The weights: a checkpoint of the recipe's model, or the model itself. `run`: the run directory that they are from."""
 
     run: Path | None = None
     checkpoint: Path | None = None
@@ -69,7 +69,7 @@ class SyncResult:
 
 
 def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
-    """Start the trainer and, without `urls`, the recipe's engines; then sync `repeat` times and measure each."""
+    """Start the trainer and, without `urls`, the recipe's engines and log-prob server. Sync `repeat` times and measure each sync."""
     if not urls:
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))

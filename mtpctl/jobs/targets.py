@@ -212,9 +212,9 @@ def training_target(
 
 
 def convert_start(weights: StartWeights, run: Path) -> tuple[Path, int]:
-    """Convert a checkpoint to a Hugging Face folder in the run directory, an adapter merged in. Returns it and the exit code.
+    """Convert a checkpoint to a Hugging Face folder in the run directory, with an adapter merged in.
 
-    Runs in another process, since the conversion imports torch and hides the GPUs from its process.
+    Returns the folder and the exit code. Runs in another process, because the conversion imports torch and hides the GPUs from its process.
     """
     folder = run / START
     run.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ class RunOverview:
 
     Attributes:
         step: of `steps` in `stage`, the newest stage.
-        reward: newest value in RL; as are `unfiltered_reward` and `accuracy`.
+        reward, unfiltered_reward, accuracy: newest values in RL.
         age_s: seconds since the newest metric.
         restarts: one line for each restart of a trainer or replica, newest last.
         replicas: rollout replicas at the newest weight sync; None before the first.

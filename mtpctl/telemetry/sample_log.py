@@ -247,7 +247,7 @@ def _whole(path: Path) -> bool:
 
 
 def read_samples(run_dir: Path) -> list[SampleRow]:
-    """The samples of a run in order of their steps; for a repeated step, those of the last repetition.
+    """The samples of a run in order of their steps. If a step was repeated, only the samples of the last repetition.
 
     An incomplete last line is skipped. Raises UserError for any other invalid line.
     """

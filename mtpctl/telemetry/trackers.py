@@ -1,7 +1,7 @@
 """Destinations of metrics in addition to `metrics.jsonl`: TensorBoard, Weights & Biases and MLflow.
 
-W&B and MLflow need one increasing step, but each phase of a run counts its own steps. They receive updates counted over all phases: those
-of RL follow those of the supervised stage, as in the report.
+W&B and MLflow need one increasing step, but each phase of a run counts its own steps. So their step is the number of updates over all
+phases, as in the report.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in `tensorboard/<phase>`, since each phase counts its own steps, and the resolved recipe as hyperparameters.
+    """Event files in `tensorboard/<phase>`, because each phase counts its own steps, and the resolved recipe as hyperparameters.
 
     Rows that cannot be written to the disk are lost and reported in `failure`; later rows go to another file.
     """
