@@ -25,8 +25,6 @@ from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-if TYPE_CHECKING:
-    import torch
 
 SCALE = "_scale_inv"
 FP8 = ("F8_E4M3", "F8_E5M2")

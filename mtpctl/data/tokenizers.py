@@ -25,8 +25,6 @@ from mtpctl.recipe.model import cached_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Variables = Mapping[str, object]
 NONE: Variables = {}
