@@ -57,7 +57,7 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
 
         def memory(self, reset: bool = False) -> dict[str, int]:
             """Read the memory of the trainer's card."""
-            from mtpctl.sync.memory import card_memory
+            from mtpctl.sync.receiver import card_memory
 
             return card_memory(reset=reset)
 

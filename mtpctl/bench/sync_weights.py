@@ -280,7 +280,7 @@ async def _memory(trainer: Trainer, engine: VllmEngine, *, reset: bool = False) 
 async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest: Manifest) -> float:
     """GB/s of the transport without packing, the best of three."""
     if manifest.transport not in PUSHED:
-        from mtpctl.sync.memory import copy_rate
+        from mtpctl.sync.receiver import copy_rate
 
         return copy_rate(min(manifest.nbytes, options.bucket_bytes))
     rates = []

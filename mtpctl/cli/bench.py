@@ -13,7 +13,7 @@ import typer
 
 from mtpctl.cli import bench_experiments
 from mtpctl.cli.options import Json, answer, create_folder
-from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
     from mtpctl.recipe.model import MtpConfig

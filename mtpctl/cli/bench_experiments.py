@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.options import Json, Overlays, Sets, answer, create_folder
-from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

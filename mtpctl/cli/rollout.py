@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, answer
-from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
     from mtpctl.jobs.rollout import Progress, Summary

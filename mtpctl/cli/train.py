@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mtpctl.cli.options import Json, OptionalRecipe, Overlays, Sets, answer
-from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs import print_progress
 
 
 def train(

@@ -1,1 +1,10 @@
-"""The jobs behind the commands: offline rollout, evaluation, the dry run, manual weight syncs and serving."""
+"""What the commands run: offline rollout, evaluation, the dry run, manual weight syncs and serving."""
+
+from __future__ import annotations
+
+import sys
+
+
+def print_progress(line: str) -> None:
+    """Print a line of progress to stderr."""
+    print(line, file=sys.stderr, flush=True)

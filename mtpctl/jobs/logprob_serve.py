@@ -18,7 +18,7 @@ from mtpctl.controller.state import newest_version
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs import print_progress
 from mtpctl.jobs.targets import load_whole
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.server import LogprobServer, start_server

@@ -16,7 +16,7 @@ from mtpctl.controller.prepare import model_of, store_in
 from mtpctl.controller.state import version_named
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.controller.weights import WeightSync
-from mtpctl.jobs.progress import print_progress
+from mtpctl.jobs import print_progress
 from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.schema import Recipe
@@ -138,7 +138,7 @@ async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: 
 async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
     metrics = await sync(version, verify=verify)
     await sync.persisted()
-    from mtpctl.sync.memory import copy_rate
+    from mtpctl.sync.receiver import copy_rate
 
     update = sync.last
     assert update is not None

@@ -139,7 +139,7 @@ def start_weights(text: str) -> StartWeights:
     if (folder / WEIGHTS).is_file():
         return StartWeights(text, str(folder))
     from mtpctl.controller.state import version_named
-    from mtpctl.jobs.progress import print_progress
+    from mtpctl.jobs import print_progress
     from mtpctl.recipe.loading import load_recipe
 
     run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})", report=print_progress)

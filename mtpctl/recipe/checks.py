@@ -12,7 +12,7 @@ from mtpctl.errors import UserError, first_of
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import cluster, data, evaluation, model, parallel, reward, rl, rollout, schema, sync, train
-from mtpctl.recipe.presets import PRESETS
+from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.secrets import secrets_in
 from mtpctl.recipe.section import Complaints

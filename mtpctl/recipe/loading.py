@@ -18,7 +18,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import Key, KeyPath, Origins, Tree, children, element, find, origin_of, suggest, user_error
 from mtpctl.recipe.model import has_mtp_head, hf_config
-from mtpctl.recipe.presets import PRESETS
+from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.secrets import masked, secrets_in
 

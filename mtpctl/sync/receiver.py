@@ -7,6 +7,7 @@ delivers the bytes. Live parameters are written in place, so CUDA graphs and tie
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -222,3 +223,34 @@ class StepReceiver:
         for receiver in self.received.values():
             sums |= {name: [asdict(part) for part in parts] for name, parts in receiver.sums().items()}
         return sums
+
+
+def card_memory(*, reset: bool = False) -> dict[str, int]:
+    """Bytes on this process's card; zeros without a card.
+
+    `allocated` by tensors, with its `peak` since the last `reset`; `reserved` by torch's allocator, with its `peak_reserved`; `used` by
+    all processes on the card, including CUDA and NCCL.
+    """
+    if not torch.cuda.is_available():
+        return dict.fromkeys(("allocated", "peak", "reserved", "peak_reserved", "used"), 0)
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "used": total - free,
+    }
+
+
+def copy_rate(nbytes: int) -> float:
+    """Rate at which host memory is copied, in GB/s: the best of five."""
+    source, destination = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        destination.copy_(source)
+        best = min(best, time.perf_counter() - began)
+    return nbytes / best / 1e9

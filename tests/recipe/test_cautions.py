@@ -10,7 +10,7 @@ import pytest
 from mtpctl.cli.app import main
 from mtpctl.recipe.checks import cautions_of, validate
 from mtpctl.recipe.loading import available, load_recipe
-from mtpctl.recipe.presets import PRESETS
+from mtpctl.recipe.rl import PRESETS
 
 STALE = "async.staleness_threshold=1"
 ON_POLICY = "async.staleness_threshold=0"

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.recipe.presets import PRESETS
-from mtpctl.recipe.rl import RlConfig
+from mtpctl.recipe.rl import PRESETS, RlConfig
 
 
 def test_every_preset_can_be_named_and_every_name_is_a_preset() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.presets import PRESETS
-from mtpctl.recipe.rl import ADVANTAGES, LOSSES, RlConfig
+from mtpctl.recipe.rl import ADVANTAGES, LOSSES, PRESETS, RlConfig
 from mtpctl.rl.losses import loss_metrics, token_terms
 from mtpctl.rl.user_objective import check_objective, compute_advantages, loss_of
 from tests.fakes.policy_batch import batch

@@ -20,10 +20,9 @@ from mtpctl.rollout.vllm.patches import weights
 from mtpctl.rollout.vllm.patches.drafter import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
-from mtpctl.sync.memory import card_memory
 from mtpctl.sync.parameters import Shard, TpRank, match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
-from mtpctl.sync.receiver import Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep
+from mtpctl.sync.receiver import Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep, card_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
