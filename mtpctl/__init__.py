@@ -1,4 +1,4 @@
-"""Asynchronous RL post-training for language models that carry multi-token-prediction heads."""
+"""Asynchronous RL post-training for language models with multi-token-prediction (MTP) heads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Run", "find_runs", "load_recipe", "train"]
 
 
 def __getattr__(name: str) -> object:
-    # Every process of a run imports this package, and none needs these.
+    # Loaded on use: every process of a run imports this package, and none needs these names.
     if name not in __all__:
         raise AttributeError(f"module 'mtpctl' has no attribute {name!r}")
-    # By name: what imports `mtpctl` does not depend on what the top of it needs.
+    # Imported by name, so that modules that import `mtpctl` do not depend on the dependencies of `mtpctl.api`.
     return getattr(import_module("mtpctl.api"), name)
 
 

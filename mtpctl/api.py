@@ -1,4 +1,4 @@
-"""The API for notebooks and scripts: load a recipe, run it, and read runs. Imported from `mtpctl`, without heavy imports.
+"""The API for notebooks and scripts: load a recipe, run it, and read runs. Importing it imports no heavy packages.
 
 from mtpctl import Run, find_runs, load_recipe, train
 
@@ -45,7 +45,7 @@ class Change(TypedDict):
 
 
 class Run:
-    """A run directory, for reading. Files are read again at each call, so a running run can be followed."""
+    """Read access to a run directory. Every call reads the files again, so a run can be followed while it is in progress."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises UserError if `path` is not a run directory."""
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the latest session. Raises UserError if it is from a release with other keys."""
+        """The recipe of the latest start. Raises UserError if it was written by a release with other keys."""
         return load_recipe(self.path, check=False)
 
     @property
@@ -72,27 +72,27 @@ class Run:
 
     @property
     def history(self) -> History:
-        """All rows, without repeated steps, and all events."""
+        """The metrics of all steps (without steps that were repeated after a restart), and all events."""
         from mtpctl.telemetry.history import load_history
 
         return load_history(self.path)
 
     @property
     def events(self) -> list[Event]:
-        """Events in order of time: restarts, alarms, errors."""
+        """Events in chronological order: restarts, alarms, errors."""
         return self.history.events
 
     def metrics(self, phase: str | None = None) -> list[dict[str, object]]:
-        """One row per step with `phase`, `step`, `time` and all metrics, for `pandas.DataFrame`. `phase`: only `sft` or `rl`."""
+        """One row per step with `phase`, `step`, `time` and all metrics, for `pandas.DataFrame`. `phase`: `sft` or `rl`; None for both."""
         rows = [row for row in self.history.rows if phase in (None, row.phase)]
         return [{"phase": row.phase, "step": row.step, "time": row.time, **row.metrics} for row in rows]
 
     def series(self, name: str, phase: str = "rl") -> list[tuple[int, float]]:
-        """(step, value) of one metric in a phase; empty if it has none."""
+        """(step, value) pairs of one metric in a phase."""
         return self.history.series(name, phase)
 
     def summary(self) -> dict[str, Change]:
-        """The headline metrics before and after RL, as printed at the end of the run; empty for fewer than two steps."""
+        """The main metrics before and after RL, as printed at the end of the run; empty for fewer than two steps."""
         from mtpctl.telemetry.summary import before_and_after
 
         changes: dict[str, Change] = {}
@@ -101,7 +101,7 @@ class Run:
         return changes
 
     def samples(self, *, step: int | None = None, worst: bool = False) -> list[SampleRow]:
-        """The responses in order of steps; `worst`: by reward, lowest first, without those without a reward."""
+        """The logged responses in order of steps. `worst`: only those with a reward, lowest reward first."""
         from mtpctl.telemetry.sample_log import read_samples
 
         rows = [row for row in read_samples(self.path) if step in (None, row["step"])]
@@ -115,9 +115,9 @@ class Run:
 
 
 def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = (), check: bool = True) -> Recipe:
-    """Load a recipe by file or name, or that of a run, with overlays and `KEY=VALUE` sets, as in the commands.
+    """Load a recipe by file, by name or from a run, with overlays and `KEY=VALUE` overrides, as on the command line.
 
-    Raises UserError for mistakes; `check=False` skips the checks of combinations of keys and of files that they name.
+    Raises UserError if the recipe is invalid. check: also check combinations of keys, and the files that they name.
     """
     from mtpctl.jobs.targets import load_target
     from mtpctl.recipe.checks import validate
@@ -129,7 +129,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
 
 
 def find_runs(folder: str | Path = "runs") -> list[Run]:
-    """The runs below a folder, newest first."""
+    """The runs in a folder, newest first."""
     from mtpctl.telemetry import runs
 
     return [Run(each.path) for each in runs.find_runs(Path(folder))]
@@ -144,8 +144,16 @@ def train(
 ) -> Run:
     """Run `mtpctl train` in a separate process and print its output. Returns the run when it has ended.
 
-    `start` is `--from`: the initial weights of a new run. An interrupt stops the run after its current step, with a checkpoint, and is
-    raised again. Raises the error of the command: UserError, EnvironmentMissing, ClusterResources or RuntimeFailure.
+    An interrupt stops the run after the current step, with a checkpoint, and is then raised again.
+
+    Args:
+        recipe: a recipe, its file or name, or a run to continue.
+        overlays: recipe files that are merged into the recipe.
+        sets: `KEY=VALUE` overrides.
+        start: the initial weights of a new run (`--from`).
+
+    Raises:
+        UserError, EnvironmentMissing, ClusterResources, RuntimeFailure: the error of the command.
     """
     with tempfile.TemporaryDirectory(prefix="mtpctl-") as folder:
         if not isinstance(recipe, Run | str | Path):
@@ -165,7 +173,7 @@ def train(
 
 
 def _follow(command: list[str]) -> None:
-    """Run the command in its own session, so an interrupt of the notebook reaches it only once, and print its lines."""
+    """Run a command, and print its output. It runs in a separate session, so that an interrupt of the notebook reaches it only once."""
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
     assert child.stdout is not None
     message, interrupted = "", False

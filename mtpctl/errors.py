@@ -1,4 +1,4 @@
-"""Errors that end a command with a one-line message and an exit code."""
+"""The package's errors. They end a command with a one-line message and an exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MtpctlError(Exception):
 
 
 class UserError(MtpctlError):
-    """A user's mistake. The message names the recipe field, or file and line, and the fix."""
+    """A mistake in the user's input. The message names the recipe field, or file and line, and the fix."""
 
     exit_code = 2
 
@@ -46,7 +46,7 @@ class ThresholdMissed(MtpctlError):
 
 
 def first_of[E: MtpctlError](errors: Sequence[E]) -> E:
-    """The first of several errors, with the others as notes, which the command line prints on separate lines."""
+    """Return the first error, with the others as notes. The command line prints notes on separate lines."""
     first, *others = errors
     for other in dict.fromkeys(map(str, others)):
         if other != str(first):
@@ -55,4 +55,4 @@ def first_of[E: MtpctlError](errors: Sequence[E]) -> E:
 
 
 class UpstreamMoved(RuntimeError):
-    """A vendor's package is not the release that a patch was written for, or does not behave like it."""
+    """An upstream package differs from the release for which a patch was written."""

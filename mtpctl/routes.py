@@ -1,8 +1,8 @@
-"""Routes: the engine's routing decisions for each token, which the trainer replays.
+"""Routes: the expert choices of the inference engine for each token, which the trainer replays.
 
-Routes are an array `[tokens, layers, k]` of expert indices, one byte each for up to 256 experts, else two bytes. `tokens` are the first
-tokens of prompt and response together: a token gets its row when the next token is sampled, so the last token never has one. Tokens without
-a row are routed by the trainer. `layers` are the MoE decoder layers in order. MTP layers are excluded, since their routing is not replayed.
+Routes are an array `[tokens, layers, k]` of expert indices, uint8 for up to 256 experts, else uint16. `tokens` are the leading tokens of
+prompt and response: a token gets its row when the next token is sampled, so the last token never has one. The trainer's router decides for
+tokens without a row. `layers` are the MoE decoder layers in order, without MTP layers, whose routing is not replayed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mtpctl.families.shape import ModelShape
 
 if TYPE_CHECKING:
-    # Processes that never use routes, such as reward workers, start without numpy.
+    # Processes that do not use routes, such as reward workers, start without numpy.
     import numpy as np
     import numpy.typing as npt
 
@@ -25,7 +25,7 @@ type Routes = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """The format of a model's routes: `layers` are the MoE decoder layers, `per_token` is k."""
+    """The format of a model's routes. layers: indices of the MoE decoder layers. per_token: k. experts: of a layer."""
 
     layers: tuple[int, ...]
     per_token: int
@@ -33,7 +33,7 @@ class RouteShape:
 
     @classmethod
     def of(cls, shape: ModelShape) -> RouteShape | None:
-        """The format for a model; None for a model without experts."""
+        """The format for a model; None for a dense model."""
         moe = shape.moe
         if moe is None:
             return None
@@ -52,7 +52,7 @@ class RouteShape:
         return len(self.layers) * self.per_token * self.dtype.itemsize
 
     def fault(self, routes: Routes, tokens: int) -> str | None:
-        """Why `routes` are not valid for a sequence of `tokens` tokens; None if they are."""
+        """Why `routes` are invalid for a sequence of `tokens` tokens; None if they are valid."""
         import numpy as np
 
         if routes.ndim != 3 or routes.dtype.kind != "u":
@@ -76,7 +76,7 @@ class RouteShape:
 
 
 def to_json(routes: Routes) -> dict[str, object]:
-    """Routes as JSON: dtype, shape, and the data in base64, little-endian, in C order."""
+    """Routes as JSON: dtype, shape, and the little-endian data in C order as base64."""
     import numpy as np
 
     plain = np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))

@@ -1,6 +1,6 @@
-"""The sample: one response, from its prompt to the optimizer step that it is trained in.
+"""The sample: a response with all data that is recorded about it until it is trained on.
 
-Every stage of the pipeline sets fields of the same object: rollout sets tokens, behaviour log-probs, version spans, speculation counts and
+Each stage of the pipeline sets fields of the same object: rollout sets tokens, behaviour log-probs, version spans, speculation counts and
 routes; scoring sets old log-probs and their weight version; the reward function sets the reward and its parts.
 """
 
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from mtpctl.routes import Routes, from_json, to_json
 
 Ids = array[int]
-"""Token ids, four bytes each."""
+"""Token ids, int32."""
 Logprobs = array[float]
-"""Log-probs in nats, in single precision."""
+"""Log-probs in nats, float32."""
 Mask = array[int]
-"""0 or 1 for each token, a byte each."""
+"""0 or 1 for each token, int8."""
 
 
 _NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
-# Copied for each sample: creating an array calls Python's audit hooks, and some packages install slow ones.
+# Defaults, copied for each sample: creating an array calls Python's audit hooks, and some packages install slow ones.
 
 
 def ids_of(values: Iterable[int]) -> Ids:
@@ -70,11 +70,11 @@ class Speculation:
 
 @dataclass(slots=True)
 class EnvironmentUse:
-    """The environment's part in one response: the `turns` that it answered, and the `seconds` of all calls.
+    """The environment's calls for one response: `turns` that it answered, and total `seconds`.
 
-    `errors` and `timeouts` count calls that failed or exceeded the response's deadline; `failure` is the last one in one line. With an
-    agent, `turns` are the model's answers, `samples` the samples of the trajectory, and `rewritten` those that began because the agent had
-    changed earlier messages.
+    `errors` and `timeouts` count calls that failed or exceeded the response's deadline; `failure` describes the last of them in one line.
+    With an agent, `turns` counts the model's answers, `samples` the samples of the trajectory, and `rewritten` the samples that were
+    started because the agent had changed earlier messages.
     """
 
     turns: int = 0
@@ -90,16 +90,23 @@ class EnvironmentUse:
 class Sample:
     """One response to one prompt. Per-token fields have the length of `response_ids`.
 
-    Per-token fields and `prompt_ids` are Python's `array`s: they behave like lists, take a few bytes per token, and numpy and torch use
-    them without a copy. The constructor accepts any iterable for them.
+    Per-token fields and `prompt_ids` are Python's `array`s: they behave like lists, take a few bytes per token, and numpy and torch can
+    use them without a copy. The constructor accepts any iterable for them.
 
-    index: of the response in its group. loss_mask: 1 for tokens that the policy sampled, 0 for tokens of an environment. reward_parts:
-    further values of the reward function, which are logged. spent_s: seconds of work by engines and environments, which count against the
-    deadline. environment, environment_reward: None without an environment; the latter is the result of its `reward()`. routes: see
-    `mtpctl.routes`; None if not recorded. A row belongs to the forward pass, and so to the weight version, that sampled the next token.
-    teacher_logprobs: of `train.rl.teacher`, None without one. candidates, candidate_logprobs: the teacher's most likely tokens if
-    requested, the same number for each response token, concatenated. earlier: previous samples of an agent's trajectory, of which this is
-    the last; they get its reward. cached_tokens: prompt tokens found in the engine's prefix cache, None for an engine without one.
+    Attributes:
+        index: of the response in its group.
+        loss_mask: 1 for tokens that the policy sampled, 0 for tokens of an environment.
+        reward_parts: additional values of the reward function, which are logged.
+        spent_s: seconds of work by engines and environments, which count against the deadline.
+        environment: None without an environment.
+        environment_reward: result of the environment's `reward()`; None without an environment.
+        routes: see `mtpctl.routes`; None if not recorded. A row is from the forward pass, and so the weight version, that sampled the next
+            token.
+        earlier: the previous samples of an agent's trajectory, if this is its last one. They get the same reward.
+        teacher_logprobs: log-probs of `train.rl.teacher`; None without a teacher.
+        candidates: the teacher's most likely tokens, if requested: the same number for each response token, concatenated.
+        candidate_logprobs: their log-probs.
+        cached_tokens: prompt tokens found in the engine's prefix cache; None for an engine without one.
     """
 
     prompt_id: str
@@ -172,12 +179,12 @@ class Sample:
 
     @property
     def token_ids(self) -> Ids:
-        """Prompt and response."""
+        """The prompt's and the response's tokens."""
         return self.prompt_ids + self.response_ids
 
     @property
     def parts(self) -> list[Sample]:
-        """All samples of the trajectory in order: only this one, unless an agent created several."""
+        """All samples of the trajectory in order; only this one unless an agent created several."""
         return [*self.earlier, self] if self.earlier else [self]
 
     @property
@@ -192,16 +199,16 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """The name in errors: the prompt's id and the index of the response."""
+        """The sample's name in messages: the prompt's id and the index of the response."""
         return f"{self.prompt_id}/{self.index}"
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens of prompt and response that have routes."""
+        """Number of leading tokens with routes, counted from the start of the prompt."""
         return 0 if self.routes is None else len(self.routes)
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, trained: bool = True) -> None:
-        """Append tokens sampled under weight version `version`, or with `trained=False` tokens of an environment.
+        """Append tokens that were sampled under weight version `version`, or with `trained=False`, tokens of an environment.
 
         Raises ValueError if the lengths differ.
         """
@@ -220,14 +227,14 @@ class Sample:
             self.version_spans.append(VersionSpan(start, end, version))
 
     def add_routes(self, rows: Routes) -> None:
-        """Append the routes of further tokens. Rows for the last token and beyond are dropped."""
+        """Append the routes of the next tokens. Rows for the last token and beyond are dropped."""
         import numpy as np
 
         routes = rows if self.routes is None else np.concatenate([self.routes, rows])
         self.routes = routes[: max(self.length - 1, 0)]
 
     def cut(self, length: int) -> None:
-        """Truncate the response to `length` tokens in all per-token fields. Speculation counts do not change."""
+        """Truncate the response to `length` tokens, before it is scored: log-probs of the scorer and the teacher are not truncated."""
         del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
         self.version_spans = [span for span in self.version_spans if span.start < length]
         if self.version_spans:
@@ -236,7 +243,7 @@ class Sample:
             self.routes = self.routes[: max(self.length - 1, 0)]
 
     def copy(self) -> Sample:
-        """A copy that shares no array with this sample, except for routes, which are immutable."""
+        """A copy that shares no array with this sample except for its routes, which are immutable."""
         return replace(
             self,
             prompt_ids=self.prompt_ids[:],
@@ -255,7 +262,7 @@ class Sample:
         )
 
     def to_dict(self, *, packed: bool = False) -> dict[str, object]:
-        """The sample as JSON, with arrays as lists of numbers, or with `packed` as base64, which is much faster."""
+        """The sample as JSON, with arrays as lists of numbers or, if `packed`, as base64, which is much faster."""
         plain: dict[str, object] = {name: _plain(getattr(self, name), packed) for name in _JSON_FIELDS}
         if self.routes is not None:
             plain["routes"] = to_json(self.routes)
@@ -265,7 +272,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Inverse of `to_dict`. Unknown fields are ignored, since a checkpoint may be from an earlier release."""
+        """Inverse of `to_dict`. Unknown fields are ignored: a checkpoint may be from another release."""
         values: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
         values["version_spans"] = [VersionSpan(**span) for span in data["version_spans"]]
         values["speculation"] = Speculation(**data["speculation"])
@@ -294,23 +301,23 @@ def _plain(value: object, packed: bool) -> object:
 
 
 def _unpacked(value: object) -> object:
-    """A field's value from JSON; a packed one becomes an array."""
+    """A field's value from JSON. Packed values become arrays."""
     if not isinstance(value, Mapping) or "array" not in value:
         return value
     return array(value["array"], base64.b64decode(value["data"], validate=True))
 
 
 def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
-    """The maximum length of the response: `max_tokens`, or the rest of the context after the prompt."""
+    """The maximum length of the response: `max_tokens`, or the rest of the context after the prompt if that is less."""
     return min(max_tokens, context - len(sample.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """Further sampling parameters of served requests. Training objectives do not support them.
+    """Additional sampling parameters of served requests, as in vLLM. Training objectives do not support them.
 
-    They have vLLM's meaning. `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of vLLM's
-    `StructuredOutputsParams`; empty for free text.
+    `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of vLLM's `StructuredOutputsParams`; empty
+    for free text.
     """
 
     min_p: float = 0.0
@@ -336,11 +343,15 @@ _AS_TRAINED = Steering()
 class GenerationRequest:
     """A request for one response.
 
-    Tokens are appended to `sample`, which is new or a partial rollout. `max_tokens` limits the whole response, including existing tokens.
-    `seed` makes sampling reproducible. `deadline_s` limits the seconds of work by engines and environments on the response: in a request
-    to a pool the total, in one to an engine the remainder. Waiting for a free slot does not count. `unwanted` is set when the response is
-    no longer needed: it is cancelled, and its sample is returned unchanged. `problem` is the input of the environment, and not sent to
-    engines. `steering` is set only for served requests, which are not trained on.
+    Attributes:
+        sample: tokens are appended to it. It is new or a partial rollout.
+        max_tokens: maximum length of the whole response, including existing tokens.
+        seed: makes sampling reproducible.
+        deadline_s: maximum seconds of work by engines and environments on the response: the total in a request to a pool, the remainder in
+            a request to an engine. Waiting for a free slot does not count.
+        unwanted: set when the response is no longer needed. Generation is then cancelled, and the sample is returned without new tokens.
+        problem: the input of the environment; not sent to engines.
+        steering: set only for served requests, which are not trained on.
     """
 
     sample: Sample

@@ -1,4 +1,4 @@
-"""Signals that request a stop, and the exit codes that result."""
+"""Signals that request a stop, and their exit codes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; `timeout`, schedulers and container runtimes; a terminal that was closed."""
+"""In order: sent by Ctrl-C; by `timeout`, schedulers and container runtimes; and by a terminal that is closed."""
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal requested a stop. Libraries treat it like Ctrl-C."""
+    """A signal requested a stop. A KeyboardInterrupt, so that libraries handle it like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -38,7 +38,7 @@ def raise_on_stop() -> None:
 
 @contextmanager
 def raising_on_stop() -> Iterator[None]:
-    """`raise_on_stop` while the block runs. If the caller ignores or handles SIGINT, its handler is kept."""
+    """Raise StopRequested on SIGTERM and SIGHUP within the block. The handler of SIGINT is unchanged."""
     before = {each: signal.signal(each, _raise) for each in stop_signals() if each != signal.SIGINT}
     try:
         yield

@@ -1,7 +1,7 @@
 """User-defined code in a recipe, such as a reward, an environment or a loss: `FILE.py:NAME` or `MODULE:NAME`.
 
-Every process that needs the object loads it by this reference. Errors are `UserError`s with the recipe field and, for errors in the user's
-code, its file and line.
+Every process that needs the object loads it from this reference. Errors are `UserError`s that name the recipe field and, for errors in the
+user's code, its file and line.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from types import ModuleType
 from mtpctl.errors import UserError
 
 _NEAR = 0.7
-"""Minimum similarity of a name to be suggested, from 0 to 1."""
+"""Minimum similarity of suggested names, from 0 to 1."""
 _LONGEST_DEFAULT = 40
-"""Maximum length of a default that is shown in messages."""
+"""Maximum number of characters of a default in messages."""
 
 
 def is_reference(text: str) -> bool:
-    """Whether `text` names a user-defined object. The names of built-in ones have no colon."""
+    """Whether `text` names a user-defined object. Names of built-in objects have no colon."""
     return ":" in text
 
 
 def load(text: str, field: str) -> object:
-    """The object that `text` names, for the recipe field `field`.
+    """Load the object that `text` names. `field`: the recipe field, for errors.
 
-    The folder of a file is appended to `sys.path`, so that the file can import its neighbours. Raises UserError for an invalid reference, a
-    file or module that is missing or cannot be imported, and a name that is not defined.
+    The folder of a file is appended to `sys.path`, so that the file can import modules next to it. Raises UserError if the reference is
+    invalid, if the file or module is missing or cannot be imported, or if it does not define the name.
     """
     source, _, name = text.rpartition(":")
     if not source or not name.isidentifier():
@@ -48,7 +48,7 @@ def load(text: str, field: str) -> object:
 
 
 def missing_file(text: str) -> str:
-    """An error if the file of `text` does not exist, with the closest match; empty if it exists, and for a module."""
+    """An error message, with the closest match, if `text` names a file that does not exist; else an empty string."""
     source = text.rpartition(":")[0]
     path = Path(source).expanduser()
     if not source.endswith(".py") or path.is_file():
@@ -60,14 +60,14 @@ def missing_file(text: str) -> str:
 
 
 def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
-    """The file in the folder of the missing `path`, with one of these suffixes, whose stem is closest; None if none is similar."""
+    """The file next to the missing `path` with one of these suffixes and the most similar stem; None if none is similar."""
     by_stem = {each.stem: each for each in sorted(path.parent.glob("*"), reverse=True) if each.suffix in suffixes}
     near = difflib.get_close_matches(path.stem, by_stem, 1, _NEAR)
     return path.with_name(by_stem[near[0]].name) if near else None
 
 
 def from_environment(args: Mapping[str, object], field: str) -> dict[str, object]:
-    """Replace each text `env:NAME` in the arguments, at any depth, by that variable's value. Raises UserError if it is not set."""
+    """Replace each string `env:NAME` in the arguments, at any depth, by that environment variable. Raises UserError if it is not set."""
 
     def read(value: object, path: str) -> object:
         if isinstance(value, str) and value.startswith("env:"):
@@ -87,13 +87,18 @@ def from_environment(args: Mapping[str, object], field: str) -> dict[str, object
 def check_call(
     function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str, *, partly: bool = False
 ) -> None:
-    """Raise UserError if `function` cannot be called with these positional arguments and with `options` as keyword arguments.
+    """Raise UserError if the signature of `function` does not accept these arguments.
 
-    `positional` are their names in the message. `partly`: further arguments may be missing.
+    Args:
+        function: a user-defined function or class.
+        positional: names of the positional arguments.
+        options: keyword arguments.
+        field: the recipe field, for the message.
+        partly: further arguments are passed later.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Implemented in C: the arguments are not known.
+    except (TypeError, ValueError):  # Implemented in C, without a signature.
         return
     try:
         (signature.bind_partial if partly else signature.bind)(*positional, **options)
@@ -107,7 +112,7 @@ def check_call(
 
 
 def _short(signature: inspect.Signature) -> str:
-    """A signature without types, and with `…` for long defaults."""
+    """A signature without annotations, and with `…` for long defaults."""
     parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default
@@ -134,7 +139,7 @@ def _defined(module: ModuleType, name: str) -> str:
 
 
 def describe_error(error: BaseException, text: str) -> str:
-    """`judge.py:12: ValueError: …`: an error raised by the object that `text` names, with the innermost line in its file."""
+    """Format an error raised by the object that `text` names, with the innermost line in its file: `judge.py:12: ValueError: …`."""
     source = text.rpartition(":")[0]
     file = os.path.expanduser(source) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
     line = innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)], file)
@@ -142,16 +147,16 @@ def describe_error(error: BaseException, text: str) -> str:
 
 
 def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
-    """`judge.py:12`: the innermost of `frames` (file and line, outermost first) in the file `own`, or of all if none is in it.
+    """The innermost frame in the file `own`, or of all frames if none is in that file, as `judge.py:12`. Empty without frames.
 
-    Empty without frames.
+    frames: (file, line), outermost first.
     """
     inside = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
     return f"{Path(inside[-1][0]).name}:{inside[-1][1]}" if inside else ""
 
 
 def location_of(value: object) -> str:
-    """`judge.py:12`: the first line of a user's function or class; its name if Python does not know the line."""
+    """The location of a user's function or class, as `judge.py:12`; its name if the location is unknown."""
     function = inspect.unwrap(value) if callable(value) else value
     try:
         file, (_, line) = inspect.getsourcefile(function), inspect.getsourcelines(function)  # type: ignore[arg-type]
@@ -164,7 +169,7 @@ def _from_file(path: Path, field: str) -> ModuleType:
     if problem := missing_file(f"{path}:"):
         raise UserError(f"{field}: {problem}")
     path = path.resolve()
-    # A unique name distinguishes files of the same name. The module is registered so that its classes can be pickled.
+    # The hash distinguishes files with the same name. The module is registered in `sys.modules` so that its classes can be pickled.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

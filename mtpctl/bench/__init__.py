@@ -1,1 +1,1 @@
-"""The measurements of `mtpctl bench`, for users to run on their own hardware. Scripts for published figures are in `benchmarks/`."""
+"""The benchmarks of `mtpctl bench`, for users to run on their own hardware. Scripts for published figures are in `benchmarks/`."""

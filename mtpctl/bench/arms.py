@@ -1,8 +1,8 @@
-"""Arms of an experiment: the same recipe trained several times from one warm start, each time with a few keys changed.
+"""Arms of an experiment: one recipe trained several times from the same warm start, each time with a few keys changed.
 
-Every arm is a whole run in a separate process, started by `mtpctl train` and evaluated from its run directory. If the recipe has a
-supervised stage, that stage runs once for each seed and is converted to a Hugging Face folder, drafter included, from which trainer and
-engines of every arm start.
+Every arm is a complete run of `mtpctl train` in a separate process, and is evaluated from its run directory. If the recipe has a supervised
+stage, that stage runs once for each seed, and its result is converted to a Hugging Face folder, drafter included, from which every arm
+starts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ IRRELEVANT_TO_SFT = {
     ("cluster",),
     ("telemetry",),
 }
-"""Sections and keys of a recipe that do not change the weights of a supervised stage."""
+"""Sections and keys of a recipe that do not affect the weights after a supervised stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A variant of the recipe: its changed keys as `--set` texts, and their meaning in a few words."""
+    """A variant of the recipe. meaning: a description in a few words. sets: the changed keys, as for `--set`."""
 
     name: str
     meaning: str
@@ -54,10 +54,10 @@ class Arm:
 
 
 def select_arms(arms: Sequence[Arm], texts: Sequence[str] | None, *, custom: bool = False) -> list[Arm]:
-    """The arms that `texts` name, in the order of `arms`, or all of them if it names none.
+    """Select the arms that `texts` name, in the order of `arms`; all arms if `texts` is empty.
 
-    If `custom`, a text may also define an arm: `NAME: KEY=VALUE …`, quoted as in a shell; `NAME:` changes nothing. These arms come last.
-    Raises UserError for an unknown name, and for an invalid definition.
+    custom: a text may also define an arm as `NAME: KEY=VALUE …`, quoted as in a shell; `NAME:` changes no key. Custom arms come last.
+    Raises UserError if a name is unknown or a definition is invalid.
     """
     defined: list[Arm] = []
     names: list[str] = []
@@ -81,9 +81,9 @@ def select_arms(arms: Sequence[Arm], texts: Sequence[str] | None, *, custom: boo
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm's run with one seed. `wanted`: RL updates of its recipe, of which an unfinished run has completed fewer.
+    """One arm's run with one seed. wanted: RL updates in its recipe; an unfinished run has completed fewer.
 
-    `old_logprobs`: `train.rl.old_logprobs` with `auto` resolved.
+    old_logprobs: `train.rl.old_logprobs` with `auto` resolved.
     """
 
     arm: Arm
@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A recipe with the options that all arms share, and the folder of all runs."""
+    """A recipe with the options that all arms share, and the folder for their runs."""
 
     recipe: str
     overlays: Sequence[str]
@@ -118,13 +118,13 @@ class Experiment:
         return recipe
 
     def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, together: bool = False, say: Say) -> list[Outcome]:
-        """Train every arm with every seed, unless `out` already has its run, and return the outcomes.
+        """Train every arm with every seed, except for runs that `out` already has. Returns the outcomes.
 
-        together: run the arms of a seed concurrently, for results that do not depend on time.
+        together: run the arms of a seed concurrently, if the measurements do not depend on time.
 
         Raises:
-            UserError: before anything starts, for an arm that the recipe does not allow, and for a finished run of another recipe.
-            RuntimeFailure: with the last line of a run that failed.
+            UserError: if the recipe does not support an arm, or if `out` has a finished run of another recipe.
+            RuntimeFailure: if a run failed, with its last line of output.
         """
         for arm in arms:
             if "rl" not in self.load(arm.name, 0, arm.sets).train.stages:
@@ -145,9 +145,9 @@ class Experiment:
         return outcomes
 
     def measured(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
-        """The outcomes of the runs of these arms in `out`, finished or not, without starting anything. Default seeds: all in `out`.
+        """The outcomes of the existing runs of these arms in `out`, finished or not. seeds: None for all seeds in `out`.
 
-        A run without an update is skipped, and reported by `say`. Raises UserError if no run remains.
+        Runs without an update are reported and skipped. Raises UserError if no run remains.
         """
         outcomes = []
         for seed in sorted(self._seeds(arms)) if seeds is None else seeds:
@@ -168,7 +168,7 @@ class Experiment:
         return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, say: Say) -> list[str]:
-        """Run the supervised stage, unless `out` has its result. Returns the `--set` texts that start a run from it."""
+        """Run the supervised stage, unless `out` has its result. Returns the `--set` texts with which a run starts from it."""
         run = f"{WARM}-{seed}"
         recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
@@ -187,7 +187,7 @@ class Experiment:
 
 
 def share_of(updates: int, wanted: int) -> str:
-    """Updates for a table: `11 of 30`, or `30` for a run that completed all."""
+    """Format the number of updates: `11 of 30`, or `30` if the run completed all of them."""
     return str(updates) if updates >= wanted else f"{updates} of {wanted}"
 
 
@@ -206,7 +206,7 @@ def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
 
 
 def _train(recipes: Sequence[Recipe]) -> None:
-    """Run the recipes concurrently to their ends, except those whose runs have ended."""
+    """Run the recipes concurrently until all have ended. Skips those whose runs have already ended."""
     running = []
     for recipe in recipes:
         home = recipe.run_path
@@ -220,7 +220,7 @@ def _train(recipes: Sequence[Recipe]) -> None:
 
 
 def _has_ended(recipe: Recipe) -> bool:
-    """Whether the run has ended, by its checkpoint, or without checkpoints by the number of RL updates."""
+    """Whether the run has ended, according to its checkpoint or, if it writes none, to its number of RL updates."""
     train, home = recipe.train, recipe.run_path
     if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(home).recipe.exists():
         return set(train.stages) <= set(ended_stages(home / "checkpoints"))
@@ -228,9 +228,9 @@ def _has_ended(recipe: Recipe) -> bool:
 
 
 def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[str, ...]] = ()) -> None:
-    """Raise UserError if the existing run has another recipe, so that its figures are not reported for this one.
+    """Raise UserError if the existing run has another recipe: its figures would be reported for this one.
 
-    derived: folders created from the run. irrelevant: sections and keys in which the two recipes may differ.
+    derived: folders created from the run, for the message. irrelevant: sections and keys in which the recipes may differ.
     """
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():
@@ -245,7 +245,7 @@ def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[s
 
 
 def _settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
-    """Every value of a recipe by its path, except the run directory."""
+    """All values of a recipe by path, except the run directory."""
     values = flatten(recipe.model_dump(mode="json", by_alias=True))
     return {key: value for key, value in values.items() if key != ("run_dir",)} | {("model", "path"): path_in_full(recipe.model.path)}
 
@@ -256,7 +256,7 @@ def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _wait_for(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
-    """Wait for all processes. Raises RuntimeFailure with the last line of the first that failed."""
+    """Wait for all processes. Raises RuntimeFailure if one failed, with its last line of output."""
     try:
         failed = [home for home, process in running if process.wait() != 0]
     finally:

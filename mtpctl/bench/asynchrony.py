@@ -1,8 +1,8 @@
-"""`mtpctl bench async`: the same recipe, from synchronous to asynchronous with a log-prob server.
+"""`mtpctl bench async`: one recipe with increasing asynchrony, from fully synchronous to partial rollouts with a log-prob server.
 
-Arms are compared by how well they learn and by when they hold an accuracy, since the time of an update alone is misleading: stale samples
-may teach less, and a run may oscillate, so that it reaches a level early and loses it again. Each run is evaluated every few updates. The
-measures are the mean of its late evaluations, its worst fall, the area under its curve, and the seconds and updates until it holds a level.
+The time per update alone is misleading: stale samples may teach less, and an unstable run may reach an accuracy early and lose it again.
+So runs are evaluated every few updates, and compared by the mean of their late evaluations, their worst fall, the area under their curve,
+and the seconds and updates until they reach an accuracy (the level) and hold it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TIMER = (
     "others until the next; and separately the wall time with evaluations"
 )
 EVALUATIONS = 16
-"""Evaluations during RL if the recipe has none, at most one every two updates. The late ones are then the last quarter."""
+"""Number of evaluations during RL if the recipe sets none, at most one every two updates. The late ones are then the last quarter."""
 MARGIN = 0.02
-"""The default level is this far below the synchronous arm's late mean; an arm within the margin has learned as much."""
+"""Distance of the default level below the synchronous arm's late mean. An arm within the margin counts as equally good."""
 TOLERANCE = 0.03
-"""How far below a held level a later evaluation may lie: about one standard error of 256 problems (2.5 points at 80%)."""
+"""How far later evaluations may fall below a level that is held: about one standard error of 256 problems (2.5 points at 80%)."""
 
 
 Format = Callable[[float], str]
@@ -55,7 +55,7 @@ def _points(value: float) -> str:
 
 
 def _signed_points(value: float) -> str:
-    """In points; a value that rounds to zero has no minus sign."""
+    """Format a difference in percentage points, without a minus sign if it rounds to zero."""
     return f"{round(100 * value, 1) + 0.0:+.1f}"
 
 
@@ -69,12 +69,12 @@ LEARNED: dict[str, tuple[str, Format]] = {
     "held_updates": ("level held at update", "{:.0f}".format),
     "held_s": ("after s", "{:.1f}".format),
 }
-"""Figures of what a run learned, with their headings and formats."""
+"""Figures about learning, with their headings and formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out accuracy after `update` updates, with the seconds of RL before it: without and with earlier evaluations."""
+    """Held-out accuracy after `update` updates, and the seconds of RL before it, excluding and including earlier evaluations."""
 
     update: int
     seconds: float
@@ -84,11 +84,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm with one seed. Accuracies are shares of 1, times in seconds; `units` are whole GPUs, or CPU cores without GPUs.
+    """One arm with one seed. Accuracies are fractions, times are in seconds, and `units` are GPUs, or CPU cores without GPUs.
 
-    `start` to `area` are None for a run without an evaluation after an update, `held_*` for a run that never holds the seed's level.
-    `evaluations` does not count the first. `gain` is the late mean minus the start. `area` is the mean height of the curve over the
-    updates that all runs of the seed completed.
+    `start` to `area` are None if there is no evaluation after an update; `held_*` are None if the run never holds the seed's level.
+    `evaluations` excludes the first one, before RL. `gain` is the late mean minus the start. `area` is the mean accuracy over the updates
+    that all runs of the seed completed.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over seeds."""
+    """Mean, minimum and maximum of a figure over seeds."""
 
     mean: float
     least: float
@@ -134,9 +134,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm over its seeds, of which `held` held their level. `spreads` has the figures of `LEARNED` and:
+    """One arm over its seeds. held: number of seeds that held their level.
 
-    `against`: the late mean minus the synchronous arm's of the same seed. `speedup`: see there.
+    spreads: the figures of `LEARNED`; `against`, the late mean minus that of the synchronous arm with the same seed; and `speedup`, see
+    the function.
     """
 
     name: str
@@ -148,10 +149,10 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class ServerGain:
-    """The arm with the log-prob server against the same without it, for one seed: ratios of seconds an update and to the held level.
+    """Speed-up by the log-prob server for one seed: ratios of the seconds per update, and of the seconds to the held level.
 
-    `without` is where the arm without the server has its old log-probs from. With `recompute` the server relieves its trainer; with
-    `behaviour` it uses the engine's own, and the server saves nothing.
+    without: the source of old log-probs in the arm without the server. If it is `recompute`, the server takes this work from the trainer;
+    if it is `behaviour`, the engine's log-probs are used, and the server saves no time.
     """
 
     seed: int
@@ -162,9 +163,9 @@ class ServerGain:
 
 
 def evaluated(experiment: Experiment) -> Experiment:
-    """The experiment with an evaluation every few updates, if the recipe has none.
+    """Add an evaluation every few updates to the experiment, if its recipe has none.
 
-    Training waits for each evaluation, so an accuracy belongs to one version and the time of evaluations can be excluded.
+    Training waits for each evaluation, so an accuracy belongs to one weight version, and the time of evaluations can be excluded.
     """
     train = experiment.load("probe", 0).train
     sets = [*experiment.sets, "evaluation.wait=true"]
@@ -174,10 +175,10 @@ def evaluated(experiment: Experiment) -> Experiment:
 
 
 def evaluations_of(history: History) -> list[Evaluation]:
-    """The evaluations of RL in the order of updates, without those whose accuracy is not finite.
+    """The evaluations of RL in order of updates, without those whose accuracy is not finite.
 
-    Rollouts continue during an evaluation, so the update after it finds samples whose time was not counted. Its time is replaced by the
-    mean of the other updates until the next evaluation, if there are any.
+    Rollouts continue during an evaluation, so the next update uses samples whose generation time was not counted. Its time is replaced by
+    the mean time of the other updates until the next evaluation, if there are any.
     """
     evaluations = []
     clock = evaluating = seconds = 0.0
@@ -192,7 +193,7 @@ def evaluations_of(history: History) -> list[Evaluation]:
         if "eval/accuracy" not in row.metrics:
             continue
         seconds += sum(times[1:]) * len(times) / (len(times) - 1) if follows_evaluation and len(times) > 1 else sum(times)
-        # Nothing is generated during the first evaluation, before RL, so the update after it waits like any other.
+        # The first evaluation is before RL, when nothing is generated, so the update after it needs no correction.
         follows_evaluation, times = row.step > 0, []
         if math.isfinite(row.metrics["eval/accuracy"]):
             evaluations.append(Evaluation(row.step, seconds, clock + evaluating, row.metrics["eval/accuracy"]))
@@ -202,19 +203,19 @@ def evaluations_of(history: History) -> list[Evaluation]:
 
 
 def by_updates(history: History) -> list[Point]:
-    """(updates, held-out accuracy)."""
+    """The learning curve by updates: (updates, held-out accuracy)."""
     return [(float(e.update), e.accuracy) for e in evaluations_of(history)]
 
 
 def by_seconds(history: History) -> list[Point]:
-    """(seconds since RL's first update began, held-out accuracy), evaluations excluded."""
+    """The learning curve by time: (seconds since RL began, without evaluations; held-out accuracy)."""
     return [(e.seconds, e.accuracy) for e in evaluations_of(history)]
 
 
 def summarise(
     outcomes: Sequence[Outcome], level: float | None = None, tolerance: float = TOLERANCE
 ) -> tuple[list[Result], dict[int, float]]:
-    """One result for each run, and the accuracy to hold for each seed: `level`, or else the `default_level`."""
+    """One result for each run, and the level of each seed: `level` if given, else the `default_level`."""
     results: list[Result] = []
     levels: dict[int, float] = {}
     for seed in dict.fromkeys(o.seed for o in outcomes):
@@ -229,9 +230,9 @@ def summarise(
 
 
 def default_level(outcomes: Sequence[Outcome]) -> float | None:
-    """The level of one seed: the synchronous arm's late mean minus `MARGIN`; without that arm, the lowest late mean minus `MARGIN`.
+    """The level of one seed: the late mean of the synchronous arm, or without that arm the lowest late mean, minus `MARGIN`.
 
-    Arms without an evaluation after an update do not count. None if no arm has one.
+    Ignores arms without an evaluation after an update. None if no arm has one.
     """
     means = {o.arm.name: late_mean(points) for o in outcomes if len(points := by_updates(o.history)) > 1}
     reference = means.get(SYNCHRONOUS, min(means.values(), default=None))
@@ -281,12 +282,12 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
 
 
 def _synchronous(results: Sequence[Result]) -> dict[int, Result]:
-    """The synchronous arm's result of each seed."""
+    """The result of the synchronous arm by seed."""
     return {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
 
 def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
-    """The arms over their seeds, in the order of the results."""
+    """Summarize each arm over its seeds, in the order of the results."""
     base = _synchronous(results)
 
     def against(result: Result) -> float | None:
@@ -304,9 +305,9 @@ def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
 
 
 def speedup(base: Result | None, result: Result) -> float | None:
-    """Seconds to the held level of the base over those of the result; 0 if the result never holds it.
+    """The base's seconds to the held level, divided by the result's; 0 if the result never holds the level.
 
-    None (undefined) if there is no base, or if it never holds the level or starts above it.
+    None if there is no base, or if the base never holds the level or starts above it.
     """
     if base is None or not base.held_s:
         return None
@@ -316,13 +317,13 @@ def speedup(base: Result | None, result: Result) -> float | None:
 
 
 def best_speedup(results: Sequence[Result]) -> float | None:
-    """The best arm's mean speed-up over seeds against the synchronous one. None if no synchronous arm held its level."""
+    """The highest mean speed-up of an arm over the synchronous one. None if no synchronous run held its level."""
     speedups = [value.mean for arm in by_arm(results) if arm.name != SYNCHRONOUS and (value := arm.spreads["speedup"])]
     return max(speedups, default=None)
 
 
 def server_gains(results: Sequence[Result]) -> list[ServerGain]:
-    """One for each seed in which both arms ran."""
+    """The gain for each seed with which both arms ran."""
     without = {r.seed: r for r in results if r.name == PARTIAL}
     gains = []
     for r in results:
@@ -351,7 +352,7 @@ def as_json(
 
 
 def _cell(figure: float | Spread | None, form: Format, absent: str = "–") -> str:
-    """`79.4% (77.9% to 82.2%)`, or the mean alone if all seeds show the same."""
+    """Format a figure as `79.4% (77.9% to 82.2%)`, or as its mean if minimum and maximum look the same."""
     if figure is None:
         return absent
     if not isinstance(figure, Spread):
@@ -361,7 +362,7 @@ def _cell(figure: float | Spread | None, form: Format, absent: str = "–") -> s
 
 
 def table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, level_given: bool = False) -> str:
-    """Tables of how the arms learned over their seeds, of each run, and of where its time went. `level_given`: the user set the level."""
+    """Three tables: arms over seeds, learning of each run, and time of each run. `level_given`: the user set the level."""
     base = _synchronous(results)
     ratio: Format = "{:.2f}x".format
     learned = [heading for heading, _ in LEARNED.values()]

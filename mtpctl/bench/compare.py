@@ -1,8 +1,7 @@
-"""`mtpctl bench compare`: two JSON results of one benchmark, figure by figure.
+"""`mtpctl bench compare`: compares two JSON results of one benchmark.
 
-Every number of the two documents is a figure, named by its path. Entries of lists are matched by their keys `name`, `what`, `seed` …,
-so their order does not matter. The name of a figure determines whether higher or lower is better; a figure whose name does not is shown
-without a verdict.
+Every number in the documents is a figure, named by its path. Entries of lists are matched by their keys `name`, `what`, `seed` …, so their
+order does not matter. The name of a figure determines whether higher or lower is better; other figures are shown without a verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _UNITS = {"tokens/s": "tokens_per_s", "ms": "ms", "s": "seconds", "GiB": "gib", 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A figure that both documents have."""
+    """A figure that is in both documents."""
 
     name: str
     before: float
@@ -42,14 +41,14 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """After over before; 1 if both are 0."""
+        """`after / before`; 1 if both are 0."""
         if self.before == 0:
             return 1.0 if self.after == 0 else float("inf")
         return self.after / self.before
 
     @property
     def worse_by(self) -> float:
-        """How much worse, relative to `before`: infinite if that was 0, negative if it is better, 0 without a direction."""
+        """Relative deterioration: negative if the figure improved, infinite if it was 0 before, 0 if it has no direction."""
         if self.better is None or self.before == self.after:
             return 0.0
         more = self.after - self.before if self.better == "lower" else self.before - self.after
@@ -57,7 +56,7 @@ class Change:
 
 
 def read(path: Path) -> object:
-    """Read a benchmark's JSON. Raises UserError if the file is not JSON."""
+    """Read a benchmark's JSON. Raises UserError if the file cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -67,7 +66,7 @@ def read(path: Path) -> object:
 
 
 def changes(before: object, after: object) -> list[Change]:
-    """Every figure that both documents have, in the order of the first. Raises UserError if they share none."""
+    """The figures that both documents have, in the order of the first document. Raises UserError if there are none."""
     first, second = figures(before), figures(after)
     shared = [Change(name, value, second[name], better(name)) for name, value in first.items() if name in second]
     if not shared:
@@ -76,14 +75,14 @@ def changes(before: object, after: object) -> list[Change]:
 
 
 def unlike(before: object, after: object) -> list[str]:
-    """The options in which two results differ; if there are any, their figures cannot be compared."""
+    """The options in which two results differ so that their figures are not comparable."""
     first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
     shared = [name for name in first if name in second and name not in _FREE and first[name] != second[name]]
     return [f"{name}: {first[name]} and {second[name]}" for name in shared]
 
 
 def figures(document: object, path: str = "") -> dict[str, float]:
-    """The numbers of a document by their paths: `results.trained.acceptance`."""
+    """The numbers in a document by path, such as `results.trained.acceptance`."""
     result: dict[str, float] = {}
     if isinstance(document, dict):
         for key, value in document.items():
@@ -100,7 +99,7 @@ def figures(document: object, path: str = "") -> dict[str, float]:
 
 
 def better(name: str) -> Better | None:
-    """Whether higher or lower values of a figure are better, by its name; None if the name does not determine it."""
+    """Whether higher or lower values of a figure are better, according to its name; None if unknown."""
     last = name.rsplit(".", 1)[-1]
     if _HIGHER.search(last):
         return "higher"
@@ -120,7 +119,7 @@ def as_json(changes: list[Change]) -> list[dict[str, object]]:
 
 
 def _measure(entry: Mapping[str, object]) -> str:
-    """The name of an entry's `value` by its unit. Without a unit, a value with a lower bound is a share."""
+    """The name of an entry's `value`, from its unit. A value without a unit but with a lower bound is a share."""
     return _UNITS.get(str(entry.get("unit", "")), "share" if entry.get("at_least") else "value")
 
 

@@ -1,9 +1,9 @@
-"""A model of any MiMo shape with known answers, whose MTP layer is right on a chosen share of the vocabulary.
+"""A model of any MiMo shape with known outputs, whose MTP layer is right for a chosen share of tokens.
 
-The trunk predicts `token + 1`. Its attention and MLP have random weights and output projections of zero, so every matrix is multiplied
-as in a real model without changing the result. The MTP layer forwards the embedding of the token that it reads, from which the head
-predicts the same. If a marker in that embedding is set, a neuron of the layer's MLP adds the embedding of another token, and the
-prediction is wrong. The marker is set on a random share of the vocabulary's lower half, and on all of its upper half.
+The trunk predicts `token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real
+model without changing the result. The MTP layer passes on the embedding of its input token, from which the head also predicts `token + 1`.
+If the marker element of that embedding is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the
+prediction wrong. The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
 
 WRITERS = 8
-"""Threads that write files."""
+"""Number of threads that write files."""
 MARKER = 8.0
-"""Size of the marker; other elements of an embedding are about 1."""
+"""Magnitude of the marker; other elements of an embedding are about 1."""
 SEED = 0
 TINY = toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
 ZERO = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -38,9 +38,9 @@ def answer(token: int, count: int, vocab: int) -> list[int]:
 
 
 def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
-    """Write the model into `folder` unless it already exists. Drafts after tokens of the lower half are right with `acceptance`.
+    """Write the model into `folder`, unless it already exists. acceptance: share of the lower half's tokens after which drafts are right.
 
-    Raises UserError for a shape whose MTP convention is not MiMo's, and for a folder with another model.
+    Raises UserError if the shape is not MiMo's with one MTP layer, or if the folder contains another model.
     """
     shape = shape_of(config)
     if shape.family != "mimo" or shape.mtp_layers != 1:
@@ -53,7 +53,7 @@ def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: fl
         if "mtpctl_cycle" not in existing:
             raise UserError(f"{folder}: contains another model, which is not overwritten; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    # The config is written last, so that an incomplete folder is not mistaken for a model.
+    # The config is written last, so that an incomplete folder is not used as a model.
     (folder / "config.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
 
@@ -71,7 +71,7 @@ def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: fl
 
 
 def _files(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file, about 0.5 GiB, on the CPU and in the config's dtype."""
+    """Yield the tensors of each file (about 0.5 GiB), on the CPU and in the config's dtype."""
     dtype = getattr(torch, str(config["torch_dtype"]))
     special = _special(shape, acceptance, device)
     generator = torch.Generator(device).manual_seed(SEED + 1)
@@ -108,7 +108,7 @@ def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Ten
     gate = torch.zeros(shape.ffn, hidden, device=device)
     gate[0, 0] = 4.0
     down = torch.zeros(hidden, shape.ffn, device=device)
-    # With the marker the neuron outputs MARKER * silu(4 MARKER), which adds four times the embedding; without it, nothing.
+    # If the marker is positive, the neuron outputs MARKER * silu(4 MARKER) and so adds four times the embedding; else almost 0.
     down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER * MARKER)
     projection = torch.zeros(hidden, 2 * hidden, device=device)
     projection[:, hidden:] = torch.eye(hidden, device=device)

@@ -1,4 +1,4 @@
-"""What all benchmarks print and write: the environment, tables, and JSON."""
+"""Output of the benchmarks: the environment, tables, and JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Environment = dict[str, str]
 
 
 def machine(versions: Versions | None = None) -> Environment:
-    """The GPUs (`NVIDIA H200 x 2`) or the CPU's cores, and the versions of python and packages.
+    """The GPUs (`NVIDIA H200 x 2`) or the number of CPU cores, and the versions of Python and packages.
 
-    versions: of a run (`versions.json`); default: of this process.
+    versions: the `versions.json` of a run (default: of this process).
     """
     versions = versions or collect_versions()
     host, packages = versions["machine"], versions["packages"]
@@ -28,19 +28,19 @@ def machine(versions: Versions | None = None) -> Environment:
 
 
 def machines(versions: Sequence[Versions | None]) -> Environment:
-    """The environments of several runs as one. A value that differs between runs lists all of them."""
+    """Merge the environments of several runs. If a value differs between runs, all values are listed."""
     environments = [machine(each) for each in versions]
     names = dict.fromkeys(name for each in environments for name in each)
     return {name: " / ".join(dict.fromkeys(str(each.get(name, "none")) for each in environments)) for name in names}
 
 
 def describe(environment: Mapping[str, object]) -> str:
-    """The environment in one line."""
+    """Format the environment in one line."""
     return " · ".join([str(environment["device"]), *(f"{name} {value}" for name, value in environment.items() if name != "device")])
 
 
 def visible_cards(cards: Sequence[int]) -> str:
-    """`CUDA_VISIBLE_DEVICES` for a child process that may use only these cards of this process."""
+    """`CUDA_VISIBLE_DEVICES` for a child process that uses only these GPUs of this process."""
     mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = mine.split(",") if mine else [str(i) for i in range(max(cards) + 1)]
     return ",".join(names[i] for i in cards)
@@ -53,22 +53,22 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """`median (least–most)`, each formatted by `form`."""
+    """Format as `median (min–max)`, each with `form`."""
     return f"{statistics.median(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
 def number(value: float | None, form: str) -> str:
-    """The formatted value, or a dash if it was not measured."""
+    """Format a value; a dash if it was not measured."""
     return "–" if value is None else format(value, form)
 
 
 def to_json(document: object) -> str:
-    """The document as JSON. Infinity and NaN, which JSON lacks, become null."""
+    """Format as JSON. Infinity and NaN, which JSON does not have, become null."""
     return json.dumps(_finite(document), indent=1, allow_nan=False)
 
 
 def render(document: Mapping[str, object], table: str, *, as_json: bool) -> str:
-    """The document as JSON; otherwise environment, timer and table as text."""
+    """Format as JSON if `as_json`; else environment, timer and table as text."""
     environment = document["environment"]
     assert isinstance(environment, Mapping)
     return to_json(document) if as_json else f"{describe(environment)}\nThe timer covers: {document['timer']}.\n\n{table}"

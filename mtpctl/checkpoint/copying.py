@@ -1,13 +1,13 @@
-"""Copy a run to object storage, and fetch it. A copy has the layout of a run directory:
+"""Copies a run to object storage, and fetches it. A copy has the layout of a run directory:
 
     recipe.resolved.yaml, metrics.jsonl, replicas.json           as of the newest checkpoint
-    model/, tokenizer/, start/, reference/                       if the run has them, written once
-    checkpoints/NAME/…                                           the newest `keep`
-    checkpoints/latest                                           the name of the newest one
+    model/, tokenizer/, start/, reference/                       if the run has them; written once
+    checkpoints/NAME/…                                           the `keep` newest checkpoints
+    checkpoints/latest                                           the name of the newest checkpoint
 
-Objects cannot be renamed, so a folder is complete only if it has its listing (`mtpctl.checkpoint.listing`), which is written last and
-removed first. A folder without a listing, or with a file that differs from it, is not used. A checkpoint has the same listing on disk, so a
-damaged checkpoint is not copied, and a fetched one can be verified again.
+Objects cannot be renamed atomically, so the listing (`mtpctl.checkpoint.listing`) marks a folder as complete: it is written last and
+removed first. A folder that has no listing, or that differs from it, is not used. Checkpoints on disk have the same listing, so a damaged
+checkpoint is not copied, and a fetched one can be verified again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mtpctl.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 _ONCE = ("model", "tokenizer", "start", "reference")
-"""Folders that a run writes once."""
+"""Folders that do not change after a run has written them."""
 _TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "replicas.json")
 
 
@@ -46,7 +46,7 @@ type Stamp = tuple[int, int, int]
 
 @dataclass
 class CopyWriter:
-    """Updates the copy of the run in `run_dir`. Caches what it has read and sent, so that unchanged folders are read once."""
+    """Updates the copy of the run in `run_dir`. Caches the entries of files, so unchanged files are read and sent only once."""
 
     store: ObjectStore
     run_dir: Path
@@ -55,16 +55,20 @@ class CopyWriter:
     _sent: dict[str, Entry] = field(default_factory=dict)
 
     def copy(self, checkpoint: Path) -> int:
-        """Copy a checkpoint and the run's other files, and delete all checkpoints but the `keep` newest. Returns the bytes sent.
+        """Copy a checkpoint and the run's other files, and delete all but the `keep` newest checkpoints. Returns the number of bytes sent.
 
-        Raises StoreFailed if the store fails, OSError if a file cannot be read or is replaced in the meantime, Damaged if the checkpoint
-        differs from its listing. The checkpoints of the copy are then unchanged.
+        If an error is raised, the copy's other checkpoints are unchanged.
+
+        Raises:
+            StoreFailed: if the store fails.
+            OSError: if a file cannot be read, or is replaced while it is copied.
+            Damaged: if the checkpoint differs from its listing.
         """
         sent = sum(self._folder(name, 0) for name in _ONCE if (self.run_dir / name).is_dir())
         for name in _TEXTS:
             if (file := self.run_dir / name).is_file():
                 text = file.read_bytes()
-                # An incomplete last line is left for the next copy.
+                # An incomplete last line is not copied yet.
                 self.store.write(name, text[: text.rfind(b"\n") + 1])
         name = f"{CHECKPOINTS}/{checkpoint.name}"
         others = {other: listing for other, listing in _checkpoints(self.store).items() if other != checkpoint.name}
@@ -77,7 +81,7 @@ class CopyWriter:
         return sent
 
     def _folder(self, name: str, number: int) -> int:
-        """Copy a folder, unless the copy is identical. Returns the bytes sent."""
+        """Copy a folder, unless the copy is identical. Returns the number of bytes sent."""
         folder = self.run_dir / name
         files = {file.relative_to(folder).as_posix(): file for file in files_in(folder)}
         try:
@@ -126,16 +130,23 @@ class CopyWriter:
 
 
 def newest_copy(store: ObjectStore) -> str | None:
-    """The name of the newest complete checkpoint of the copy, by its listing."""
+    """The name of the newest checkpoint of the copy that has a listing; None if there is none."""
     checkpoints = _checkpoints(store)
     return max(checkpoints, key=lambda name: checkpoints[name].number, default=None)
 
 
 def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> str | None:
-    """Fetch the newest complete checkpoint and the run's other files into a run directory without checkpoints. Returns its name.
+    """Fetch the newest intact checkpoint and the run's other files into a run directory without checkpoints.
 
-    Returns None if the copy has no checkpoint. A damaged one is reported, and the previous one is used. A retry reuses files that were
-    fetched. Raises UserError if all checkpoints are damaged, StoreFailed if the store does not respond.
+    Damaged checkpoints are reported and skipped. A retry reuses the files that were already fetched.
+
+    Returns:
+        The name of the checkpoint; None if the copy has none.
+
+    Raises:
+        UserError: if all checkpoints are damaged.
+        Damaged: if another folder of the copy is damaged.
+        StoreFailed: if the store fails.
     """
     checkpoints = _checkpoints(store)
     for name in sorted(checkpoints, key=lambda name: checkpoints[name].number, reverse=True):
@@ -159,7 +170,7 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
 
 
 def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path) -> None:
-    """Fetch the files of a folder under a temporary name, and rename it. Raises Damaged if a file is missing or differs."""
+    """Fetch a folder into a temporary folder, then rename it. Raises Damaged if a file is missing or differs from the listing."""
     target = run_dir / name
     aside = target.with_name(f"{target.name}.partial")
     for file, entry in listing.files.items():
@@ -186,11 +197,11 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
 
 
 def _check_same(folder: str, saved: Listing, current: Listing) -> None:
-    """Raise Damaged if files of the run's folder differ from the listing that was saved with them."""
+    """Raise Damaged if the files of a folder differ from its saved listing."""
     for name, entry in saved.files.items():
         if (now := current.files.get(name)) is None:
             raise Damaged(f"{folder}/{name}", "is missing")
-        # A checkpoint that was fetched from an older copy has checksums of another algorithm.
+        # Checkpoints fetched from older copies have CRC-32 checksums.
         comparable = now.checksum.partition(":")[0] == entry.checksum.partition(":")[0]
         if now.size != entry.size or (comparable and now != entry):
             raise Damaged(f"{folder}/{name}", "has changed since it was saved")

@@ -1,4 +1,4 @@
-"""Finds the newest complete checkpoint of a run, and the damage of newer ones. Reads no tensors and does not import torch.
+"""Finds the newest complete checkpoint of a run, and reports damage in newer ones. Does not import torch.
 
 Checkpoints are ordered by the number in their listing, which counts the checkpoints of a run. Older checkpoints without a listing are
 ordered by the progress of their run. Neither the file `latest` nor file times are used.
@@ -20,20 +20,20 @@ from mtpctl.checkpoint.reading import METADATA, shard_sizes
 from mtpctl.errors import UserError
 
 ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
-"""Files of a checkpoint: the engine's record, the run's state, the groups that waited for the trainer, megatron-core's format."""
+"""Files of a checkpoint: the engine's record, the run's state, groups of samples that are not trained yet, megatron-core's format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
-"""Suffixes of checkpoints that are being written, are being replaced, or are damaged."""
+"""Suffixes of checkpoints that are being written, being replaced, or damaged."""
 _SET_ASIDE = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
 
 type Order = tuple[float, int, int, bool]
-"""The number of a checkpoint and the progress of its run: the number of completed stages, the step, whether the stage had ended."""
+"""Sort key of a checkpoint: its number, and the run's progress (completed stages, step, whether the current stage had ended)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest complete checkpoint of a folder; None if it has no checkpoint.
+    """The newest complete checkpoint of a folder.
 
-    damaged: the newer checkpoints, each with its damage. verified: False if the checkpoint has no checksums.
+    path: None if the folder has no checkpoint. damaged: newer checkpoints, each with its damage. verified: whether it has checksums.
     """
 
     path: Path | None
@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """Lines to report to the user about damaged and unverified checkpoints."""
+        """Messages to the user about damaged and unverified checkpoints."""
         assert self.path is not None or not self.damaged
         lines = [f"{path}/{damage}; {self.path.name} is used instead" for path, damage in self.damaged if self.path is not None]
         if not self.verified and self.path is not None:
@@ -51,12 +51,12 @@ class Choice:
 
 
 def saved_in(root: Path) -> list[Path]:
-    """All checkpoints under `root`, newest first, except those that are being written or were set aside. They may be damaged."""
+    """All checkpoints under `root`, newest first; some may be damaged. Excludes those being written and those set aside."""
     return sorted(_folders(root), key=order_of, reverse=True)
 
 
 def choose(root: Path, *, contents: bool) -> Choice:
-    """The newest complete checkpoint under `root`. If `contents` is set, files are read and compared with their checksums.
+    """Find the newest complete checkpoint under `root`. `contents`: compare files with their checksums, not only sizes.
 
     Raises UserError if every checkpoint is damaged.
     """
@@ -79,7 +79,7 @@ def choose(root: Path, *, contents: bool) -> Choice:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint under `root` whose files exist and have their sizes; None if there is no checkpoint.
+    """The newest checkpoint under `root` whose files exist with the right sizes; None if there is no checkpoint.
 
     Raises UserError if every checkpoint is damaged.
     """
@@ -87,15 +87,15 @@ def newest(root: Path) -> Path | None:
 
 
 def check(path: Path, *, contents: bool, of_run: bool = False) -> bool:
-    """Check that a checkpoint is complete. Returns whether it has checksums. `of_run`: it must have what a run resumes from.
+    """Check that a checkpoint is complete. Returns whether it has checksums. `of_run`: also require the files from which a run resumes.
 
-    Raises Damaged, and UserError if its metadata may run code.
+    Raises Damaged if it is not complete, UserError if its metadata may run code.
     """
     listing = read_listing(path)
     if listing is not None:
         check_listing(path, listing, contents=contents)
         if contents and METADATA in listing.files:
-            shard_sizes(path)  # A listing does not prove who wrote the file.
+            shard_sizes(path)  # Rejects unsafe pickles: a listing does not prove who wrote the file.
         return True
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # Reported below.
         if _number_in_record(path):
@@ -115,7 +115,7 @@ def check(path: Path, *, contents: bool, of_run: bool = False) -> bool:
 
 
 def settle(root: Path) -> Choice:
-    """`choose` with contents, for the run that resumes in `root`. Renames damaged checkpoints, so that they are not overwritten.
+    """Choose the checkpoint to resume from, and rename damaged ones so that they are not overwritten.
 
     The caller must hold the run's lock.
     """
@@ -131,9 +131,9 @@ def settle(root: Path) -> Choice:
 
 
 def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -> None:
-    """Point `latest` to `path`, and delete older checkpoints except the `keep` newest and those that are `needed`.
+    """Point `latest` to `path`, and delete old checkpoints: `path`, the `keep - 1` newest before it and those in `needed` remain.
 
-    Checkpoints that are newer than `path` or were set aside as damaged are never deleted.
+    Checkpoints that are newer than `path`, or were set aside as damaged, are never deleted.
     """
     point_to(path)
     flush(path.parent)
@@ -174,7 +174,7 @@ def is_older(path: Path, than: Path) -> bool:
 
 
 def order_of(path: Path) -> Order:
-    """The sort key of a checkpoint. If it cannot be read, the checkpoint sorts as the newest, so that it is checked first."""
+    """The sort key of a checkpoint. A checkpoint that cannot be read sorts as the newest, so that its damage is reported."""
     try:
         state = json.loads((path / RUN).read_bytes())
         stage, ended = str(state["stage"]), list(state["ended"])
@@ -192,7 +192,7 @@ def order_of(path: Path) -> Order:
 
 
 def _number_in_record(path: Path) -> int:
-    """The number in the engine's record, which is available even if the listing is lost; 0 in older records.
+    """The number in the engine's record, a fallback if the listing is missing; 0 in older records.
 
     Raises OSError, ValueError, TypeError or AttributeError if the record cannot be read.
     """
@@ -211,7 +211,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint."""
+    """Whether a folder has any file of a checkpoint, so that damaged ones are recognized."""
     return any((path / name).exists() for name in (LISTING, ENGINE, RUN, FORMAT, METADATA))
 
 
@@ -229,7 +229,7 @@ def _check_json(path: Path, name: str, *, needed: bool) -> None:
 
 
 def _check_lines(path: Path, name: str) -> None:
-    """Check that every line of a file, if there is one, is JSON."""
+    """Check that every line of a file is JSON. A missing file is valid."""
     try:
         with (path / name).open("rb") as file:
             for number, line in enumerate(file, 1):

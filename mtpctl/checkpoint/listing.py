@@ -1,8 +1,7 @@
-"""The listing of a folder: the size and checksum of each file, used to detect damage.
+"""The listing of a folder (`files.json`): the size and checksum of each file, used to detect damage.
 
-`files.json` is written last. Checkpoints on disk have a listing, and so does every folder of a copy in object storage. Checksums are
-64-bit XXH3, which is faster than a disk; older copies have CRC-32. They do not detect forgery: anyone who can change a file can change the
-listing too.
+It is written after all other files. Checkpoints on disk and the folders of a copy in object storage have one. Checksums are 64-bit XXH3,
+which is faster than a disk; older copies have CRC-32. They do not detect forgery: anyone who can change a file can change the listing too.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _XXH3, _CRC = "xxh3", "crc32"
 _CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
 _CHUNK = 4 << 20
 _THREADS = 8
-"""Maximum number of files read concurrently: enough for an array of disks."""
+"""Maximum number of files read concurrently; one thread does not saturate an array of disks."""
 
 
 class Damaged(Exception):
-    """A folder differs from what was written. `file` is relative to the folder; `what` describes the damage."""
+    """A file of a folder is missing or damaged. `file` is relative to the folder; `what` describes the damage."""
 
     def __init__(self, file: str, what: str) -> None:
         super().__init__(f"{file} {what}")
@@ -45,7 +44,7 @@ class Entry:
 
 
 class Checksum:
-    """The entry of a file, computed as its bytes are written or read."""
+    """Computes the entry of a file incrementally, while its bytes are written or read."""
 
     def __init__(self, algorithm: str = _XXH3) -> None:
         import xxhash  # Imported here, because most commands read no checksums.
@@ -67,7 +66,7 @@ class Checksum:
 
 
 def entry_of(file: Path, like: Entry | None = None) -> Entry:
-    """The entry of a file, with the algorithm of `like`."""
+    """The entry of a file, with the checksum algorithm of `like` (default: XXH3)."""
     checksum = Checksum(_XXH3 if like is None else like.checksum.partition(":")[0])
     buffer = memoryview(bytearray(_CHUNK))
     with file.open("rb", buffering=0) as opened:
@@ -85,7 +84,7 @@ def entry_of_text(text: str) -> Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a folder by their relative names. `number` counts the checkpoints of a run or a copy; it is 0 for other folders."""
+    """The files of a folder by relative name. `number` counts the checkpoints of a run or a copy; it is 0 for other folders."""
 
     number: int
     files: dict[str, Entry]
@@ -118,7 +117,7 @@ def _checksum_of(record: dict[str, object]) -> str:
 
 
 def _inside(name: str) -> str:
-    """The relative name of a file. Raises ValueError if it leads out of the folder."""
+    """Return a relative file name. Raises ValueError if it leads out of the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("not a file of the folder")
@@ -126,7 +125,7 @@ def _inside(name: str) -> str:
 
 
 def _entry(record: dict[str, object]) -> Entry:
-    """Parse a stored entry. Format 1 has a number `crc`. Raises ValueError, TypeError or KeyError if it is invalid."""
+    """Parse an entry; format 1 has an integer `crc`. Raises ValueError, TypeError or KeyError if it is invalid."""
     size = record["size"]
     checksum = f"{_CRC}:{record['crc']:08x}" if "crc" in record else record["checksum"]
     if not isinstance(size, int) or not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
@@ -150,7 +149,7 @@ def read_listing(folder: Path) -> Listing | None:
 
 
 def write_listing(folder: Path, number: int, known: Mapping[str, Entry], *, without: Collection[str] = ()) -> Listing:
-    """Write the listing of a folder, leaving out the files in `without`. Files whose entries are not in `known` are read."""
+    """Write the listing of a folder, except for files named in `without`. Entries that are not in `known` are computed."""
     files = {file.relative_to(folder).as_posix(): file for file in files_in(folder) if file.name not in without}
     listing = Listing(number, {name: known.get(name) or entry_of(file) for name, file in files.items()})
     save_listing(folder, listing)
@@ -166,10 +165,7 @@ def save_listing(folder: Path, listing: Listing) -> None:
 
 
 def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
-    """Compare the sizes of a folder's files with its listing and, if `contents` is set, their checksums.
-
-    Raises Damaged for the first file that differs.
-    """
+    """Compare the files of a folder with its listing: sizes and, if `contents` is set, checksums. Raises Damaged if one differs."""
     for name, entry in listing.files.items():
         if (damage := _size_damage(folder, name, entry)) is not None:
             raise damage
@@ -211,12 +207,12 @@ def _contents_damage(file: Path, name: str, entry: Entry) -> Damaged | None:
 
 
 def pointer_of(root: Path) -> Path:
-    """The file that names the newest checkpoint under `root`, for human readers. Resuming does not use it."""
+    """The file with the name of the newest checkpoint under `root`, for users; resuming does not read it."""
     return root / "latest"
 
 
 def point_to(path: Path) -> None:
-    """Atomically write the name of `path` to `latest` in its folder. If that fails, the file keeps its previous contents."""
+    """Atomically write the name of `path` to `latest` in its folder. Errors are ignored."""
     pointer = pointer_of(path.parent)
     aside = pointer.with_name(f"{pointer.name}.partial")
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """A folder in object storage, through fsspec, with the same errors for all stores.
 
-Credentials come from the sources of the store's own package, such as `AWS_PROFILE` or `AWS_ENDPOINT_URL`.
+The store's fsspec package reads its own credentials and settings, such as `AWS_PROFILE` and `AWS_ENDPOINT_URL`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PROBE = ".mtpctl-probe"
 
 
 class StoreFailed(RuntimeFailure):
-    """A request to the store failed. reason: the store's message, in one line."""
+    """A request to the store failed. reason: the first line of the store's message."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class ObjectStore:
     """The folder at `url`. Names are relative to it, with `/` as separator. Every method raises StoreFailed if the store fails."""
 
     def __init__(self, url: str) -> None:
-        """Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is not reached."""
-        # Imported here, because few runs have a store.
+        """Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is unreachable."""
+        # Most runs have no store, so the import is deferred.
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
 
@@ -86,7 +86,7 @@ class ObjectStore:
         return []
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects, in this order; missing objects are skipped."""
+        """Remove objects in the given order. Missing objects are skipped."""
         for name in names:
             with suppress(Absent), self._errors("remove", name):
                 self._files.rm_file(self._at(name))
@@ -111,7 +111,7 @@ class ObjectStore:
 
     @contextmanager
     def _errors(self, what: str, name: str) -> Iterator[None]:
-        """Convert any error of the store into StoreFailed. The packages of the stores and their clients have no common error."""
+        """Convert any error of the store into StoreFailed: the packages of stores have no common base class of errors."""
         try:
             yield
         except StoreFailed:

@@ -1,8 +1,8 @@
-"""Read checkpoints of megatron-core without running code from them, and report damage in one line.
+"""Reads megatron-core checkpoints without running code from them, and reports damage in one line.
 
-`.metadata` is a pickle, which may call any function that it names. It needs a few data classes of torch; any other name is rejected,
-because its only use would be to run code. Shards contain tensors and small objects, which torch reads with its own allow-list. Importing
-this module does not import torch.
+`.metadata` is a pickle, and a pickle can call any function. An allow-list admits the few torch classes that a checkpoint needs, and every
+other name is rejected. Shards contain tensors and small objects, which torch reads with its own allow-list. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _TYPES = {
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 }
-"""Dtypes, which a pickle names as attributes of `torch`."""
+"""Allowed dtypes, which are attributes of `torch` in a pickle."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Reads a `.metadata` file. `resolve` returns the object of an allowed module and name.
+    """Reads a `.metadata` file. `load` raises UserError for a name that is not allowed.
 
-    `load` raises UserError for any other name.
+    resolve: returns the object for an allowed module and name.
     """
 
     def __init__(self, file: IO[bytes], path: Path, resolve: Callable[[str, str], object]) -> None:
@@ -107,7 +107,7 @@ def shard_sizes(checkpoint: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Read the checkpoint at `path` in the block. Raises a one-line UserError if it cannot be read."""
+    """Convert errors of reading the checkpoint at `path` within the block into a one-line UserError."""
     import torch
     from torch.distributed.checkpoint import CheckpointException
 
@@ -133,7 +133,7 @@ def _unreadable(path: Path, cause: BaseException) -> UserError:
 
 
 def reader_of(path: Path) -> FileSystemReader:
-    """torch's reader of a checkpoint."""
+    """torch's reader for a checkpoint, with the restricted unpickler."""
     from torch.distributed.checkpoint import FileSystemReader
 
     from mtpctl.compat import torch_checkpoint
@@ -143,7 +143,7 @@ def reader_of(path: Path) -> FileSystemReader:
 
 
 def tensors_in(path: Path) -> dict[str, ShardedTensor]:
-    """The tensors of a checkpoint by their names, without values."""
+    """The tensors of a checkpoint by name, without their data."""
     from megatron.core import dist_checkpointing
 
     with reading(path):

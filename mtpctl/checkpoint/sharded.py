@@ -1,10 +1,10 @@
-"""Checkpoints through megatron-core's distributed format: any layout writes, any layout reads.
+"""Checkpoints in megatron-core's distributed format, which can be saved and restored under different parallel layouts.
 
-A checkpoint is a folder: the shards and their metadata, `engine.json` with step counts and the caller's state, and the listing of its files
-with their checksums. It is written under a temporary name and renamed, so a folder under its final name is complete.
+A checkpoint is a folder with the shards and their metadata, `engine.json` with the step count and the caller's state, and the listing of
+its files with their checksums. It is written to a temporary folder and then renamed, so a folder with its final name is complete.
 
 A thread writes the shards and computes their checksums. `Save` plans the shards and copies them to host memory before the thread starts.
-All collectives run in its constructor and in `finish`, so they never overlap with those of a training step.
+No collective runs in the thread, so none overlaps with those of a training step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from mtpctl.errors import SaveFailed, UserError
 
 _FORMAT = 1
 _INDEX_BYTES = 16 << 20
-"""Upper bound of the size of a checkpoint's indices."""
+"""Upper bound on the size of a checkpoint's metadata files."""
 _MOST_RANKS = 64
-"""Maximum number of tp ranks over which a vocabulary is split."""
+"""Maximum number of tp ranks over which a vocabulary is sharded."""
 
 
 class AdapterRecord(TypedDict):
-    """Adapters of a checkpoint: a fingerprint of the base weights, and the LoRA settings."""
+    """The adapters in a checkpoint: a fingerprint of their base weights, and the LoRA settings."""
 
     base: str
     rank: int
@@ -50,9 +50,10 @@ class AdapterRecord(TypedDict):
 
 
 class EngineRecord(TypedDict):
-    """The contents of `engine.json`. steps: of the optimizer; optimizer: whether its state was saved; state: the caller's.
+    """The contents of `engine.json`.
 
-    number: that of the listing, which checkpoints of earlier releases lack.
+    number: as in the listing; missing in checkpoints of earlier releases. steps: optimizer steps. optimizer: whether its state was saved.
+    state: the caller's state.
     """
 
     format: int
@@ -68,15 +69,15 @@ type ShardedTree = dict[str, dict[str, Sharded]]
 """Section (`model`, `optimizer`) → name → sharded tensor, as megatron-core saves and loads them."""
 
 type WriteBucket = tuple[Path, str, tuple[list[tuple[object, object]], list[tuple[object, Tensor]]]]
-"""The contents of one file of megatron-core: the file, a key, and (bytes, tensors), each with its item of the plan."""
+"""One file that megatron-core writes: the path, a key, and (bytes, tensors), each paired with its item of the plan."""
 
 
 @dataclass
 class Slot:
-    """The optimizer state of a parameter (moments and master): a tensor for each of `kinds`.
+    """The optimizer state of a parameter (moments and master weights): one tensor for each of `kinds`.
 
-    Each has the shape of this rank's parameter. With the distributed optimizer each is this dp rank's flat shard, elements `start` to
-    `end`, and `group` has the ranks with the other shards. A rank without a shard of this parameter has no tensors.
+    Each tensor has the shape of the local parameter. With the distributed optimizer it is this dp rank's flat shard, elements `start` to
+    `end`; `group` contains the ranks with the other shards. A rank without a shard of this parameter has no tensors.
     """
 
     parameter: Tensor
@@ -87,7 +88,7 @@ class Slot:
     group: dist.ProcessGroup | None = None
 
     def whole(self, kind: str) -> Tensor:
-        """The tensor in the parameter's shape, fp32. Collective over `group`."""
+        """The unsharded tensor, in the parameter's shape. Collective over `group`."""
         if self.group is None:
             return self.tensors[kind]
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
@@ -97,7 +98,7 @@ class Slot:
         return flat.view(self.parameter.shape)
 
     def fill(self, kind: str, value: Tensor) -> None:
-        """Copy this rank's shard of `value`, which has the parameter's shape."""
+        """Copy this rank's shard of `value` (in the parameter's shape) into the state."""
         if not self.tensors:
             return
         target = self.tensors[kind]
@@ -108,10 +109,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Contents:
-    """The source of a checkpoint that is written, or the target of one that is restored.
+    """The model and optimizer state that a checkpoint is saved from or restored into.
 
-    slots: the optimizer's state after `steps` steps, None without an optimizer. names: of the parameters in the checkpoint, None
-    for all. adapter: set if these parameters are adapters.
+    slots: the optimizer's state after `steps` steps; None without an optimizer. names: the parameters in the checkpoint; None for all.
+    adapter: set if these parameters are adapters.
     """
 
     model: MegatronModule
@@ -121,7 +122,7 @@ class Contents:
     adapter: AdapterRecord | None
 
     def tree(self, *, reading: bool) -> ShardedTree:
-        """The sharded tensors. reading: create empty tensors for a sharded optimizer's state, to load into."""
+        """The sharded tensors. reading: allocate empty tensors for a sharded optimizer's state instead of gathering it."""
         sharded = self.model.sharded_state_dict()
         model: dict[str, Sharded] = {name: value for name, value in sharded.items() if self.names is None or name in self.names}
         tree = {"model": model}
@@ -130,20 +131,24 @@ class Contents:
         return tree
 
     def live(self) -> set[int]:
-        """Addresses of the storages that the next step writes to."""
+        """Data pointers of the storages that the next training step overwrites."""
         tensors: list[Tensor] = list(self.model.parameters())
         tensors += [tensor for slot in self.slots or [] for tensor in slot.tensors.values()]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class Save:
-    """A checkpoint that is being written to `path`. Construction and methods are collective.
+    """A checkpoint that is being written to `path`. The constructor and all methods are collective.
 
-    folder: its temporary folder until it is complete; files that are added there become part of the checkpoint.
+    folder: the temporary folder. The caller may add files, which become part of the checkpoint.
     """
 
     def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, concurrent: bool = False) -> None:
-        """Plan, copy, and start to write. concurrent: training continues, so tensors that it changes are copied."""
+        """Plan the shards, copy them to host memory, and start the thread.
+
+        concurrent: training continues meanwhile, so tensors that a step overwrites are copied even if they are in host memory already.
+        Raises SaveFailed on every rank if the temporary folder cannot be created.
+        """
         megatron_core.use_local_queue()
         megatron_core.compute_checksums(Checksum)
         self.path, self.folder = path, path.with_name(path.name + ".partial")
@@ -181,7 +186,7 @@ class Save:
             self._error = error
 
     def written(self) -> bool:
-        """Whether the threads of all ranks have ended."""
+        """Whether the threads of all ranks have finished."""
         writing = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
         dist.all_reduce(writing)
         return not writing
@@ -189,7 +194,7 @@ class Save:
     def finish(self, others: Mapping[str, Entry] | None = None) -> None:
         """Wait for the thread, and rename the checkpoint to its final path. others: entries of files that the caller has added.
 
-        Raises SaveFailed on every rank if one could not write. The checkpoint is then deleted, so that its disk space is free.
+        Raises SaveFailed on every rank if any rank failed to write. The incomplete checkpoint is then deleted to free its disk space.
         """
         if self._thread is not None:
             self._thread.join()
@@ -226,7 +231,7 @@ class Save:
         _agree(self.path, error)
 
     def _written(self) -> dict[str, Entry]:
-        """The entries of the shards that all ranks have written."""
+        """The entries of the shards of all ranks."""
         parts: list[dict[str, Entry]] = [{}] * dist.get_world_size()
         entries = megatron_core.take_checksums(self._files)
         dist.all_gather_object(parts, {Path(file).name: entry for file, entry in entries.items()})
@@ -243,7 +248,7 @@ class Save:
 
 
 def _try_space(folder: Path) -> None:
-    """Raise OSError if the disk is too full for the indices that rank 0 writes last, while the other ranks wait for it."""
+    """Raise OSError if the disk is too full for the metadata that rank 0 writes last: a failure then would leave other ranks waiting."""
     trial = folder / "space"
     try:
         trial.write_bytes(bytes(_INDEX_BYTES))
@@ -252,7 +257,7 @@ def _try_space(folder: Path) -> None:
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Rename `complete` to `path`. An existing folder is renamed first and deleted last: deleting takes seconds without either."""
+    """Rename `complete` to `path`. An existing folder is renamed, and deleted last: deleting takes seconds in which neither would exist."""
     aside = path.with_name(path.name + REPLACED)
     shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
@@ -263,7 +268,7 @@ def _replace(path: Path, complete: Path) -> None:
 
 
 def write_record_of_weights(folder: Path) -> None:
-    """Write `engine.json` of a checkpoint of weights without an optimizer."""
+    """Write `engine.json` for a checkpoint that contains only weights."""
     _write_record(folder, {"format": _FORMAT, "number": 1, "steps": 0, "optimizer": False, "adapter": None, "state": {}})
 
 
@@ -273,7 +278,7 @@ def _write_record(folder: Path, record: EngineRecord) -> None:
 
 
 def _agree(path: Path, error: BaseException | None) -> None:
-    """Raise SaveFailed on all ranks if one has an error."""
+    """Raise SaveFailed on all ranks if any rank has an error."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
@@ -281,7 +286,7 @@ def _agree(path: Path, error: BaseException | None) -> None:
 
 
 def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
-    """The buckets with copies of the tensors whose storage is in `live`."""
+    """The buckets, with each tensor whose storage is in `live` replaced by a copy."""
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
@@ -290,9 +295,9 @@ def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
 
 
 def restore(path: Path, contents: Contents) -> EngineRecord:
-    """Load `path` into the contents. Returns the record with the optimizer's step count and the caller's state.
+    """Load the checkpoint at `path` into the contents. Returns its record.
 
-    Raises UserError, before anything is overwritten, if the checkpoint is incomplete or of another model.
+    Raises UserError, before anything is overwritten, if the checkpoint is incomplete or belongs to another model.
     """
     record = _record(path)
     _check_adapter(path, record["adapter"], contents.adapter)
@@ -324,7 +329,7 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
 
 
 def adapter_of(path: Path) -> AdapterRecord | None:
-    """The record of a checkpoint of adapters; None for a checkpoint of weights."""
+    """The adapter record of a checkpoint; None if it contains full weights."""
     file = path / ENGINE
     return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
@@ -339,7 +344,7 @@ def _record(path: Path) -> EngineRecord:
 
 
 def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, reading: bool) -> dict[str, Sharded]:
-    """The optimizer's tensors, sharded over ranks like the parameters they belong to."""
+    """The optimizer's tensors, sharded like their parameters."""
     parameters = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     tree = {}
     for number, slot in enumerate(slots):
@@ -352,7 +357,7 @@ def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, readi
 def _data(slot: Slot, kind: str, reading: bool) -> Tensor:
     if slot.group is None:
         return slot.tensors[kind]
-    # In host memory: the GPU may lack memory for the shards of the whole group.
+    # In host memory, because the unsharded state may not fit on the GPU.
     return torch.empty(slot.parameter.shape) if reading else slot.whole(kind).cpu()
 
 
@@ -363,7 +368,7 @@ def _like(parameter: Sharded, key: str, data: Tensor) -> Sharded:
 
 
 def _check_fit(path: Path, tree: ShardedTree) -> None:
-    """Compare names and shapes over all ranks with those in the checkpoint."""
+    """Raise UserError if the names and shapes of all ranks differ from those in the checkpoint."""
     saved = {name: tuple(tensor.global_shape) for name, tensor in tensors_in(path).items()}
     flat = {section: dict(tensors) for section, tensors in tree.items()}
     apply_factories(flat)
@@ -395,7 +400,7 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
 
 
 def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
-    """`saved` if the two differ at most by the rows that pad a vocabulary for tp."""
+    """Return `saved` if both shapes differ only in the rows that pad a vocabulary for tp, else `wanted`."""
     if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MOST_RANKS:
         return saved
     return wanted

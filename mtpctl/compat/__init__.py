@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 def require_release(package: str, release: str, module: str) -> None:
-    """Raise RuntimeError unless this release of the package is installed. `module`: the patch to check otherwise."""
+    """Raise RuntimeError unless this release of the package is installed. `module`: the module with the patches, for the message."""
     installed = importlib.metadata.version(package).partition("+")[0]
     if installed != release:
         raise RuntimeError(
@@ -22,7 +22,7 @@ def require_release(package: str, release: str, module: str) -> None:
 
 @contextmanager
 def replaced(module: str, name: str, value: object, moved: str) -> Iterator[None]:
-    """Replace `name` in an upstream module within the block. Raises RuntimeError with the message `moved` if upstream has no such name."""
+    """Replace `name` in an upstream module within the block. Raises RuntimeError with message `moved` if the module lacks the name."""
     names = vars(importlib.import_module(module))
     if name not in names:
         raise RuntimeError(moved)

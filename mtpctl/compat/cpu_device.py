@@ -1,7 +1,7 @@
 """Run megatron-core without CUDA: `torch.cuda` returns the CPU as the current device.
 
-megatron-core calls `torch.cuda.current_device()` and passes `device="cuda"` in some eighty lines that are not specific to CUDA (RoPE
-tables, gradient norms, loss scales, communication buffers). Without a GPU each of them fails. `install` does nothing if there is a GPU.
+megatron-core calls `torch.cuda.current_device()` or passes `device="cuda"` in about eighty lines that are not specific to CUDA (RoPE
+tables, gradient norms, loss scales, communication buffers), all of which fail without a GPU. `install` does nothing if there is a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _tensor_to_cpu(self: torch.Tensor, device: object = None, non_blocking: bool
 
 
 class _NoStream:
-    """Replaces CUDA streams and events: work on a CPU is already in order."""
+    """Replaces CUDA streams and events with no-ops: work on a CPU already runs in order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -77,12 +77,12 @@ def _move_split_sizes() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = to_numpy
-    # The first dispatcher of a process creates this stream, when other code may have replaced `torch.cuda.Stream`.
+    # Otherwise the first dispatcher of the process creates this stream, and other code may have replaced `torch.cuda.Stream` by then.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
 
 
 def _drop_cuda_random_state() -> None:
-    """Replace the GPU's random state, which recomputed activations restore, by an empty one. Nothing samples from it."""
+    """Replace the GPU's random state, which activation recomputation saves and restores, by an empty one. It is not used on a CPU."""
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     if not {"_get_cuda_rng_state", "_set_cuda_rng_state"} <= random.keys():
         raise RuntimeError("megatron-core's recomputation no longer stores the GPU's random state by _get_cuda_rng_state")
@@ -92,7 +92,7 @@ def _drop_cuda_random_state() -> None:
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Give CPU tensors the type names of CUDA tensors, by which megatron-core's optimizers distinguish precisions."""
+    """Give CPU tensors the type names of CUDA tensors within the block: megatron-core's optimizers use them to distinguish precisions."""
     if torch.cuda.is_available():
         yield
         return

@@ -25,17 +25,16 @@ RELEASE = "0.6.2"
 _MODELS = "megatron.bridge.models"
 _MAPPING = "megatron.bridge.models.conversion.param_mapping"
 _FAMILIES = ("mimo", "llama", "qwen", "qwen_vl", "glm", "deepseek")
-"""The subpackages of models whose bridges serve `mtpctl.families.registry`."""
+"""The subpackages of `megatron.bridge.models` that support the families in `mtpctl.families.registry`."""
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
 _LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "LayerNormMLP")
 
 
 def import_auto_bridge() -> type[AutoBridge]:
-    """Megatron-Bridge's `AutoBridge`, with the patches below. Raises RuntimeError for another release.
+    """Import Megatron-Bridge's `AutoBridge` with the patches below. Raises RuntimeError for another release.
 
-    Megatron-Bridge imports `transformer_engine.pytorch` at module level in its PEFT code, and nowhere else. If Transformer Engine is not
-    installed, stub modules take its place during the import. megatron-core is imported before them, so that it never mistakes them for
-    the real package, and they are removed afterwards.
+    Only the PEFT code of Megatron-Bridge imports `transformer_engine.pytorch` at module level. If Transformer Engine is not installed, stub
+    modules replace it during the import and are removed afterwards. megatron-core is imported first, so that it does not detect the stubs.
     """
     require_release("megatron-bridge", RELEASE, __name__)
     if "megatron.bridge" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
@@ -56,7 +55,7 @@ def _import_with_stubs() -> type[AutoBridge]:
     _import_models_on_use()
     stubs = _engine_stubs()
     sys.modules.update(stubs)
-    # The bridge logs every optional symbol of Transformer Engine that it misses; here all of them are missing on purpose.
+    # The bridge logs every missing optional symbol of Transformer Engine, and the stubs have almost none.
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -90,10 +89,9 @@ def _engine_stubs() -> dict[str, types.ModuleType]:
 
 
 class _LazyPackage(ModuleType):
-    """`megatron.bridge.models`, which imports the module of a name when the name is first used.
+    """Replaces `megatron.bridge.models`. Imports the module of a name when the name is first used.
 
-    The original imports the classes of every architecture: 190 modules, of which a run needs a few. The module of each name is read from
-    the original's source.
+    The original imports all architectures: 190 modules, of which a run needs a few. The module of each name is parsed from its source.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,7 +112,7 @@ class _LazyPackage(ModuleType):
 
 
 def _import_models_on_use() -> None:
-    """Replace the package of models by the lazy one, before anything of Megatron-Bridge is imported."""
+    """Replace `megatron.bridge.models` by the lazy package. Megatron-Bridge must not be imported yet."""
     assert "megatron.bridge" not in sys.modules
     megatron = importlib.import_module("megatron")
     spec = PathFinder.find_spec("megatron.bridge", megatron.__path__)
@@ -123,7 +121,7 @@ def _import_models_on_use() -> None:
 
 
 class _CachedCopy:
-    """A function that copies the transformer config, with a cache by object."""
+    """Wraps the function that copies the transformer config, and caches its copies by object."""
 
     def __init__(self, upstream: Callable[[object, int, int], object]) -> None:
         self._upstream = upstream
@@ -131,7 +129,7 @@ class _CachedCopy:
 
     def __call__(self, obj: object, max_depth: int = 3, current_depth: int = 0) -> object:
         key = (id(obj), max_depth)
-        # The original is stored with its copy: while it lives, no other object has its id.
+        # The original is stored as well, so that its id is not reused.
         if key not in self._copies or self._copies[key][0] is not obj:
             self._copies[key] = (obj, self._upstream(obj, max_depth, current_depth))
         return self._copies[key][1]
@@ -140,8 +138,8 @@ class _CachedCopy:
 def _copy_config_once() -> None:
     """Copy the transformer config once per export.
 
-    For each fused QKV weight that it splits, Megatron-Bridge copies the whole config without what cannot be pickled, which takes longer
-    than the split. The config does not change during an export.
+    Megatron-Bridge copies the whole config, without members that cannot be pickled, for each fused QKV weight, which takes longer than
+    splitting the weight. The config does not change during an export.
     """
     mapping = vars(importlib.import_module(_MAPPING))
     if not isinstance(mapping["remove_non_pickleables"], _CachedCopy):
@@ -149,11 +147,10 @@ def _copy_config_once() -> None:
 
 
 def _copy_output_norms() -> None:
-    """Convert the output norm of linear attention unchanged.
+    """Convert the output norm of linear attention unchanged. Raises RuntimeError if the bridges no longer use its mapping.
 
-    Qwen3-Next and Qwen3.5 store all norms around 0 except this one, which is stored around 1. Megatron-Bridge subtracts 1 on loading and
-    adds it on export, in the dtype of the weights: in bf16 0.05005 comes back as 0.05078. `mtpctl.model.delta_net` computes with the
-    weight as it is stored, so the mapping copies it. Raises RuntimeError if the bridges no longer use this mapping.
+    Qwen3-Next and Qwen3.5 store this norm around 1, and all others around 0. Megatron-Bridge subtracts 1 on loading and adds it on export,
+    in the dtype of the weights, so values are rounded: in bf16, 0.05005 becomes 0.05078. `mtpctl.model.delta_net` uses the stored value.
     """
     name = "RMSNorm2ZeroCenteredRMSNormMapping"
     plain = vars(importlib.import_module(_MAPPING))["AutoMapping"]

@@ -28,17 +28,17 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def skip_compilation() -> None:
-    """Make the import of megatron-core skip `torch.compile` if there is no GPU. Idempotent.
+    """Make megatron-core's import skip `torch.compile` if there is no GPU. Idempotent.
 
-    megatron-core compiles some fifty small functions by decorators, so importing it imports torch's compiler, which takes seconds in every
-    trainer and log-prob process. On a CPU the first call of each function would also wait for a C++ compiler.
+    megatron-core decorates about fifty small functions with `torch.compile`, so its import loads torch's compiler, which takes seconds in
+    every trainer and log-prob process. On a CPU, the first call of each function would also wait for a C++ compiler.
     """
     if _PACKAGE not in sys.modules and not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron(MetaPathFinder):
-    """Replaces `torch.compile` immediately before megatron-core is imported. Finds no module itself."""
+    """Import hook that replaces `torch.compile` immediately before megatron-core is imported. It finds no module itself."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname == _PACKAGE:
@@ -66,21 +66,21 @@ def _except_megatron(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_flash_linear_attention() -> AbstractContextManager[None]:
-    """Let gated delta nets be built in the block if flash-linear-attention is not installed.
+    """Allow gated delta nets to be constructed within the block if flash-linear-attention is not installed.
 
-    Their constructor requires the package, although only their forward pass calls it; mtpctl has its own forward pass. Raises RuntimeError
-    if megatron-core no longer checks in this way.
+    Their constructor requires the package, but only their forward pass calls it, which mtpctl replaces. Raises RuntimeError if
+    megatron-core no longer has this check.
     """
     moved = "megatron-core's gated delta net no longer checks HAVE_FLA for flash-linear-attention"
     return replaced("megatron.core.ssm.gated_delta_net.common", "HAVE_FLA", True, moved)
 
 
 Accumulate = Callable[["Tensor", "Tensor", "Tensor"], None]
-"""Adds a weight's gradient to its buffer [out, in], from grad [R, out] and x [R, in]."""
+"""(buffer [out, in], grad [R, out], x [R, in]): adds the weight's gradient to its buffer."""
 
 
 class _GradientLibrary:
-    """The function of Apex's library that megatron-core calls."""
+    """Replaces Apex's library, with the function that megatron-core calls."""
 
     def __init__(self, accumulate: Accumulate) -> None:
         self._accumulate = accumulate
@@ -90,10 +90,10 @@ class _GradientLibrary:
 
 
 def fill_buffers(modules: Sequence[nn.Module], accumulate: Accumulate) -> None:
-    """Make linear layers call `accumulate` in their backward pass, for weights that have a `main_grad`.
+    """Make linear layers call `accumulate` in their backward pass, for weights with a `main_grad`.
 
-    megatron-core uses a compiled library of Apex for this, which is rarely installed. Without it, a gradient in the weight's precision is
-    created, and a hook adds it to the fp32 buffer. Raises RuntimeError if the layers no longer look for Apex's library.
+    megatron-core uses a compiled library of Apex for this, which is rarely installed. Without it, the gradient is first computed in the
+    weight's precision, and a hook then adds it to the fp32 buffer. Raises RuntimeError if the layers no longer look for Apex's library.
     """
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not hasattr(layers, "_grad_accum_fusion_available") or any(not hasattr(each, "gradient_accumulation_fusion") for each in modules):
@@ -108,11 +108,11 @@ ROUTER_SEARCHES = ("reset_model_temporary_tensors", "_update_router_expert_bias"
 
 @contextmanager
 def without_router_updates() -> Iterator[None]:
-    """Make `finalize_model_grads` skip its two searches for routers in the block. Raises RuntimeError if megatron-core has renamed one.
+    """Make `finalize_model_grads` skip its two searches for routers within the block. Raises RuntimeError if megatron-core has renamed one.
 
-    It looks in every module of the model for counters to reset and biases to update. It finds none: our routers store their counts
-    elsewhere (`mtpctl.model.router`), and the trainer updates their biases. With hundreds of experts per layer each search takes the host
-    longer than a layer takes a GPU.
+    It searches every module of the model for counters to reset and biases to update. There are none: our routers store their counts
+    elsewhere (`mtpctl.model.router`), and the trainer updates their biases. With hundreds of experts per layer, a search takes more time on
+    the host than a layer takes on the GPU.
     """
     with ExitStack() as stack:
         for name in ROUTER_SEARCHES:
@@ -125,10 +125,10 @@ def without_router_updates() -> Iterator[None]:
 
 
 def use_local_queue() -> None:
-    """Give megatron-core's checkpoint writer a result queue of this process. Raises RuntimeError if upstream stores its queue elsewhere.
+    """Give megatron-core's checkpoint writer a local result queue. Raises RuntimeError if upstream stores its queue elsewhere.
 
-    Upstream's queue lives in a process that is spawned at the first save. Spawning runs the caller's main module again, which fails in a
-    Ray actor or a notebook. The writer runs in threads of this process, so a plain queue is sufficient.
+    Upstream's queue lives in a manager process that is spawned at the first save. Spawning imports the caller's main module again, which
+    fails in a Ray actor or a notebook. Our writer runs in threads of this process, so a plain queue is sufficient.
     """
     module = vars(importlib.import_module(_WRITER))
     if "_results_queue" not in module or "get_write_results_queue" not in module:
@@ -138,7 +138,7 @@ def use_local_queue() -> None:
 
 
 def clear_queue() -> None:
-    """Drop the results of a save that failed on another rank."""
+    """Discard the results of a save that failed on another rank."""
     results = vars(importlib.import_module(_WRITER))["_results_queue"]
     while not results.empty():
         results.get()
@@ -149,7 +149,7 @@ _LARGE = 1 << 20
 
 
 class RunningChecksum[E](Protocol):
-    """A checksum that is being computed; `entry` returns the result."""
+    """An incremental checksum; `entry` returns its result."""
 
     def update(self, data: Buffer) -> None: ...
 
@@ -158,7 +158,7 @@ class RunningChecksum[E](Protocol):
 
 
 class _Files[E]:
-    """Opens files for writing, and stores their entries by path until `take_checksums` returns them."""
+    """Replaces `open` for writing, and stores the entries of closed files until `take_checksums` removes them."""
 
     def __init__(self, checksum: type[RunningChecksum[E]]) -> None:
         self.checksum = checksum
@@ -170,7 +170,7 @@ class _Files[E]:
 
 
 class _File[E](io.BufferedWriter):
-    """A file whose checksum is computed. Large buffers are processed by another thread while they are written, to overlap both."""
+    """A file that computes its checksum. Large buffers are hashed in another thread while they are written."""
 
     def __init__(self, path: str, files: _Files[E]) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -185,7 +185,7 @@ class _File[E](io.BufferedWriter):
         try:
             return super().write(data)
         finally:
-            update.result()  # The caller may change the buffer afterwards.
+            update.result()  # The caller may reuse the buffer after this call.
 
     def close(self) -> None:
         if not self.closed:
@@ -195,7 +195,7 @@ class _File[E](io.BufferedWriter):
 
 
 def compute_checksums[E](checksum: type[RunningChecksum[E]]) -> None:
-    """Compute checksums of shards while megatron-core writes them, so that they are not read back. Idempotent.
+    """Compute checksums of shards while megatron-core writes them, which saves reading them again. Idempotent.
 
     Replaces the name `open` in the writer's module. Raises RuntimeError for another release.
     """
@@ -206,6 +206,6 @@ def compute_checksums[E](checksum: type[RunningChecksum[E]]) -> None:
 
 
 def take_checksums(paths: Iterable[str]) -> dict[str, object]:
-    """Return and remove the entries of these files. Files that were not written are left out."""
+    """Return and remove the entries of these files. Files that were not written are skipped."""
     entries = vars(importlib.import_module(_WRITER))["open"].entries
     return {path: entry for path in paths if (entry := entries.pop(path, None)) is not None}

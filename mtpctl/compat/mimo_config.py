@@ -1,8 +1,8 @@
-"""Register `model_type: "mimo"` with transformers, so that vLLM and Megatron-Bridge read published MiMo folders.
+"""Registers `model_type: "mimo"` with transformers, so that vLLM and Megatron-Bridge read published MiMo folders.
 
-transformers has no such model type, and the published folder brings its configuration class as custom code, which we do not run. MiMo's
-trunk is Qwen2's with additional MTP layers, so a Qwen2 configuration under that name is sufficient. vLLM selects the model by
-`architectures`, and with `method: "mtp"` speculates with the MTP layers.
+transformers has no such model type, and the published folder contains its configuration class as custom code, which we do not run. MiMo is
+Qwen2 with additional MTP layers, so a Qwen2 configuration under that name is sufficient. vLLM selects the model by `architectures`, and
+speculates with the MTP layers if the method is `mtp`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ MODEL_TYPE = "mimo"
 
 
 def install() -> bool:
-    """Register the configuration class. Returns False if one is registered already, which is then kept."""
+    """Register the configuration class. Returns False, without a change, if one is already registered."""
     from transformers import AutoConfig, Qwen2Config
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,12 +1,12 @@
-"""Start the daemons of a local Ray cluster in separate sessions, on the loopback interface.
+"""Starts the daemons of a local Ray cluster in separate sessions, on the loopback interface.
 
-Ray 2.60 starts the GCS server, the raylet and its helpers in the process group of the driver. `timeout`, a shell that ends a job, and a
-terminal that is closed signal the whole group: the daemons end first, and the driver can no longer save a checkpoint. To reproduce, start
-`ray.init()` in a script and send SIGTERM to its process group.
+Ray 2.60 starts the GCS server, the raylet and its helpers in the driver's process group. `timeout`, a shell that ends a job, and a closed
+terminal signal the whole group, so the daemons end first, and the driver can no longer save a checkpoint. To reproduce, call `ray.init()`
+in a script and send SIGTERM to its process group.
 
-Ray also listens on all interfaces if the host has an interface other than loopback: it resolves 127.0.0.1 to that interface's address,
-unless multi-host clusters are disabled, which is the default on macOS only. It also replaces the driver's SIGTERM handler by one that
-exits immediately.
+If the host has an interface other than loopback, Ray resolves 127.0.0.1 to the address of that interface and so is reachable from outside,
+unless multi-host clusters are disabled (the default on macOS only). Ray also replaces the driver's SIGTERM handler by one that exits
+immediately.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mtpctl.errors import UpstreamMoved
 
 PINNED = "2.60.0"
 ONE_HOST = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""If this variable is false, Ray uses the loopback address. Ray reads it on every system, despite its name."""
+"""If this variable is false, Ray uses the loopback address. Despite its name, it applies to every operating system."""
 
 
 def own_sessions(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Callable[..., subprocess.Popen[bytes]]:
-    """A replacement for `Popen` that starts each process in a new session and adds it to `started`, keyed by program.
+    """A replacement for `Popen` that starts each process in a new session, and stores it in `started` under its program's name.
 
-    `register` is called in the new process before its program begins.
+    `register` is called in the new process before its program is executed.
     """
 
     def start(command: list[str], *, preexec_fn: Callable[[], None], **options: Any) -> subprocess.Popen[bytes]:
@@ -47,15 +47,15 @@ def own_sessions(register: Callable[[], None], started: dict[str, subprocess.Pop
 
 @contextmanager
 def starting(register: Callable[[], None], started: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Make `ray.init` start its daemons with `own_sessions`, on the loopback interface, and keep the driver's SIGTERM handler.
+    """Make `ray.init` within the block start its daemons with `own_sessions` and on loopback, and keep the driver's SIGTERM handler.
 
-    Raises UpstreamMoved for another release of Ray than the pinned one.
+    Raises UpstreamMoved if the installed release of Ray is not the pinned one.
     """
     if ray.__version__ != PINNED:
         raise UpstreamMoved(f"{__name__} was written for Ray {PINNED}, found {ray.__version__}: compare ray._private.services first")
     moved = f"{__name__}: Ray starts its processes in another way"
     previous = os.environ.get(ONE_HOST)
-    os.environ[ONE_HOST] = "0"  # For the processes that Ray starts; this process has read it already.
+    os.environ[ONE_HOST] = "0"  # For child processes. This process read the variable at import, so its constant is replaced below.
     try:
         with (
             replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False, moved),

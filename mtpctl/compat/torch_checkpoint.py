@@ -1,8 +1,8 @@
-"""Read checkpoints without running pickles (torch 2.13.0).
+"""Makes torch 2.13.0 read distributed checkpoints without running code from them.
 
-torch reads `.metadata` with `pickle.load`, and objects that are saved next to tensors with `torch.load(weights_only=False)`. Both can
-run code from the file, and a checkpoint may come from others. With this patch, `.metadata` is read with our allow-list and objects with
-torch's.
+torch reads `.metadata` with `pickle.load`, and objects that are saved with the tensors with `torch.load(weights_only=False)`. Both can run
+code from the file, and a checkpoint may come from an untrusted source. With this patch, `.metadata` is read with our allow-list, and
+objects are read with torch's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RELEASE = "2.13.0"
 
 
 class Unpickler(Protocol):
-    """Reads a `.metadata` file. `resolve` returns the object of a module's name."""
+    """Reads a `.metadata` file. `resolve` returns the object for a module and a name."""
 
     def __init__(self, file: IO[bytes], path: Path, resolve: Callable[[str, str], object]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and Megatron modules or checkpoints, by one mapping."""
+"""Conversion between Hugging Face folders and Megatron modules or checkpoints, with one mapping for all of them."""
 
 from mtpctl.compat import megatron_core
 

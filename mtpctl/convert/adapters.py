@@ -1,7 +1,7 @@
 """LoRA adapters under PEFT's names, and the conversion of their checkpoints: to PEFT's files, or merged into the base weights.
 
-A fused layer (QKV) becomes several layers in PEFT, which share A and have their own rows of B. The mapping of the layer's weight splits
-these rows: it converts B [out, rank] like a weight [out, hidden] of a model whose hidden size is the rank.
+A fused layer (QKV) becomes several layers in PEFT, which share A and have separate rows of B. The mapping of the fused weight splits these
+rows: it treats B [out, rank] as a weight [out, hidden] of a model whose hidden size is the rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLED_ROWS = 8
 def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every adapted layer.
 
-    Every rank must iterate, and every rank gets all of them. Raises UserError if PEFT has no name for a target.
+    Collective: every rank must iterate, and gets all tensors. Raises UserError if PEFT has no name for a target.
     """
     for task in bridge.tasks(chunks):
         path = task.global_param_name.split(".")
@@ -60,7 +60,7 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
 
 
 def _matrices(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A and B, by the names of the weights that they adapt."""
+    """A and B matrices, keyed by the names of the adapted weights."""
     _clear_caches(task.mapping)
     try:
         return _converted(task, leaf, rank)
@@ -69,7 +69,7 @@ def _matrices(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Ten
 
 
 def _clear_caches(mapping: ParamMapping) -> None:
-    """Clear the shapes and configs that a mapping caches, which differ between a weight and its adapter."""
+    """Clear the shapes and configs that a mapping caches: a weight and its adapter have different ones."""
     kind = importlib.import_module("megatron.bridge.models.conversion.param_mapping").MegatronParamMapping
     mapping.clear_broadcast_cache()
     mapping.clear_tensor_spec_output_cache()
@@ -120,9 +120,9 @@ def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, obje
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of names, dtypes, shapes and a few rows of each tensor in a folder, independent of how they are split over files.
+    """A hash of the names, dtypes, shapes and a few rows of the tensors in a folder. It does not depend on the sharding into files.
 
-    Training changes every matrix, so a few rows distinguish two sets of base weights.
+    Training changes every matrix, so a few rows are enough to tell two sets of base weights apart.
     """
     lines = []
     weights = FolderWeights(folder)
@@ -135,20 +135,20 @@ def fingerprint(folder: Path) -> str:
 
 
 def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> Skeleton:
-    """The model with adapters like those of the checkpoint at `path`, by default in their precision."""
+    """The model with (unfilled) adapters that match the checkpoint at `path`, by default in the checkpoint's precision."""
     wide = all(saved.properties.dtype is torch.float32 for saved in _saved(path).values())
     return Skeleton(folder, mtp=True, precision=precision or ("fp32" if wide else "bf16"), lora=_config(adapter))
 
 
 def needed_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
-    """The base weights of an adapter. Raises UserError if there are none."""
+    """Return the base weights. Raises UserError if they are missing."""
     if weights is None:
         raise UserError(f"{path}: holds an adapter for weights that are not here; name their folder with --model")
     return weights
 
 
 def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sharded.AdapterRecord, target: Path) -> tuple[int, int]:
-    """Write `adapter_model.safetensors` and `adapter_config.json`. Returns tensors and bytes.
+    """Write `adapter_model.safetensors` and `adapter_config.json`. Returns the numbers of tensors and bytes.
 
     Raises UserError if the adapter was trained on other base weights than the folder's.
     """
@@ -162,7 +162,7 @@ def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sha
 
 
 class MergedReader:
-    """Reads the base weights with the adapters merged in, and the trained MTP layers."""
+    """Reads the base weights with merged adapters, and the trained MTP layers, a part at a time."""
 
     def __init__(self, path: Path, skeleton: Skeleton, weights: ModelWeights, adapter: sharded.AdapterRecord) -> None:
         fill_adapter(path, skeleton, weights.folder.path, adapter)
@@ -201,7 +201,10 @@ def _saved(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def fill_adapter(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.AdapterRecord) -> None:
-    """Load adapters and MTP layers from the checkpoint, as the trainer does. The base weights are not loaded."""
+    """Load adapters and MTP layers from the checkpoint, but no base weights.
+
+    Raises UserError if the adapter was trained on other base weights than those in `base`.
+    """
     saved = _saved(path)
     names = {name for name, key in skeleton.saved_as() if key in saved}
     contents = sharded.Contents(skeleton.model, None, 0, names, {**adapter, "base": fingerprint(base)})

@@ -1,6 +1,6 @@
-"""The mapping between Hugging Face's and Megatron's parameters, by Megatron-Bridge.
+"""The mapping between Hugging Face's and Megatron's parameters, from Megatron-Bridge.
 
-Checkpoint conversion, loading of the trainer and weight sync use the same mapping.
+Checkpoint conversion, the trainer's loading of weights, and weight sync use the same mapping.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WeightBridge:
         self._section_of = cache(partial(section_of, shape=folder.shape))
 
     def config(self) -> TransformerConfig:
-        """A Megatron config with this model's sizes, which the caller completes and finalizes."""
+        """A Megatron config with this model's sizes. The caller completes and finalizes it."""
         config = self._bridge.to_megatron_provider(load_weights=False)
         config.vocab_size = self.folder.shape.vocab
         config.share_embeddings_and_output_weights = self.folder.shape.tied
@@ -58,34 +58,34 @@ class WeightBridge:
         return self._bridge._model_bridge
 
     def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:
-        """The object that Megatron-Bridge takes as a Hugging Face model: config, tensor names, and values if it reads them."""
+        """A stand-in for the Hugging Face model that Megatron-Bridge expects: config, tensor names and, if given, tensors."""
         state = _State(names, weights or {})
         return SimpleNamespace(config=self._bridge.hf_pretrained, state=state, model_name_or_path=str(path or self.folder.path))
 
     def load(self, chunks: list[MegatronModule], path: Path | None = None) -> None:
-        """Load the weights of the folder, or of another folder of the same model, into the modules.
+        """Load the weights in `path` (default: the bridge's folder) into the modules, including MTP layers if the modules have them.
 
-        MTP layers are read if the modules have them. Raises UserError if weights are missing, or belong to another model.
+        Raises UserError if weights are missing or belong to another model.
         """
         self.fill(chunks, ModelWeights(path or self.folder.path, mtp=bool(chunks[0].config.mtp_num_layers)))
 
     def fill(self, chunks: list[MegatronModule], weights: ModelWeights) -> None:
-        """Load open weights into the modules. Each rank reads only its own parameters, one at a time."""
+        """Load weights from an open folder into the modules. Each rank reads only its own parameters, one at a time."""
         self._check_same(weights)
         before = {name: tensor._version for name, tensor in self._filled(chunks)}
         bridge = self.mapping()
         build = bridge.build_conversion_tasks
-        # Its loop would fail without a name on a parameter that it cannot map, for which its task is None.
+        # The task of a parameter without a mapping is None, on which upstream's loop fails without naming the parameter.
         bridge.build_conversion_tasks = lambda *args: [task for task in build(*args) if task is not None]
         bridge.load_weights_hf_to_megatron(self.pretrained(weights, weights, weights.folder.path), chunks)
-        # Tensors count writes. The bridge only logs a parameter that it could not map.
+        # The bridge only logs parameters that it cannot map. `_version` counts in-place writes.
         unfilled = [name for name, tensor in self._filled(chunks) if tensor._version == before[name]]
         if unfilled:
             more = f" and {len(unfilled) - 8} more" if len(unfilled) > 8 else ""
             raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {', '.join(unfilled[:8])}{more}")
 
     def _filled(self, chunks: list[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that `fill` must write on this rank: parameters and stored buffers, except adapters and tied embeddings."""
+        """The tensors that `fill` must write on this rank: parameters and persistent buffers, except adapters and a tied LM head."""
         for number, chunk in enumerate(chunks):
             prefix = f"{number}." if len(chunks) > 1 else ""
             for path, module in chunk.named_modules():
@@ -112,9 +112,9 @@ class WeightBridge:
         return self.pretrained(tensor_shapes(self.folder.shape))
 
     def tasks(self, chunks: list[MegatronModule]) -> list[ConversionTask]:
-        """The conversion of each parameter of the whole model, in the same order on every rank.
+        """The conversion tasks of all parameters of the model, in the same order on every rank.
 
-        The tasks are cached, because matching names takes longer than converting weights.
+        Cached, because matching names takes longer than converting weights.
         """
         parameters = tuple(id(parameter) for chunk in chunks for parameter in chunk.parameters())
         if self._tasks is None or self._tasks[0] != parameters:
@@ -129,10 +129,14 @@ class WeightBridge:
         sections: Collection[str] = ("target", "draft"),
         merged: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) one by one; every rank must iterate, and gets all of them.
+        """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 
-        sections: the trunk's tensors (`target`), the MTP layers' (`draft`) or both. Adapters are merged unless `merged` is False. Copies
-        that a folder stores (DeepSeek's MTP layers have embedding and head) follow their original.
+        A tensor that folders store twice (DeepSeek's MTP layers repeat embedding and head) is yielded once for each name, in sequence.
+
+        Args:
+            chunks: the model's modules on this rank.
+            sections: `target` for the trunk's tensors, `draft` for those of the MTP layers.
+            merged: merge adapters into their weights.
         """
         shape = self.folder.shape
         copies: dict[str, list[str]] = {}
@@ -149,13 +153,13 @@ class WeightBridge:
             task for task in self.tasks(chunks) if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
         ]
         conversions = map(_merged, tasks) if merged else tasks
-        # By default the bridge searches the whole model for its own kind of adapter each time.
+        # `merge_adapter_weights=False`, because the bridge would search the whole model for its own kind of adapter.
         stream = self.mapping().stream_weights_megatron_to_hf(
             chunks, self._stored, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
         )
         for name, tensor in stream:
             if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
-                tensor = tensor[: shape.vocab]  # Without the rows that pad the vocabulary for tp.
+                tensor = tensor[: shape.vocab]  # Drops the rows that pad the vocabulary for tp.
             for stored_name in (name, *copies.get(name, [])):
                 if wanted(stored_name):
                     yield stored_name, tensor
@@ -192,7 +196,7 @@ class _State(Mapping[str, Tensor]):
 
 
 def _hf_config(folder: HfFolder) -> PretrainedConfig:
-    """transformers' config with the folder's fields. Custom code of the folder is not run."""
+    """The folder's config as a transformers config. Custom code in the folder is not run."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(folder.config.get("model_type"))
@@ -211,13 +215,13 @@ def _merged(task: ConversionTask) -> ConversionTask:
 
 
 Destination = Callable[[Tensor], Tensor]
-"""Maps a parameter to the tensor that its new value is written to: itself, or a copy that replaces it later."""
+"""Maps a parameter to the tensor that receives its new value: the parameter itself, or a copy that replaces it later."""
 
 
 class StreamMap:
-    """Maps Hugging Face tensors to the parameters of these modules. Collective.
+    """Maps Hugging Face tensors to the parameters of the modules. Its constructor is collective.
 
-    names: of all tensors that the model's Hugging Face folder may have.
+    names: all tensors that the model's Hugging Face folder may have.
     """
 
     def __init__(self, bridge: WeightBridge, chunks: list[torch.nn.Module], names: Collection[str]) -> None:
@@ -229,10 +233,10 @@ class StreamMap:
 
 
 class WeightStream:
-    """Loads tensors that arrive one by one into modules: `add` each tensor of a section once, then `finish`. Collective.
+    """Loads tensors into modules as they arrive: `add` each tensor of a section once, then `finish`. Collective.
 
-    A parameter may consist of several tensors (q, k and v are interleaved), which are stored until the last one arrives. The parameter is
-    then converted, split over the tensor-parallel ranks and copied, and its tensors are released.
+    A parameter may consist of several tensors (such as q, k and v), which are stored until the last one arrives. The parameter is then
+    converted, sharded over the tensor-parallel ranks and copied, and its tensors are released.
     """
 
     def __init__(self, stream_map: StreamMap, names: Collection[str], destination: Destination) -> None:
@@ -244,22 +248,22 @@ class WeightStream:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole tensor, and load the parameters that it completes. It may be a view of memory that is valid until `settle`."""
+        """Add an unsharded tensor, and load the parameters that it completes. Its memory must remain valid until `settle`."""
         if not self._uses[name]:
             return
         self._tensors[name] = tensor
         for task in [task for task in self._incomplete if name in names_of(task) and all(n in self._tensors for n in names_of(task))]:
             self._load(task)
             self._incomplete.remove(task)
-        # A tensor is released when every parameter that needs it is loaded.
+        # Releases tensors that no other parameter needs.
         self._tensors = {stored: value for stored, value in self._tensors.items() if self._uses[stored]}
 
     def settle(self) -> None:
-        """Copy the tensors that are still needed, so that the caller can reuse their memory."""
+        """Copy the tensors that are still needed, after which the caller may reuse their memory."""
         self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
 
     def finish(self) -> None:
-        """End the section: update the copies of embeddings on other pipeline stages. Raises ValueError that names missing tensors."""
+        """End the section: update the copies of embeddings on other pipeline stages. Raises ValueError if tensors are missing."""
         if self._incomplete:
             missing = sorted({name for task in self._incomplete for name in names_of(task) if name not in self._tensors})
             raise ValueError(f"the update ended without {', '.join(missing[:8])}")

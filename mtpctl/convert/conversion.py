@@ -1,6 +1,6 @@
-"""Convert Hugging Face folders to Megatron checkpoints and back, a few parameters at a time.
+"""Converts Hugging Face folders to Megatron checkpoints and back, a few parameters at a time.
 
-The target is written under a temporary name and renamed when it is complete. While one part is flushed to disk, the next one is converted.
+The target is written to a temporary folder, which is renamed when it is complete. While one part is flushed to disk, the next is converted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """The options of `mtpctl convert-hf`. to: checked against the kind of the source."""
+    """The options of `mtpctl convert-hf`. to: the expected target format; the actual one follows from the source."""
 
     to: To | None = None
     dtype: str | None = None
@@ -53,7 +53,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """Tensors are counted as the Hugging Face folder names them."""
+    """The result of a conversion. tensors: number of tensors in the Hugging Face folder."""
 
     to: To
     tensors: int
@@ -63,7 +63,7 @@ class ConversionResult:
 
 
 _Written = tuple[int, int, Verified | None]
-"""Tensors, bytes, and the result of the verification."""
+"""Numbers of tensors and bytes, and the result of the verification."""
 
 
 def convert(source: Path, target: Path, options: ConversionOptions, *, report: Report, progress: Progress) -> ConversionResult:
@@ -80,7 +80,7 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, report: R
         raise UserError("--dtype: an adapter's folder keeps the dtype of its training; remove --dtype, or write the model with --merge")
     check_target(source, target, force=options.force)
     if target.is_symlink():
-        target = target.resolve()  # The folder is written or replaced, and the link is kept.
+        target = target.resolve()  # Replaces the folder, not the link to it.
     began = time.perf_counter()
     if checkpoint is None:
         written = _to_megatron(ModelWeights(source), target, options, progress)
@@ -202,7 +202,7 @@ def _to_peft(
 def _types_and_layout(
     reference: Reference, reader: Reader, sizes: dict[str, int], wanted: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
-    """The dtypes of the model's tensors, and the layout of the folder."""
+    """The dtypes of the model's tensors, and the layout of the folder to write."""
     saved = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}
     like = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
     types = cast({name: saved[name] for name in sizes}, sizes, wanted, like=like or None)
@@ -220,14 +220,14 @@ def _put_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights |
 
 
 class _Output:
-    """The folder `target.partial`, which `publish` renames to the target. If the block fails, it is deleted.
+    """The temporary folder `target.partial`, which `publish` renames to the target. It is deleted if the block fails.
 
-    A killed process leaves the folder, which the next conversion to the same target deletes. The folder is locked while a conversion writes
-    to it, and has a marker file by which it is recognized.
+    The folder is locked during the conversion, and a marker file identifies it. If the process is killed, the folder remains, and the next
+    conversion to the same target clears it.
     """
 
     def __init__(self, target: Path) -> None:
-        """Raises UserError if another conversion writes to the folder, or if no conversion created it."""
+        """Raises UserError if another conversion writes to the folder, or if the folder was not created by a conversion."""
         self.target, self.folder = target, target.with_name(target.name + ".partial")
         try:
             existed = self.folder.exists()
@@ -267,7 +267,7 @@ class _Output:
         os.close(self._lock)
 
     def publish(self) -> None:
-        """Rename the complete folder to its target, replacing what exists."""
+        """Rename the complete folder to its target. An existing target is replaced."""
         old = self.target.with_name(self.target.name + ".replaced")
         if self.target.exists():
             _remove(old)
@@ -287,9 +287,9 @@ def _remove(path: Path) -> None:
 
 
 def _started(output: _Output, parts: list[int], tail: int, files: Path, progress: Progress) -> Callable[[int], None]:
-    """Check the disk space. Returns a function that is called with the number of bytes after each conversion.
+    """Check the free disk space. Returns a function that reports progress: it takes the number of bytes just converted.
 
-    tail: bytes that are written after the parts. Raises UserError if the disk is too small.
+    tail: number of bytes that are written in addition to the parts. Raises UserError if the disk is too full.
     """
     total, done = sum(parts) + max(0, tail), 0
     needed = sum(parts) + tail + sum((files / name).stat().st_size for name in carried_files(files))
@@ -308,7 +308,7 @@ def _started(output: _Output, parts: list[int], tail: int, files: Path, progress
 
 @contextlib.contextmanager
 def _in_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """A function that runs a callable in a thread, one at a time. An error in the thread is raised by the next call, or at the end."""
+    """Yield a function that runs a callable in a thread, one at a time. Errors are raised by the next call or at the end of the block."""
     with ThreadPoolExecutor(1) as pool:
         last: Future[None] | None = None
 

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: their config and other files, and creation with random weights. Importing this module imports no torch."""
+"""Hugging Face model folders: reading, creation with random weights, and copying. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-"""Prefixes of a language model's decoder, in wrappers for several modalities."""
+"""Prefixes of the decoder's tensor names, including those of multimodal wrappers."""
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-"""Names of a stored head."""
+"""Names of a stored LM head."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ type HfConfig = dict[str, Any]
 class HfFolder:
     """A folder with `config.json` and weights.
 
-    config: that of the file, completed from the names of the weights: MTP layers that it does not mention, and a tied head.
+    config: the file's contents, completed from the weights: MTP layers that the file omits, and whether the head is tied.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class HfFolder:
 
     @classmethod
     def open(cls, path: str | Path, *, weights: bool = True, field: str = "model.path") -> HfFolder:
-        """Read the config and the names of the weights; with `weights=False` only the config, unchanged.
+        """Read the config, and complete it from the weights. With `weights=False`, only read the config.
 
         field: the name of the path in error messages. Raises UserError if the folder, its config or its weights are missing or unreadable.
         """
@@ -68,7 +68,7 @@ class HfFolder:
         return result.completed(FolderWeights(folder)) if weights else result
 
     def completed(self, weights: FolderWeights) -> HfFolder:
-        """The folder with a config that includes what only the weights show."""
+        """This folder with a config that also has the MTP layers and the tying of the head that the weights show."""
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if not self.shape.mtp_layers and family.mtp is not None:
@@ -90,7 +90,7 @@ class HfFolder:
 
 
 def _other_head(weights: FolderWeights) -> str | None:
-    """The name of a stored head that differs from the embedding, if there is one: transformers and vLLM use such a head."""
+    """The name of a stored head that differs from the embedding, which transformers and vLLM use; None if there is none."""
     head = next((name for name in HEADS if name in weights), None)
     embedding = next((name for prefix in PREFIXES if (name := f"{prefix}embed_tokens.weight") in weights), None)
     if head is None or embedding is None:
@@ -102,11 +102,11 @@ def _other_head(weights: FolderWeights) -> str | None:
 
 
 _same_heads: dict[object, bool] = {}
-"""Cache of comparisons of head and embedding, by files and their modification times: a process opens a folder several times."""
+"""Cache of comparisons of head and embedding, by file, offset and modification time: a process opens a folder several times."""
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two matrices are equal in the narrower of their dtypes. Starts with the first rows, which usually show a difference."""
+    """Whether two matrices are equal in the narrower of their dtypes. Compares a few rows first, which usually differ if any do."""
     import torch
 
     if one.shape != other.shape:
@@ -127,7 +127,7 @@ def _warn_of_head(path: Path, head: str) -> None:
 def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: torch.dtype | None = None) -> HfFolder:
     """Atomically create a folder with random weights: norms are the identity, biases 0, others normal(0, initializer_range).
 
-    dtype: of the weights, by default fp32. The same config and seed give the same bytes.
+    dtype: of the weights (default: fp32). The result is deterministic for a config and a seed.
     """
     import torch
     from safetensors.torch import save_file
@@ -153,7 +153,7 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
     for name, size in tensor_shapes(shape).items():
         if name not in same:
             tensors[name] = _drawn(name, size, shape, std, generator).to(dtype)
-    # safetensors does not store two names of the same memory.
+    # safetensors rejects tensors that share memory.
     tensors |= {name: tensors[same[name]].clone() for name in tensor_shapes(shape) if name in same}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     # These weights are not quantized, even if the config was copied from a folder with quantized weights.
@@ -175,11 +175,11 @@ def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, gene
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
-"""Suffixes of weight files, which are not copied."""
+"""Suffixes of weight files; `carry` does not copy them."""
 
 
 def carried_files(folder: Path) -> Iterator[Path]:
-    """Files that a conversion copies unchanged (tokenizer, chat template, code), relative to `folder`; hidden files are skipped."""
+    """Files that a conversion copies unchanged (tokenizer, chat template, code), relative to `folder`. Hidden files are skipped."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
@@ -215,7 +215,7 @@ def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> 
 
 
 def _section_with(config: HfConfig, key: str) -> HfConfig:
-    """The section that has `key`: the config itself, or its `text_config`, which is replaced by a copy that can be modified."""
+    """The section with `key`: the config itself, or its `text_config`, which is first replaced by a copy that can be modified."""
     if key not in config and key in (config.get("text_config") or {}):
         config["text_config"] = dict(config["text_config"])
         return config["text_config"]
@@ -227,7 +227,7 @@ def write_config(config: HfConfig, folder: Path) -> None:
 
 
 def check_target(source: Path, target: Path, *, force: bool) -> None:
-    """Raise UserError for a target that contains the source or is inside it, is a file, or exists without `force`."""
+    """Raise UserError if the target contains the source, is inside it, is a file, or already exists and `force` is false."""
     here, there = source.resolve(), target.resolve()
     if there.is_relative_to(here) or here.is_relative_to(there):
         raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")

@@ -1,7 +1,7 @@
-"""Write a folder's safetensors in any order of tensors: the position of every tensor is computed before the first byte.
+"""Writes a folder's safetensors files in any order of tensors. The offset of every tensor is computed in advance.
 
-The files are allocated first, so that a full disk is detected at once. Each tensor is then written to its position; an expert is written to
-its part of a packed tensor in the same way.
+The files are allocated first, so that a full disk is detected immediately. Each tensor is then written at its offset; an expert is written
+into its slice of a packed tensor in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from mtpctl.convert.model_weights import Stored
 
 SHARD_BYTES = 5_000_000_000
-"""Maximum size of a file, as on the Hugging Face hub; a single tensor may be larger."""
+"""Maximum size of a file, as on the Hugging Face hub. A file with a single tensor may be larger."""
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `--dtype`."""
 _LENGTH_BYTES = 8
@@ -29,7 +29,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The position of a tensor's bytes."""
+    """The file and byte range of a tensor."""
 
     file: str
     start: int
@@ -47,14 +47,14 @@ class Shard:
 
 
 class HfWriter:
-    """Writes the weight files of `folder` for tensors stored as in `layout`. sizes: number of elements of each of the model's tensors."""
+    """Writes the weight files of `folder` according to `layout`. sizes: number of elements of each of the model's tensors."""
 
     def __init__(
         self, folder: Path, layout: list[Stored], sizes: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.folder = folder
         self.locations: dict[str, list[Location]] = {}
-        """By the name of the model's tensor, or the stored name of a tensor outside the language model."""
+        """Keyed by the name of the model's tensor, or by the stored name of a tensor outside the language model."""
         self.shards: list[Shard] = []
         self._weight_map: dict[str, str] = {}
         self._files: dict[str, int] = {}
@@ -106,7 +106,7 @@ class HfWriter:
                 _write_all(self._file(location.file), view, location.start)
 
     def flush(self) -> None:
-        """Flush everything written so far to disk. Another thread may write more and open further files in the meantime."""
+        """Flush the data written so far to disk. Another thread may write and open files concurrently."""
         for handle in list(self._files.values()):
             os.fdatasync(handle)
 
@@ -141,7 +141,7 @@ def _write_all(handle: int, view: memoryview, at: int) -> None:
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype], sizes: Mapping[str, int]) -> torch.dtype:
-    """The dtype of most elements. sizes: numbers of elements."""
+    """The dtype of the most elements. sizes: number of elements by name."""
     counts: dict[torch.dtype, int] = {}
     for name, dtype in dtypes.items():
         counts[dtype] = counts.get(dtype, 0) + sizes[name]
@@ -155,10 +155,10 @@ def cast(
     *,
     like: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, torch.dtype]:
-    """`dtypes` with floating-point tensors in the `wanted` dtype, if there is one.
+    """Replace floating-point dtypes by `wanted`; unchanged if `wanted` is None.
 
-    Tensors that a folder of narrower weights stores in fp32 (a router's bias, a decay) stay fp32. like: that folder's dtypes; default:
-    `dtypes`.
+    If the folder's main dtype is narrower than fp32, the tensors that it stores in fp32 (a router's bias, a decay) remain fp32.
+    like: the folder's dtypes (default: `dtypes`).
     """
     if wanted is None:
         return dict(dtypes)
@@ -170,5 +170,5 @@ def cast(
 
 
 def common(dtypes: Mapping[str, torch.dtype], names: tuple[str, ...]) -> torch.dtype:
-    """The narrowest dtype that represents the values of all named tensors."""
+    """The narrowest dtype that represents the values of all the named tensors exactly."""
     return reduce(torch.promote_types, (dtypes[name] for name in names))

@@ -1,7 +1,7 @@
-"""Types of Megatron-Bridge, and mappings that it lacks: separate expert modules, dense layers in mixture-of-experts models, text models
-inside wrappers, and the linear layers of `mtpctl.model`.
+"""Types for Megatron-Bridge's interfaces, and mappings that it lacks.
 
-Megatron-Bridge's classes are imported by name, after the patches of its import are installed.
+The mappings are for separate expert modules, dense layers in MoE models, text models inside multimodal wrappers, and the linear layers of
+`mtpctl.model`. Megatron-Bridge's classes are imported on use, after `mtpctl.compat.megatron_bridge` has patched the import.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 type HfNames = str | dict[str, str]
-"""The Hugging Face tensor of a parameter, or several by their part (q, k, v)."""
+"""The Hugging Face tensor name of a parameter, or several names keyed by part (q, k, v)."""
 
 
 class ParamMapping(Protocol):
@@ -41,7 +41,7 @@ class ParamMapping(Protocol):
 
 
 class ConversionTask(Protocol):
-    """One parameter of the whole model, a frozen dataclass. Module and weight are None on ranks of other pipeline stages."""
+    """The conversion of one parameter; a frozen dataclass. Module and weight are None on ranks that do not have the parameter."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     param_name: str
@@ -72,14 +72,14 @@ class ModelBridge(Protocol):
 
 
 class LocalTask(ConversionTask, Protocol):
-    """A task whose parameter this rank holds."""
+    """A task whose parameter is on this rank."""
 
     megatron_module: torch.nn.Module
     param_weight: Tensor
 
 
 def is_local(task: ConversionTask) -> TypeGuard[LocalTask]:
-    """Whether this rank holds the task's parameter."""
+    """Whether the task's parameter is on this rank."""
     return task.megatron_module is not None
 
 
@@ -90,7 +90,7 @@ def names_of(task: ConversionTask) -> tuple[str, ...]:
 
 
 def packs_experts(task: ConversionTask) -> bool:
-    """Whether the mapping has the experts of a layer only as one packed tensor."""
+    """Whether the Hugging Face side packs all experts of a layer into one tensor."""
     return bool(getattr(task.mapping, "is_grouped_export", False))
 
 
@@ -99,7 +99,7 @@ _LAYERS = {
     "row": ("LoraRowParallelLinear",),
     "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router", "GatedRMSNorm"),
 }
-"""How our linear layers are split by tp, by class name. Fused norm-and-linear layers are recognized by the end of their name."""
+"""Class names of our layers by their tp sharding. Fused norm-and-linear layers need no entry: upstream recognizes their class names."""
 _CONVERSION = "megatron.bridge.models.conversion"
 _QWEN = "megatron.bridge.models.qwen"
 _WRAPPED = "model.language_model."
@@ -111,7 +111,7 @@ def _load(module: str, name: str) -> Any:
 
 
 def register() -> None:
-    """Replace upstream's mappings by these. Idempotent."""
+    """Register these mappings, which replace upstream's. Idempotent."""
     register_bridge = _load(f"{_CONVERSION}.model_bridge", "MegatronModelBridge").register_bridge
     auto = _load(f"{_CONVERSION}.param_mapping", "AutoMapping")
     for kind, names in _LAYERS.items():
@@ -121,7 +121,7 @@ def register() -> None:
     register_bridge(source="Qwen3_5MoeForCausalLM", target=GPTModel, model_type="qwen3_5_moe_text")(sparse)
     for name, model_type, text in (("Qwen3_5", "qwen3_5", dense), ("Qwen3_5Moe", "qwen3_5_moe", sparse)):
         register_bridge(source=f"{name}ForConditionalGeneration", target=GPTModel, model_type=model_type)(_of_text_model(text))
-    # Upstream registers these by the model's class, which takes precedence over the name of the class.
+    # Registered by class, as upstream does: a registration by class takes precedence over one by name.
     for upstream, source, model_type in (
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_moe_bridge", "Qwen3MoEBridge")), "Qwen3MoeForCausalLM", "qwen3_moe"),
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_next_bridge", "Qwen3NextBridge")), "Qwen3NextForCausalLM", "qwen3_next"),
@@ -155,7 +155,7 @@ def _with_mtp_experts(upstream: type) -> type:
 
 
 def _with_dense_layers(upstream: type) -> type:
-    """The bridge of a mixture of experts, for configs whose `mlp_only_layers` or `decoder_sparse_step` make some layers dense."""
+    """An MoE bridge that supports dense layers, set by `mlp_only_layers` and `decoder_sparse_step` in the config."""
 
     class SparseBridge(upstream):  # type: ignore[misc]
         def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
@@ -163,7 +163,7 @@ def _with_dense_layers(upstream: type) -> type:
             dense = config.mlp_only_layers or []
             sparse = [int(i not in dense and (i + 1) % config.decoder_sparse_step == 0) for i in range(config.num_hidden_layers)]
             if not all(sparse):
-                # Checkpoints then name the layers one by one, because their parameters differ.
+                # Set only if needed: it makes checkpoints store each layer under its own name.
                 provider.moe_layer_freq = sparse
             return provider
 
@@ -185,7 +185,7 @@ def _with_glm_experts(upstream: type) -> type:
             return provider
 
         def _uses_fused_experts(self) -> bool:
-            # Upstream inspects the folder's files, which a stream of tensors lacks. Published folders store experts one by one.
+            # Upstream inspects the folder's files, which a weight stream does not have. Published folders store experts separately.
             return False
 
         def mapping_registry(self) -> MegatronMappingRegistry:
@@ -202,7 +202,7 @@ def _with_glm_experts(upstream: type) -> type:
 
 
 def _of_text_model(upstream: type) -> type:
-    """The bridge of a multimodal wrapper, derived from its text model's. Upstream's own would also build the vision tower."""
+    """The bridge of a multimodal wrapper, derived from that of its text model. Upstream's bridge would also build the vision tower."""
     stored_packed = _load(f"{_CONVERSION}.utils", "moe_experts_stored_packed")
 
     class WrapperBridge(upstream):  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""A folder's weights under the names of `families.tensors`, independent of their names in the folder.
+"""A folder's weights under the names of `families.tensors`, independent of how the folder stores them.
 
-Published folders differ: a wrapper may prefix the language model's names, experts may be packed into one tensor per layer, weights may be
-FP8 with a scale per block, and a tied head or the MTP layers' copies of embedding and head may be stored or not. The rest of this package
-does not see these differences. `layout` records how the folder stores its tensors, for the conversion back.
+Published folders differ: a wrapper may prefix the names of the language model, experts may be packed into one tensor per layer, weights
+may be FP8 with a scale per block, and a tied head or the MTP layers' copies of embedding and head may or may not be stored. `ModelWeights`
+hides these differences, and its `layout` records them for the conversion back.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 SCALE = "_scale_inv"
 FP8 = ("F8_E4M3", "F8_E5M2")
-"""The dtype codes that need scales."""
+"""The dtype codes of tensors with scales."""
 
 _EXPERT = re.compile(r"(?P<at>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The folder's tensor that stores a tensor of the model: the whole of `name`, or for a packed expert these rows of its matrix."""
+    """Where a folder stores a tensor of the model: all of tensor `name`, or for a packed expert, `rows` of its matrix `expert`."""
 
     name: str
     expert: int | None = None
@@ -43,10 +43,10 @@ class Location:
 
 
 class ModelWeights(Mapping[str, "Tensor"]):
-    """The tensors of the model, each a view of its file (a copy if it is FP8), without those that alias another.
+    """The tensors of the model by name, without aliases. A value is a view of the file, or a dequantized copy of an FP8 tensor.
 
-    folder: with the config completed from the weights. mtp: if False, the MTP layers are neither included nor checked. Raises UserError if
-    config and weights contradict each other.
+    folder: the folder, with a config completed from the weights. mtp: if False, the MTP layers are neither included nor checked.
+    Raises UserError if config and weights contradict each other.
     """
 
     def __init__(self, path: Path, *, mtp: bool = True) -> None:
@@ -100,7 +100,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
 
     @cached_property
     def layout(self) -> list[Stored]:
-        """Every tensor of the folder in its order; FP8 weights have the dtype to which they are dequantized."""
+        """All tensors in the folder's order, without scales. FP8 weights have the dtype to which they are dequantized."""
         pieces: dict[str, list[str]] = {}
         for name in self._sizes:
             pieces.setdefault(self._locations[name].name, []).append(name)
@@ -117,17 +117,17 @@ class ModelWeights(Mapping[str, "Tensor"]):
 
     @property
     def extras(self) -> list[str]:
-        """The folder's names of tensors outside the language model, such as a vision tower."""
+        """Stored names of the tensors outside the language model, such as those of a vision tower."""
         return [stored.name for stored in self.layout if not stored.pieces]
 
     def check_extras(self) -> None:
-        """Raise UserError for FP8 tensors outside the language model, which would be copied without their scales."""
+        """Raise UserError if a tensor outside the language model is FP8: it would be copied without its scales."""
         for name in self.extras:
             if self.raw.entries[name].code in FP8:
                 raise UserError(f"{self.folder.path}: {name} is FP8 and no part of the language model; store it in the dtype of the config")
 
     def check_aliases(self) -> None:
-        """Raise UserError if a tensor that should equal another one does not. Reads both."""
+        """Raise UserError if a stored alias differs from its original. Reads both tensors."""
         import torch
 
         for alias, original in self._aliases.items():
@@ -139,7 +139,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
                 )
 
     def _name_of(self, name: str) -> str:
-        """The folder's name of a tensor that is not packed."""
+        """The stored name of a tensor that is not packed."""
         if name.startswith(self.shape.prefix):
             return self._prefix + name.removeprefix(self.shape.prefix)
         outer = f"language_model.{name}"
@@ -166,7 +166,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         return {name for name in self.raw.entries if name.endswith(SCALE) and name.removesuffix(SCALE) in self.raw}
 
     def _expected(self, name: str) -> tuple[int, ...]:
-        """The required shape of the folder's tensor that stores `name`."""
+        """The shape that the config requires of the stored tensor of `name`."""
         size = self._sizes[name]
         if self._locations[name].expert is None:
             return size
@@ -209,7 +209,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
             )
 
     def _check_rest(self) -> None:
-        """Raise UserError for tensors of the decoder that the config does not have. Tensors outside the decoder are extras."""
+        """Raise UserError for decoder tensors that the config does not include. Tensors outside the decoder are extras."""
         decoder = f"{self._prefix}layers."
         known = {location.name for location in self._locations.values()} | self._unread | self._scales
         known |= {self._name_of(alias) for alias in self._aliases}
@@ -222,7 +222,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
                 raise UserError(f"{self.folder.path}: the weights have {name}, which config.json does not include")
 
     def _dequantized(self, location: Location, weight: Tensor) -> Tensor:
-        """FP8 times the scale of each block (DeepSeek-V3 report, arXiv 2412.19437, section 3.3), in the config's dtype."""
+        """Multiply an FP8 weight by its block scales (DeepSeek-V3, arXiv 2412.19437, section 3.3). Returns `plain_dtype`."""
         import torch
 
         scale = self.raw.tensor(location.name + SCALE)
@@ -233,7 +233,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         rows, columns = _block(self.folder.config)
         wide = scale.float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
         result = torch.empty(weight.shape, dtype=self.plain_dtype)
-        # One row of blocks at a time: the whole matrix in fp32 would take four times the memory of the weight, twice.
+        # One row of blocks at a time: converting the whole matrix would need two fp32 copies, each four times its size.
         for target, part, factors in zip(result.split(rows), weight.split(rows), wide, strict=True):
             target.copy_(part.float() * factors)
         return result
@@ -261,8 +261,8 @@ def _prefix_in(raw: FolderWeights, shape: ModelShape) -> str:
 class Stored:
     """A tensor as a folder stores it.
 
-    code: its dtype code. pieces: the model's tensors in it: several if experts are packed, none if it is outside the language model and is
-    copied unchanged.
+    code: its dtype code. pieces: names of the model's tensors in it: several for packed experts, none for a tensor outside the language
+    model, which is copied unchanged.
     """
 
     name: str
@@ -280,14 +280,14 @@ class Stored:
 
 
 def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
-    """The layout of a folder without packed tensors, with the aliases that the family's folders store."""
+    """The layout of a folder without packed tensors, including the aliases that folders of the family store."""
     same = aliases(shape)
     stored = ((name, same.get(name, name), size) for name, size in tensor_shapes(shape).items())
     return [Stored(name, code_of(dtypes[original]), size, (original,)) for name, original, size in stored]
 
 
 def recast(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
-    """The layout with the model's tensors in the given dtypes; other tensors are unchanged."""
+    """Change the dtypes of the model's tensors in a layout. Other tensors are unchanged."""
     return [replace(stored, code=code_of(dtypes[stored.pieces[0]])) if stored.pieces else stored for stored in layout]
 
 

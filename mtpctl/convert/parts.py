@@ -1,7 +1,7 @@
-"""Write and read checkpoints a few parameters at a time, in the format that `checkpoint` saves and restores.
+"""Writes and reads checkpoints a few parameters at a time, in the format of `mtpctl.checkpoint.sharded`.
 
-PyTorch's writer takes the whole state at once, in three steps: plan what to write, write one plan to one file, write the metadata. Here
-each part has its own plan and file, as if it came from its own rank, and the metadata is written last. PyTorch's loader sees no difference.
+PyTorch's writer takes the state of a whole rank at once: it plans, writes one file for each rank, and then writes the metadata. Here each
+part has its own plan and file, like a rank of its own, and the metadata is written last. The result loads like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
 
 PART_BYTES = 512 << 20
-"""Maximum size of a part, unless a single parameter is larger. A part's tensors stay in memory until it is written."""
+"""Maximum size of a part with more than one parameter. A part's tensors are in memory until it is written."""
 MARKER = "conversion.lock"
-"""A file in the temporary folder of a conversion, which is not part of the result."""
+"""Name of the file that marks the temporary folder of a conversion."""
 
 Make = Callable[[str], Tensor]
-"""Returns the value of a parameter, by its name."""
+"""Computes the value of the named parameter."""
 
 
 def partition(sizes: Mapping[str, int]) -> list[list[str]]:
-    """The names in their order, in parts of at most `PART_BYTES`."""
+    """Split the names, in order, into parts of at most `PART_BYTES`. A larger parameter is a part by itself."""
     parts: list[list[str]] = []
     part_bytes = PART_BYTES + 1
     for name, nbytes in sizes.items():
@@ -54,7 +54,7 @@ def partition(sizes: Mapping[str, int]) -> list[list[str]]:
 
 
 class PartWriter:
-    """Writes a checkpoint without an optimizer to `folder`, a part at a time. dtypes: of the parameters."""
+    """Writes a checkpoint without optimizer state to `folder`, a part at a time. dtypes: dtype of each parameter."""
 
     def __init__(self, folder: Path, skeleton: Skeleton, dtypes: Mapping[str, torch.dtype]) -> None:
         self.folder, self.skeleton = folder, skeleton
@@ -72,7 +72,7 @@ class PartWriter:
         self._plans = self._writer.prepare_global_plan(plans)
 
     def _objects(self) -> dict[str, object]:
-        """The objects that the stock writer saves in addition to tensors: extra states, and the unsharded state, which is empty."""
+        """The objects that megatron-core saves in addition to tensors: extra states, and the common state, which is empty."""
         common = ShardedObject("common_state", {}, (1,), (0,))
         return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
 
@@ -92,7 +92,7 @@ class PartWriter:
             )
 
     def write(self, number: int, make: Make) -> None:
-        """Write a part."""
+        """Write a part. `make` computes each of its parameters when it is written."""
         planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
         self._results += self._writer.write_data(self._plans[number], planner).wait()
         self._last = ("", {})
@@ -112,7 +112,7 @@ class PartWriter:
         flush(self.folder / f"{self._plans[number].storage_data.prefix}0.distcp")
 
     def finish(self) -> None:
-        """Write the metadata, record and listing, which make the folder a checkpoint."""
+        """Write the metadata, `engine.json` and the listing, which make the folder a checkpoint."""
         self._writer.finish(self._metadata, [self._results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         write_record_of_weights(self.folder)
@@ -120,7 +120,7 @@ class PartWriter:
 
 
 class Reader(Protocol):
-    """Reads the values of a model's parameters a part at a time."""
+    """Reads a model's parameters a part at a time."""
 
     skeleton: Skeleton
     parts: list[list[str]]
@@ -132,7 +132,7 @@ class Reader(Protocol):
 
 
 class PartReader:
-    """Reads the weights of a checkpoint of any layout."""
+    """Reads the weights of a checkpoint, whatever its parallel layout."""
 
     def __init__(self, path: Path, skeleton: Skeleton) -> None:
         self.path, self.skeleton = path, skeleton
@@ -147,14 +147,14 @@ class PartReader:
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
     def _dtype(self, name: str) -> torch.dtype:
-        """The saved dtype of the parameter. Raises UserError if it was not saved, or with another shape."""
+        """The saved dtype of the parameter. Raises UserError if the parameter is missing or has another shape."""
         pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
         for piece in pieces:
             saved = self._saved.get(piece.key)
             if saved is None:
                 raise UserError(f"{self.path}: lacks {piece.key}, which its model's config requires")
             size, wanted = list(saved.size), list(piece.global_shape)
-            # The rows of a vocabulary may have been padded.
+            # A saved vocabulary may have padding rows.
             if size != wanted and not (piece.allow_shape_mismatch and size[1:] == wanted[1:] and size[0] > wanted[0]):
                 raise UserError(f"{self.path}: holds {piece.key} as {size}, its model's config makes it {wanted}")
         return self._saved[pieces[0].key].properties.dtype
@@ -193,7 +193,7 @@ class _Fill(DefaultLoadPlanner):
 
 
 class _Resolve(DefaultSavePlanner):
-    """Computes the data of an item when the writer needs it."""
+    """Computes the data of an item when the writer requests it."""
 
     def __init__(self, objects: Mapping[str, object], tensor: Callable[[MetadataIndex], Tensor]) -> None:
         super().__init__()

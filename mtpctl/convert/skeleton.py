@@ -1,6 +1,6 @@
-"""A model's parameters and how checkpoints and Hugging Face folders store them, in one process and without values.
+"""A model in one process without weights: its parameters, and their names and shapes in checkpoints and Hugging Face folders.
 
-It uses almost no memory for a model of any size, because the operating system provides none for pages that are never written.
+It uses almost no memory for a model of any size, because the operating system allocates no memory for pages that are never written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A Megatron parameter: its name, its shape, and the names of the model's tensors that it consists of."""
+    """A Megatron parameter. needs: names of the model's tensors of which it consists."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,9 +42,9 @@ class Parameter:
 
 
 class Skeleton:
-    """The model of a folder's config, with MTP layers unless `mtp=False`, and with adapters if `lora` is given.
+    """The model of a folder's config, with MTP layers if `mtp` is set, and with adapters if `lora` is given.
 
-    Its mapping is the one by which the trainer loads and exports. Close it after use, because it has process groups.
+    It uses the same mapping as the trainer. It creates process groups, so it must be closed after use.
     """
 
     def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16", lora: LoraConfig | None = None) -> None:
@@ -69,7 +69,7 @@ class Skeleton:
         """The objects that checkpoints store in addition to tensors."""
 
     def _check_mapped(self) -> None:
-        """Raise UserError for parameters without a tensor."""
+        """Raise UserError if a parameter has no tensor in the mapping."""
         mapped = {task.param_name for task in self._map.tasks}
         missing = [name for name, _ in self.model.named_parameters() if name not in mapped and ".adapter." not in name]
         if missing:
@@ -79,7 +79,7 @@ class Skeleton:
             )
 
     def pieces(self, name: str, value: Tensor) -> Iterator[ShardedTensor]:
-        """The tensors by which a checkpoint stores the parameter, with `value` as their data."""
+        """The sharded tensors that a checkpoint stores for the parameter, with `value` as their data."""
         sharded = self._state[name]
         if isinstance(sharded, ShardedTensorFactory):
             yield from _built(replace(sharded, data=value))
@@ -87,7 +87,7 @@ class Skeleton:
             yield replace(sharded, data=value, dtype=value.dtype)
 
     def saved_as(self) -> Iterator[tuple[str, str]]:
-        """Every name of the state, adapters included, with a key by which a checkpoint stores it."""
+        """Every name of the state, adapters included, with (the first) key under which a checkpoint stores it."""
         for name, sharded in self._state.items():
             if isinstance(sharded, ShardedTensorFactory):
                 yield name, next(_built(sharded)).key
@@ -95,11 +95,11 @@ class Skeleton:
                 yield name, sharded.key
 
     def to_megatron(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
-        """The value of a parameter."""
+        """Convert the tensors in `weights` to the value of a parameter."""
         parameter = self.parameters[name]
         mapping = parameter.task.mapping
         if packs_experts(parameter.task):
-            # Upstream selects an expert from the packed tensor, and takes the matrix of a single expert as it is.
+            # The mapping expects a packed tensor, but also accepts the matrix of a single expert.
             source: Tensor | dict[str, Tensor] = torch.cat([weights[each] for each in parameter.needs])
         else:
             source = self._map.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, weights)
@@ -109,12 +109,12 @@ class Skeleton:
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Load all parameters except adapters from these tensors."""
+        """Load all parameters except adapters from `weights`."""
         for name, parameter in self.parameters.items():
             parameter.task.param_weight.copy_(self.to_megatron(name, weights))
 
     def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """The model's tensors of a parameter, without rows that pad the vocabulary."""
+        """Convert the value of a parameter to the model's tensors, without the rows that pad the vocabulary."""
         parameter = self.parameters[name]
         tensors = parameter.task.mapping.megatron_to_hf(value, parameter.task.megatron_module)
         if packs_experts(parameter.task):

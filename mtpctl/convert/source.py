@@ -1,4 +1,4 @@
-"""Detect what a path contains, and find the model folder that a checkpoint belongs to."""
+"""Detects whether a path is a Hugging Face folder, a checkpoint or a run, and finds the model folder of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mtpctl.families.tensors import aliases, count_parameters, section_of, tenso
 from mtpctl.recipe.loading import load_recipe
 
 HF = "hf"
-"""Folder inside a converted checkpoint with everything that is needed to convert it back."""
+"""Folder inside a converted checkpoint with the files that are needed to convert it back."""
 
 LAYOUT = "layout.json"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The Hugging Face side of a checkpoint.
+    """The Hugging Face model of a checkpoint.
 
-    layout: how tensors are stored; None: one by one. carried: tensors to copy that are not part of the model. files: folders with other
-    files to copy. weights: the model's own weights, if the folder has them.
+    layout: how its folder stores tensors; None for the family's plain layout. carried: the folder's weight files, from which tensors
+    outside the language model are copied. files: folders whose other files are copied. weights: the folder's weights, if it has any.
     """
 
     folder: HfFolder
@@ -41,10 +41,20 @@ class Reference:
 
 
 def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
-    """The checkpoint at `path`, or the newest one of a run directory or its `checkpoints`; None for a model folder.
+    """Find the checkpoint at `path`: a checkpoint, or a run directory or its `checkpoints`, of which the newest is used.
 
-    contents: compare files with their checksums, not only their sizes. A damaged checkpoint of a run is reported, and the previous one is
-    used. Raises UserError if `path` is none of these, or a damaged checkpoint.
+    Damaged checkpoints of a run are reported and skipped.
+
+    Args:
+        path: what the user named.
+        report: called with messages to the user.
+        contents: compare files with their checksums, not only their sizes.
+
+    Returns:
+        The checkpoint; None if `path` is a Hugging Face folder.
+
+    Raises:
+        UserError: if `path` is none of these, or a damaged checkpoint.
     """
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder")
@@ -72,7 +82,7 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
 
 
 def reference_of(checkpoint: Path, model: Path | None) -> Reference:
-    """The model of a checkpoint: the folder `model`, the one inside the checkpoint, or the one in its run's recipe."""
+    """The Hugging Face model of a checkpoint: `model` if given, else the folder inside the checkpoint or the one in its run's recipe."""
     inside = checkpoint / HF
     if model is None and (inside / LAYOUT).is_file():
         carried = FolderWeights(inside) if any(inside.glob("*.safetensors")) else None
@@ -87,7 +97,7 @@ def reference_of(checkpoint: Path, model: Path | None) -> Reference:
 
 
 def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
-    """The model folder of the run that saved a checkpoint, and the folder of its tokenizer if that is not the model's."""
+    """The model folder of the run that saved a checkpoint, and the folder of the run's own tokenizer, if it has one."""
     run = checkpoint.parent.parent
     file = run / "recipe.resolved.yaml"
     if not file.is_file():
@@ -106,14 +116,14 @@ def has_mtp(checkpoint: Path) -> bool:
 
 
 def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
-    """Number of elements of each of the model's tensors, without aliases, and with `mtp=False` without MTP layers."""
+    """The number of elements of each of the model's tensors, without aliases. mtp: include the MTP layers."""
     same = aliases(shape)
     sizes = tensor_shapes(shape).items()
     return {name: prod(size) for name, size in sizes if name not in same and (mtp or section_of(name, shape) == "target")}
 
 
 def inspect(source: Path, model: Path | None) -> dict[str, object]:
-    """`--inspect`: kind, family, sizes, MTP layers, dtypes, and what is missing. Raises UserError if `source` is not a model."""
+    """The output of `convert-hf --inspect`. Raises UserError if `source` is neither a folder, a checkpoint nor a run."""
     checkpoint = checkpoint_at(source, contents=False)
     return _folder(source) if checkpoint is None else _checkpoint(checkpoint, model)
 

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder under their stored names: safetensors mapped into memory, or pickles read with `weights_only=True`.
+"""The weights of a Hugging Face folder under their stored names: memory-mapped safetensors, or pickles read with `weights_only=True`.
 
-Headers are checked before any weights are read, and errors name file, tensor and byte. Tensors are views of the mapped file, so they use no
-anonymous memory until they are copied. Importing this module does not import torch.
+Headers are checked before any weights are read, and errors name file, tensor and byte. Tensors are views of the mapped file, so they are
+not loaded into memory until they are read. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a weight file. code: safetensors' dtype code; start: the first byte of its data in the file, None in pickles."""
+    """A tensor in a weight file. code: safetensors' dtype code; start: offset of its data in the file, None in pickles."""
 
     file: Path
     name: str
@@ -77,9 +77,9 @@ class Entry:
 
 
 class FolderWeights:
-    """Names, shapes and tensors of a folder: one file, or shards with an index.
+    """Names, shapes and tensors of a folder with one weight file, or with shards and an index.
 
-    Raises UserError for shards that are missing, damaged or outside the folder.
+    Raises UserError if shards are missing, damaged or outside the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class FolderWeights:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the file, which must not be written to. Files are mapped on first use."""
+        """The tensor as a read-only view of its file. Files are mapped on first use."""
         import torch
 
         entry = self.entries[name]
@@ -120,17 +120,17 @@ class FolderWeights:
         if entry.file not in self._maps:
             with entry.file.open("rb") as stream:
                 self._maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            # A larger read-ahead window: without it a file that is not in the page cache is read at two thirds of the speed.
+            # Enlarges the read-ahead window: a file that is not in the page cache is read 1.5 times as fast.
             self._maps[entry.file].madvise(mmap.MADV_SEQUENTIAL)
         with warnings.catch_warnings():
-            # torch has no read-only tensors, and warns about that.
+            # torch warns because it has no read-only tensors.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(self._maps[entry.file], dtype=entry.dtype, count=prod(entry.shape), offset=entry.start)
         return flat.view(entry.shape)
 
 
 def _index(path: Path) -> Path | None:
-    """The index of safetensors, or that of pickled shards if there are no safetensors."""
+    """The index of the safetensors shards, or of the pickled shards if the folder has no safetensors; None without an index."""
     safe, pickled = (path / name for name in INDEXES)
     if safe.is_file():
         return safe
@@ -138,7 +138,7 @@ def _index(path: Path) -> Path | None:
 
 
 def _without_index(path: Path) -> list[Path]:
-    """All safetensors files, or the pickled ones if there are none."""
+    """All safetensors files, or all pickles if there are none. Raises UserError if there are no weights."""
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin")) or sorted(path.glob("*.pt"))
     if not files:
         raise UserError(f"{path}: holds no weights (*.safetensors, pytorch_model*.bin)")
@@ -168,7 +168,7 @@ def _entries(file: Path) -> dict[str, Entry]:
 
 
 def check_fetched(file: Path) -> None:
-    """Raise UserError for a Git LFS pointer, which a clone without LFS has in place of a large file."""
+    """Raise UserError if the file is a Git LFS pointer, as in a clone that was made without Git LFS."""
     with file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise UserError(f"{file}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`, or download the model again")
@@ -221,7 +221,7 @@ def _entry(file: Path, name: str, header: object, first: int) -> Entry:
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled file; no code in it is run."""
+    """The tensors of a pickle. Code in the pickle is not run."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""Compare a converted folder, checkpoint or adapter with its source: every tensor, and the logits of a prompt."""
+"""Compares a converted folder, checkpoint or adapter with its source: every tensor, and the logits of a prompt."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mtpctl.recipe.train import LoraConfig
 PROMPT = 32
 """Length of the fixed prompt, in tokens."""
 BOUND = 1e-5
-"""Maximum difference of two logits, in fp32."""
+"""Maximum difference between two logits, in fp32."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The number of tensors that were compared bit for bit, and the largest differences of logits and MTP logits on the fixed prompt."""
+    """The number of tensors that are bitwise equal, and the largest differences of logits and MTP logits on the fixed prompt."""
 
     tensors: int
     logits: float
@@ -46,9 +46,9 @@ def verify_conversion(
     *,
     carried: FolderWeights | None = None,
 ) -> Verified:
-    """Compare a folder with a checkpoint. folder: the config of both; carried: the checkpoint's tensors outside the language model.
+    """Compare a folder's weights with the checkpoint at `saved`. Raises ThresholdMissed if they differ.
 
-    Raises ThresholdMissed that names the difference.
+    folder: provides the config of both. carried: the checkpoint's tensors outside the language model.
     """
     mtp = has_mtp(saved)
     tensors = compare_extras(weights, carried)
@@ -64,7 +64,7 @@ def verify_conversion(
 
 
 def compare_extras(weights: ModelWeights, carried: FolderWeights | None) -> int:
-    """Compare the tensors of a folder that do not belong to the language model. Returns their number."""
+    """Compare a folder's tensors outside the language model. Returns their number. Raises ThresholdMissed if one differs."""
     for name in weights.extras:
         if carried is None or name not in carried:
             raise ThresholdMissed(f"verify: {name} is missing on one side")
@@ -73,7 +73,7 @@ def compare_extras(weights: ModelWeights, carried: FolderWeights | None) -> int:
 
 
 def compare(name: str, here: Tensor, there: Tensor) -> None:
-    """Raise ThresholdMissed if two tensors differ in shape, type or a bit."""
+    """Raise ThresholdMissed unless two tensors have the same shape, dtype and bits."""
     if here.shape != there.shape or here.dtype != there.dtype:
         raise ThresholdMissed(f"verify: {name} is {here.dtype} {list(here.shape)} here and {there.dtype} {list(there.shape)} there")
     if here.numel() and not torch.equal(here.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8)):
@@ -82,7 +82,7 @@ def compare(name: str, here: Tensor, there: Tensor) -> None:
 
 
 def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, precision: str) -> tuple[float, float | None]:
-    """Fill the same modules from both sides in turn, as the trainer does: restoring the checkpoint, and loading the folder."""
+    """Compare the logits of one model after restoring the checkpoint and after loading the folder, both as the trainer does."""
     with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
         sharded.restore(saved, sharded.Contents(skeleton.model, None, 0, None, None))
         there = prompt_logits(skeleton)
@@ -92,7 +92,7 @@ def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, 
 
 
 def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tuple[float, float | None]:
-    """The largest difference of the trunk's logits, and of the MTP depths'. Raises ThresholdMissed if one exceeds `bound`."""
+    """The largest differences of the trunk's and of the MTP depths' logits. Raises ThresholdMissed if one exceeds `bound`."""
     differences = [float((a - b).abs().max()) for a, b in zip(here, there, strict=True)]
     if max(differences) > bound:
         raise ThresholdMissed(f"verify: logits differ by {max(differences):.2g} on the fixed prompt, at most {bound:g} is allowed")
@@ -101,7 +101,7 @@ def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tup
 
 @torch.no_grad()
 def prompt_logits(skeleton: Skeleton) -> list[Tensor]:
-    """Logits of the trunk and of each MTP depth, in fp32."""
+    """Logits [prompt, vocab] of the trunk and of each MTP depth on the fixed prompt, in fp32."""
     skeleton.model.eval()
     ids = (torch.arange(1, PROMPT + 1) * 7919) % skeleton.shape.vocab
     depths = skeleton.model.config.mtp_num_layers or 0
@@ -109,16 +109,14 @@ def prompt_logits(skeleton: Skeleton) -> list[Tensor]:
     return [(state.float() @ hidden.head.float().T) for state in (hidden.trunk, *hidden.mtp)]
 
 
-# Compares a converted adapter with its checkpoint: every tensor, and the logits of a prompt.
-
 APPLIED_BOUND = 1e-4
-"""Maximum difference of logits, in fp32, between a merged adapter and one that is applied separately."""
+"""Maximum difference between the logits of a merged adapter and of one that is applied separately, in fp32."""
 
 
 def verify_merged(
     written: ModelWeights, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord, *, carried: FolderWeights | None = None
 ) -> Verified:
-    """Compare a folder with merged weights with the base weights and the adapter. Raises ThresholdMissed that names the difference."""
+    """Compare a folder of merged weights with the base weights and the adapter. Raises ThresholdMissed if they differ."""
     tensors = compare_extras(written, carried)
     merged: dict[str, Tensor] = {}
     with adapted(checkpoint, base.folder, adapter) as skeleton:
@@ -134,7 +132,7 @@ def verify_merged(
 
 
 def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide: bool) -> tuple[float, float | None]:
-    """Fill the same modules from both sides in turn."""
+    """Compare the logits of one model filled from the folder and from the merged tensors."""
     with Skeleton(written.folder, mtp=True, precision="fp32" if wide else "bf16") as skeleton:
         skeleton.bridge.fill([skeleton.model], written)
         here = prompt_logits(skeleton)
@@ -143,9 +141,9 @@ def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide:
 
 
 def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> Verified:
-    """Compare PEFT's files in `written` with the checkpoint. Raises ThresholdMissed that names the difference.
+    """Compare the PEFT files in `written` with the checkpoint. Raises ThresholdMissed if they differ.
 
-    The logits are those of the base weights with PEFT's matrices added, and of the checkpoint's adapters in their layers.
+    Logits are compared between base weights with the PEFT matrices merged, and the checkpoint's adapters applied in their layers.
     """
     stored = load_file(written / "adapter_model.safetensors")
     lora = LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"], targets=adapter["targets"])
@@ -157,7 +155,7 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
             raise ThresholdMissed(f"verify: only one side has {name}")
         for name, value in exported.items():
             compare(name, stored[name], value.to(stored[name].dtype))
-        skeleton.fill(base)  # Without adapters. MTP layers are not compared.
+        skeleton.fill(base)  # Does not change the adapters. The logits of MTP layers are not compared.
         there = prompt_logits(skeleton)[:1]
     with Skeleton(base.folder, mtp=False, precision="fp32") as skeleton:
         skeleton.fill(_Merged(base, stored, lora.alpha / lora.rank))
@@ -166,7 +164,7 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
 
 
 class _Merged(Mapping[str, Tensor]):
-    """Base weights in fp32, each with PEFT's matrices added."""
+    """Base weights with the PEFT matrices merged, in fp32."""
 
     def __init__(self, base: ModelWeights, stored: Mapping[str, Tensor], scale: float) -> None:
         self.base, self.stored, self.scale = base, stored, scale

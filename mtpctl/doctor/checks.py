@@ -1,4 +1,4 @@
-"""The checks of `mtpctl doctor`. Each has a finding in one sentence, its data, and the seconds it took."""
+"""The checks of `mtpctl doctor`. Each returns a finding: a sentence, and data for JSON."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from mtpctl.doctor.parts import Trial
 
 LANES = 2
-"""Checks that run concurrently."""
+"""Number of checks that run concurrently."""
 
 DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 120.0, "sample": 300.0, "score": 300.0}
-"""Deadlines of the parts. Kernels may have to compile, and the machine may be busy."""
+"""Deadlines of the parts. They allow for compilation of kernels and for a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check, as a sentence and as JSON-ready data.
+    """The result of a check, as a sentence and as JSON-ready data.
 
-    State `absent`: something optional is missing. `failed` has an error. `loaded` has one too: the check exceeded its deadline on a busy
-    machine, which is no statement about the machine itself.
+    state: `absent` if something optional is missing; `loaded` if the check exceeded its deadline on a busy machine, so its outcome is
+    unknown. error: set for `failed` and `loaded`.
     """
 
     state: Literal["ok", "absent", "skipped", "loaded", "failed"]
@@ -62,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks in order, and the total duration. `failure` is the verdict if a check failed."""
+    """All checks in order, and the total duration. `failure`: the verdict if a check failed."""
 
     checks: list[Check]
     seconds: float
@@ -78,7 +78,7 @@ class Diagnosis:
 
     @property
     def error(self) -> MtpctlError | None:
-        """The first failure, with the names of the other failed checks; None if there is no failure."""
+        """The first error, with the names of the other checks that have one; None if there is none."""
         failed = [(check.name, check.finding.error) for check in self.checks if check.finding.error is not None]
         if not failed:
             return None
@@ -86,7 +86,7 @@ class Diagnosis:
         return type(first)(f"{first} (also wrong: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready: every check by its name, the total duration, and the exit code."""
+        """JSON-ready: the checks by name, the total duration, and the exit code."""
         checks = {
             check.name: {
                 "state": check.finding.state,
@@ -104,15 +104,15 @@ Report = Callable[[Check], None]
 
 
 def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
-    """Run every check and call `done` with each as it ends; `quick` skips the self-check.
+    """Run all checks, even if some fail. Raises EnvironmentMissing if the project is not installed.
 
-    A failed check does not stop the others. Raises EnvironmentMissing if the project is not installed.
+    quick: skip the self-check. done: called with each check when it ends.
     """
     cards, no_cards = stack.gpus()
     installed = stack.packages(stack.project_requirements(), "gpu" if cards else "cpu")
     with tempfile.TemporaryDirectory(prefix="mtpctl-doctor-") as scratch:
         folder = Path(scratch)
-        # Two lanes, since most of a part's time is spent importing packages on one core.
+        # Two lanes, because a part spends most of its time importing packages on one core.
         lanes: list[dict[str, Callable[[], Awaitable[Finding]]]] = [
             {
                 "python": python,
@@ -161,7 +161,7 @@ def _failure(error: MtpctlError) -> Finding:
 
 
 async def python() -> Finding:
-    """Is this interpreter a supported one?"""
+    """Is this Python version supported?"""
     running = stack.python()
     if running.state == "other":
         raise EnvironmentMissing(
@@ -171,7 +171,7 @@ async def python() -> Finding:
 
 
 async def machine() -> Finding:
-    """How many CPUs and how much memory does the machine have, and what did killed runs leave? This check never fails."""
+    """How many CPUs and how much memory does the machine have, and which files did killed runs leave? Never fails."""
     host, left = stack.machine(), leftovers.find()
     size = sum(each.nbytes for each in left) / 2**30
     summary = (
@@ -184,7 +184,7 @@ async def machine() -> Finding:
 
 
 async def gpus(cards: list[stack.Card], reason: str) -> Finding:
-    """Which GPUs does the machine have? `reason`: of their absence."""
+    """Which GPUs does the machine have? `reason`: why there are none."""
     if not cards:
         return Finding("absent", f"none ({reason}): everything runs on the CPU", [])
     kinds = [(card["name"], card["memory_gib"]) for card in cards]
@@ -210,7 +210,7 @@ async def packages(installed: list[stack.Package]) -> Finding:
 
 
 async def kernels(folder: Path) -> Finding:
-    """Which implementations of `linear_logprob` agree with the reference here? The one that `auto` selects must."""
+    """Which implementations of `linear_logprob` agree with the reference here? Fails if the one that `auto` selects does not."""
     result = await run_part("kernels", folder, DEADLINE_S["kernels"])
     text = f"{_live(result['implementations'])}; auto runs {result['auto']}"
     if not any(row["live"] for row in result["implementations"] if row["name"] == result["auto"].split()[0]):
@@ -220,7 +220,7 @@ async def kernels(folder: Path) -> Finding:
 
 
 async def transports(folder: Path) -> Finding:
-    """Which transports work between trainer and engines here?"""
+    """Which transports between trainer and engines work here?"""
     rows = (await run_part("transports", folder, DEADLINE_S["transports"]))["transports"]
     text = _live(rows)
     if not any(row["live"] for row in rows):
@@ -229,13 +229,13 @@ async def transports(folder: Path) -> Finding:
 
 
 async def ray(folder: Path) -> Finding:
-    """Does Ray start on this machine, and does a worker answer?"""
+    """Does Ray start on this machine and run a task?"""
     result = await run_part("ray", folder, DEADLINE_S["ray"])
     return Finding("ok", f"{result['version']} starts here, and a task answers", result)
 
 
 async def sandbox() -> Finding:
-    """Which layers isolate the model's code here, in rewards and environments that run it?"""
+    """Which layers isolate code written by the model, which some rewards and environments run?"""
     try:
         with Sandbox() as box:
             available = await asyncio.to_thread(layers, box)
@@ -262,7 +262,7 @@ async def families(folder: Path, *, on_cpu: bool) -> Finding:
 
 
 async def self_check(folder: Path, quick: bool) -> Finding:
-    """Do vLLM and Megatron compute the same log-probs of the same tokens?"""
+    """Do vLLM and Megatron compute the same log-probs for the same tokens?"""
     if quick:
         return Finding("skipped", "skipped by --quick: vLLM's log-probs were not compared with the trainer's")
     if find_spec("vllm") is None:
@@ -288,7 +288,7 @@ def _live(rows: list[Trial]) -> str:
 
 
 def examine_cluster(address: str) -> Diagnosis:
-    """Measure the network between every two hosts of the cluster at this address. Raises EnvironmentMissing if no cluster answers."""
+    """Measure the network between all pairs of hosts of the cluster at `address`. Raises EnvironmentMissing if there is no cluster."""
     began = time.perf_counter()
     with cluster(ClusterConfig(address=address), cpus=0, gpus=0, tidy=False):
         measured = asyncio.run(try_links())
@@ -312,7 +312,7 @@ def links(measured: list[Link]) -> Finding:
 
 
 def examine_run(run: Path) -> Diagnosis:
-    """Compare the checkpoints of a run, newest first, and the initial policy of its RL with their checksums.
+    """Compare the checkpoints of a run, newest first, and the reference policy of its RL with their checksums.
 
     Raises UserError if `run` is not a run directory.
     """

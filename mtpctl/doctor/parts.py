@@ -1,9 +1,9 @@
-"""Parts of the examination that run in separate processes: `python -m mtpctl.doctor.parts NAME FOLDER`.
+"""Checks that run in separate processes ("parts"): `python -m mtpctl.doctor.parts NAME FOLDER`.
 
-A part may hang, crash or patch torch without affecting the others. It writes `NAME.json` into the folder, and its output goes to
-`NAME.log`. `sample` and `score` compare vLLM's log-probs of sampled tokens with the trainer's, at a sampling temperature and with
-speculation: a policy gradient is correct only if both engines compute the same distribution. They are two parts because the patches
-that let either engine run on a CPU exclude each other.
+A part may hang, crash or patch torch without affecting other checks. It writes its result to `NAME.json` in the folder, and its output to
+`NAME.log`. `sample` and `score` compare vLLM's log-probs of sampled tokens with the trainer's, at a temperature other than 1 and with
+speculation: a policy gradient is correct only if both engines compute the same distribution. They are separate parts because the patches
+with which the two engines run on a CPU conflict.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest error of a kernel's log-probs against the float64 reference, by the dtype of the inputs."""
+"""Maximum error of a kernel's log-probs against the float64 reference, by the dtype of the inputs."""
 RAY_TASK_S = 60.0
 RESPONSES = 64
 TEMPERATURE = 0.7
 AGREEMENT_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
-"""Largest mean absolute difference of log-probs (nats) that passes, by the precision of the weights."""
+"""Maximum mean absolute difference of log-probs (nats), by the precision of the weights."""
 VOCAB = 16
 MODEL = toy_config(vocab_size=VOCAB, max_position_embeddings=256, head_dim=32, initializer_range=0.1, bos_token_id=1, eos_token_id=2)
 _ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, RuntimeFailure)}
@@ -54,14 +54,14 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
     """Run a part in a separate process and return its result.
 
     Raises:
-        UserError, EnvironmentMissing, RuntimeFailure: as the part raised them.
-        RuntimeFailure: with the part's last line of output, if it crashed.
+        UserError, EnvironmentMissing, RuntimeFailure: if the part raised one of them.
+        RuntimeFailure: if the part crashed, with its last line of output.
         PartTimeout: after `deadline_s`. All processes of the part are killed.
     """
     log, result = folder / f"{name}.log", folder / f"{name}.json"
     with log.open("wb") as output:
         command = (sys.executable, "-m", "mtpctl.doctor.parts", name, str(folder))
-        # A new session, so that everything the part started can be killed with it.
+        # A new session, so that all processes of the part can be killed.
         process = await asyncio.create_subprocess_exec(
             *command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -83,7 +83,7 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
 
 
 def main(name: str, folder: Path) -> None:
-    """Run one part in this process and write its result. Any other error than the project's ends the process with its traceback."""
+    """Run one part in this process, and write its result or its MtpctlError. Other errors end the process with a traceback."""
     try:
         document = PARTS[name](folder)
     except MtpctlError as error:
@@ -92,7 +92,7 @@ def main(name: str, folder: Path) -> None:
 
 
 class Trial(TypedDict):
-    """Whether an implementation, transport or family works here, and if not, why. `lacks`: a package that it cannot import."""
+    """Whether an implementation, transport or family works here, and the reason if not. `lacks`: a module that cannot be imported."""
 
     name: str
     live: bool
@@ -124,7 +124,7 @@ def kernels(folder: Path) -> dict[str, object]:
             error = float((linear_logprob(hidden, weight, labels, implementation=name).logprob - exact).abs().max())
         except ValueError as refusal:
             row["reason"] = str(refusal).removeprefix(f"implementation: {name!r} ")
-        except Exception as failure:  # The check is whether a backend compiles and launches here, so its failure is a result.
+        except Exception as failure:  # A backend that does not compile or launch here is a result of the check.
             row["reason"] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no message'}"
         else:
             row["live"], row["max_abs_error"] = error <= bound, error
@@ -135,7 +135,7 @@ def kernels(folder: Path) -> dict[str, object]:
 
 
 def _auto_choice(hidden: Tensor, weight: Tensor, labels: Tensor) -> str:
-    """The implementation that `auto` selects, as its log line names it."""
+    """The implementation that `auto` selects, from its log message."""
     from mtpctl.kernels.logprob import linear_logprob
 
     messages: list[str] = []
@@ -153,7 +153,7 @@ def _auto_choice(hidden: Tensor, weight: Tensor, labels: Tensor) -> str:
 
 
 def families(folder: Path) -> dict[str, object]:
-    """Import the installed vLLM's module of every family."""
+    """Import vLLM's module of every family."""
     from vllm import ModelRegistry
 
     rows = []
@@ -187,7 +187,7 @@ def transports(folder: Path) -> dict[str, object]:
 
 
 def _send_through_shm(fallback: Path) -> str:
-    """Publish a tensor and read it back as a receiver does. Returns the reason of a failure, or an empty string."""
+    """Publish a tensor, and read it as a receiver does. Returns the reason for a failure, or an empty string."""
     import torch
 
     from mtpctl.sync.sender import Publisher
@@ -223,7 +223,7 @@ def _answer() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Difference of both engines' log-probs over `tokens` response tokens (nats), and the drafts proposed and accepted."""
+    """Difference between the engines' log-probs over all response tokens (nats), and the draft tokens proposed and accepted."""
 
     responses: int
     tokens: int
@@ -236,7 +236,7 @@ class Agreement:
     accepted: int
 
     def check(self) -> None:
-        """Raise ThresholdMissed if the mean difference exceeds the bound, or is NaN."""
+        """Raise ThresholdMissed if the mean difference exceeds the bound or is NaN."""
         if not self.mean_abs <= self.bound:
             raise ThresholdMissed(
                 f"self-check: vLLM's log-probs differ from the trainer's by {self.mean_abs:.2e} in the mean "
@@ -245,7 +245,7 @@ class Agreement:
 
 
 def sample(folder: Path) -> dict[str, object]:
-    """Create the model in `folder`, sample from it with vLLM, and write the samples next to it."""
+    """Create a model in `folder`, sample from it with vLLM, and write the samples to `samples.json`."""
     import torch
 
     from mtpctl.convert.hf_folder import create_hf_folder
@@ -259,7 +259,7 @@ def sample(folder: Path) -> dict[str, object]:
 
 
 async def _generate(model: Path, device: Literal["cpu", "cuda"], precision: Literal["fp32", "bf16"]) -> tuple[list[Sample], float]:
-    """Samples of the model, and the seconds that generating them took."""
+    """Sample from the model. Returns the samples and the seconds of generation."""
     from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
     from mtpctl.rollout.vllm.engine import VllmEngine
     from mtpctl.rollout.vllm.settings import engine_settings
@@ -275,7 +275,7 @@ async def _generate(model: Path, device: Literal["cpu", "cuda"], precision: Lite
     )
     engine = await VllmEngine.start(engine_settings(rollout, model=str(model), precision=precision, device=device))
     began = time.perf_counter()
-    # Prompts and responses of many lengths, so that every engine step mixes prefill, drafts and single tokens.
+    # Many lengths of prompts and responses, so that engine steps mix prefill, drafts and single tokens.
     requests = [
         GenerationRequest(
             Sample(f"p{i}", f"g{i}", ids_of((7 * i + 3 * j) % VOCAB for j in range(1 + i % 9))),

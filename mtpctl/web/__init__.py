@@ -1,1 +1,1 @@
-"""What the package's web servers share: the guard before their routes, and the server itself."""
+"""Shared code of the package's web servers: the middleware that checks requests, JSON parsing, metrics, and the server itself."""

@@ -1,12 +1,12 @@
-"""ASGI middleware that checks the origin of requests, the API key and the size of bodies, and handles clients that disconnect.
+"""ASGI middleware that checks the origin of requests, the API key and the size of bodies, and cancels requests of disconnected clients.
 
-A body is read completely, within its limits, before any route sees it. The total size of all bodies is limited too, so memory is bounded
-for any clients. A request whose client disconnects is cancelled, and its slot in the queue is freed.
+A body is read completely, within its limits, before it is passed to a route. The total size of all bodies is also limited, which bounds
+the server's memory. A request whose client disconnects is cancelled, which frees its slot in the queue.
 
-A browser runs pages of other sites on the same machine and network as these servers. A page can post to `http://127.0.0.1:PORT` (the
-browser adds the page's `Origin`), and a page whose domain resolves to a local address (DNS rebinding) can also read the responses (the
-browser sends that domain as `Host`). So `Host` must be a name that such a page cannot have, and `Origin`, if present, must be this server
-itself. Programs other than browsers send no `Origin`.
+Web pages of other sites can reach these servers from a browser on the same machine or network. Any page can post to
+`http://127.0.0.1:PORT`; the browser then sends the page's `Origin`. A page whose domain resolves to a local address (DNS rebinding) can
+also read the responses; the browser then sends that domain as `Host`. So `Host` must be a name that such a page cannot have, and `Origin`,
+if present, must be this server itself. Programs other than browsers send no `Origin`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 
 HOSTS = "MTPCTL_ALLOWED_HOSTS"
-"""Environment variable with further host names of the servers, separated by commas, such as that of a proxy."""
+"""Environment variable with additional host names of the servers, such as that of a proxy; comma-separated."""
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII)
 
 
 def is_allowed_host(authority: str) -> bool:
-    """Whether a request with this `Host` is allowed: DNS rebinding needs a domain of the attacker.
+    """Whether a request with this `Host` is allowed. DNS rebinding requires a domain that the attacker owns.
 
-    True for IP addresses, `localhost`, names without a dot (no public domain is one), this machine's name, and `MTPCTL_ALLOWED_HOSTS`.
+    True for IP addresses, `localhost`, names without a dot (which are not public domains), this machine's name, and
+    `MTPCTL_ALLOWED_HOSTS`.
     """
     match = _AUTHORITY.fullmatch(authority.strip().lower())
     if match is None:
@@ -51,7 +52,7 @@ def is_allowed_host(authority: str) -> bool:
 
 
 def is_same_origin(origin: str, authority: str) -> bool:
-    """Whether `origin` is the server that the `Host` names. The scheme is not compared, because a proxy may add TLS."""
+    """Whether `origin` has the host and port of the `Host` header. The scheme may differ, because a proxy may add TLS."""
     scheme, mark, rest = origin.strip().lower().partition("://")
     return bool(mark) and scheme in ("http", "https") and rest == authority.strip().lower()
 
@@ -70,11 +71,11 @@ def _own_names() -> set[str]:
 
 
 DRAINED = 256 << 20
-"""Maximum bytes of a rejected body that are read and dropped, so that the client reads the reason."""
+"""Maximum bytes of a rejected body that are read and discarded (see `Guard._drain`)."""
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
-"""Paths that need no key: health and documentation."""
+"""Paths that require no key: health and documentation."""
 MIN_RATE = 1024
-"""Minimum rate in bytes per second of a client that reads its response."""
+"""Minimum rate at which a client must read its response, in bytes per second."""
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
@@ -82,9 +83,9 @@ _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 class HttpBounds:
     """Limits of a server.
 
-    body_bytes: size of one request body. held_bytes: total size of bodies in progress. body_s: seconds to send a body. header_s: seconds to
-    send the request head. drain_s: seconds for which a client may continue to send a rejected body. stalled_s: seconds for which a client
-    may leave a response unread.
+    body_bytes: size of one request body. held_bytes: total size of the bodies of all requests in progress. body_s: seconds to send a body.
+    header_s: seconds to send the request head. drain_s: seconds for which a client may continue to send a rejected body. stalled_s: seconds
+    after which a client that does not read its response is disconnected.
     """
 
     body_bytes: int = 8 << 20
@@ -107,7 +108,7 @@ def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware in front of `app` (see the module's docstring)."""
 
     def __init__(
         self,
@@ -118,9 +119,14 @@ class Guard:
         open_under: str | None = None,
         tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`key`: the required bearer token; None: no key. `open_under`: prefix of paths that need no key.
+        """Wrap an application.
 
-        `tokens`: without a key, the required bearer tokens of paths that change state.
+        Args:
+            app: handles the accepted requests.
+            bounds: limits on bodies and times.
+            key: the required bearer token; None for no key.
+            open_under: prefix of paths that require no key.
+            tokens: if there is no key, the bearer tokens that non-GET requests to these paths require.
         """
         self.app, self.bounds, self.open_under, self.tokens = app, bounds, open_under, tokens or {}
         self.key = key
@@ -152,7 +158,7 @@ class Guard:
             if not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + needed.encode()):
                 raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
         elif not is_allowed_host(host := headers.get(b"host", b"localhost").decode("latin-1")):
-            # Checked without a key only: a web page of another site does not have the key.
+            # Not checked with a key, which a web page of another site does not have.
             raise _Rejected(403, f"host: {shown(host)} is not a name of this server; use its address, or add the name to {HOSTS}")
         origin = headers.get(b"origin")
         if origin is not None and not is_same_origin(origin.decode("latin-1"), headers.get(b"host", b"").decode("latin-1")):
@@ -162,14 +168,14 @@ class Guard:
             raise self._too_large()
 
     def _check_type(self, scope: Scope, body: bytearray) -> None:
-        """Require a JSON content type. Browsers let pages of other origins send forms without a preflight request, but not JSON."""
+        """Require a JSON content type: browsers let other origins send forms without a preflight request, but not JSON."""
         kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
         if body and not _JSON.match(kind):
             got = f"got {shown(kind)[1:-1]}" if kind else "got none"
             raise _Rejected(415, f"content-type: must be application/json, {got}; send the header 'content-type: application/json'")
 
     def _token(self, scope: Scope) -> str | None:
-        """The bearer token that a request needs."""
+        """The bearer token that a request must have; None if it needs none."""
         if self.key is None:
             return None if scope["method"] in ("GET", "HEAD") else self.tokens.get(scope["path"])
         return None if self._open(scope["path"]) else self.key
@@ -181,7 +187,7 @@ class Guard:
         return _Rejected(413, f"a body may have at most {self.bounds.body_bytes} bytes; send less in one request")
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
-        """Read the whole body into `body`, and count its bytes in `held`."""
+        """Read the whole body into `body`, and count its bytes in `pending_bytes`."""
         try:
             async with asyncio.timeout(self.bounds.body_s):
                 while True:
@@ -201,7 +207,7 @@ class Guard:
             raise _Rejected(408, f"the body did not arrive within {self.bounds.body_s:g} s") from None
 
     async def _drain(self, receive: Receive) -> None:
-        """Read and drop the rest of a rejected body: a client that is still sending when the connection closes never reads the reason."""
+        """Discard the rest of a rejected body: a client that is still sending when the connection closes does not read the response."""
         left = DRAINED
         with suppress(TimeoutError):
             async with asyncio.timeout(self.bounds.drain_s):
@@ -255,8 +261,8 @@ async def _reply(send: Send, rejected: _Rejected) -> None:
 def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[H11Protocol]:
     """uvicorn's HTTP protocol with timeouts.
 
-    It closes a connection without a request head after `header_s` seconds, and one whose client reads almost nothing of a response for
-    `stalled_s` seconds.
+    A connection is closed if no request head arrives within `header_s` seconds, or if the client reads a response more slowly than
+    `MIN_RATE` for `stalled_s` seconds.
     """
 
     class TimeoutProtocol(H11Protocol):
@@ -285,7 +291,7 @@ def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> t
             self._cancel_check()
 
         def _schedule_check(self, unread: int) -> None:
-            """Check after `stalled_s` seconds whether the client has read any of these bytes."""
+            """Check after `stalled_s` seconds how many of the `unread` bytes the client has read."""
             self._stalled = self.loop.call_later(stalled_s, self._check_client, unread)
 
         def _check_client(self, before: int) -> None:

@@ -1,7 +1,8 @@
-"""Parses a JSON body from a client that is not trusted.
+"""Parses JSON bodies from untrusted clients.
 
-Python's parser accepts input that RFC 8259 forbids or leaves open, and that fails later or is read differently by other parsers: `NaN`,
-numbers beyond a double, integers of thousands of digits, duplicate keys (the last one wins), and any depth. `parse` rejects all of these.
+Python's parser accepts input that RFC 8259 forbids or leaves undefined, and that fails later or is read differently by other parsers:
+`NaN`, numbers beyond the range of a double, integers with thousands of digits, duplicate keys (the last one wins), and unlimited nesting.
+`parse` rejects all of these.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import math
 import re
 
 DEPTH = 64
-"""Maximum nesting of objects and arrays."""
+"""Maximum nesting depth of objects and arrays."""
 _LONG_INTEGER = re.compile(rb"[0-9]{20}")
 _NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{200}")
-"""Substrings of the texts of numbers that are not finite."""
+"""A body without a match has only finite numbers."""
 _SHOWN = 60
-"""Maximum length of a client's text in an error message."""
+"""Maximum number of characters of a client's value in an error message."""
 
 
 class BodyInvalid(ValueError):
@@ -24,8 +25,8 @@ class BodyInvalid(ValueError):
 
 
 def parse(body: bytes) -> object:
-    """The value of a JSON text in UTF-8. Raises BodyInvalid."""
-    # Hooks are slow on lists of token ids, so integers are checked only if some digits are too many for 64 bits.
+    """Parse JSON in UTF-8. Raises BodyInvalid."""
+    # `parse_int` is slow on lists of token ids, so it is used only if a number may exceed 64 bits.
     integer = _integer if _LONG_INTEGER.search(body) else None
     try:
         value: object = json.loads(body.decode(), object_pairs_hook=_object, parse_int=integer)
@@ -35,7 +36,7 @@ def parse(body: bytes) -> object:
         raise BodyInvalid(f"body: not valid JSON: {error}") from error
     except RecursionError as error:
         raise _too_deep() from error
-    # A value cannot be deeper than its text has opening brackets.
+    # The depth is at most the number of opening brackets.
     if body.count(b"[") + body.count(b"{") > DEPTH and _deeper_than(value, DEPTH):
         raise _too_deep()
     if _NON_FINITE.search(body) and (path := _non_finite(value)) is not None:
@@ -44,7 +45,7 @@ def parse(body: bytes) -> object:
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """The JSON object in a body. Raises BodyInvalid."""
+    """Parse a JSON object. Raises BodyInvalid."""
     value = parse(body)
     if not isinstance(value, dict):
         raise BodyInvalid("body: must be a JSON object")
@@ -52,7 +53,7 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def check_text(value: object) -> None:
-    """Raise BodyInvalid if a string in the value has a lone surrogate, which no tokenizer can encode."""
+    """Raise BodyInvalid if a string in the value has a lone surrogate, which tokenizers cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -60,7 +61,7 @@ def check_text(value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A client's value for an error message: on one line, and truncated."""
+    """Format a client's value for an error message: on one line, and truncated."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -73,7 +74,7 @@ def _deeper_than(value: object, levels: int) -> bool:
     level: list[object] = [value]
     for _ in range(levels):
         children = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        # Most lists contain token ids, so checking the set of types is faster than checking each item.
+        # Most lists contain only token ids, for which checking the set of types is faster than checking each item.
         level = [
             child for each in children if not {dict, list}.isdisjoint(map(type, each)) for child in each if type(child) in (dict, list)
         ]

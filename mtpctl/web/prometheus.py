@@ -1,4 +1,4 @@
-"""Writes metrics in Prometheus' text format, version 0.0.4."""
+"""Formats metrics in Prometheus' text format, version 0.0.4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One value of a metric: its name without prefix, its kind, a help line, and its labels."""
+    """One value of a metric. `name` has no prefix."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -22,7 +22,7 @@ class Series:
 
 
 def text_of(prefix: str, series: Iterable[Series]) -> str:
-    """The metrics as text. `prefix` is prepended to every name; names must be unique."""
+    """Format metrics as text. `prefix` is prepended to every name; names must be unique."""
     lines: list[str] = []
     for each in series:
         labels = ",".join(f'{label}="{_escaped(value, quotes=True)}"' for label, value in each.labels.items())

@@ -1,4 +1,4 @@
-"""A web server that listens before anything slow starts, limits its clients, and stops without stopping the caller."""
+"""A web server whose socket is bound in advance, which limits its clients, and which stops without stopping the caller."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mtpctl.errors import UserError
 from mtpctl.web.guard import Guard, with_timeouts
 
 END_S = 5
-"""Seconds for requests in flight to finish when a server stops."""
+"""Grace period for requests in flight when a server stops, in seconds."""
 
 
 def listen(host: str, port: int, *, fields: tuple[str, str] = ("--host", "--port")) -> socket.socket:
-    """A listening socket; port 0 is any free port. `fields`: the options or recipe keys of host and port, for errors.
+    """Bind a listening socket; port 0 selects a free port. `fields`: the options or recipe keys of host and port, for errors.
 
-    Raises UserError if the address is in use, or not one of this machine.
+    Raises UserError if the address is in use, or does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio disables Nagle's algorithm, which delays a response by up to 40 ms, only for sockets with a protocol.
+        # asyncio disables Nagle's algorithm, which delays responses by up to 40 ms, only if the socket was created with IPPROTO_TCP.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -39,14 +39,14 @@ def listen(host: str, port: int, *, fields: tuple[str, str] = ("--host", "--port
 
 
 def allow_connections() -> None:
-    """Raise this process's limit of open files, and so of connections, to the hard limit."""
+    """Raise this process's limit on open files, and so on connections, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16), hard))
 
 
 @contextlib.asynccontextmanager
 async def serving(app: Guard, bound: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` on `bound` in the caller's event loop during the block, then close the socket. The caller handles signals."""
+    """Serve `app` on `bound` in the caller's event loop within the block, then close the socket. The caller handles signals."""
     allow_connections()
     server = WebServer(app, signals=False)
     task = asyncio.create_task(server.serve(sockets=[bound]), name="web server")
@@ -66,9 +66,10 @@ def address_of(bound: socket.socket) -> str:
 
 
 class WebServer(uvicorn.Server):
-    """A server for `app`, to be run with `serve(sockets=[…])`. It stops on a signal, or when `should_exit` is set.
+    """A server for `app`; run it with `serve(sockets=[…])`. It stops on a signal, or when `should_exit` is set.
 
-    It does not raise the signal again, because the caller still has actors to stop. `signals=False`: the caller handles signals.
+    Unlike uvicorn's, it does not raise the signal again, because the caller still has actors to stop. `signals`: handle signals; if false,
+    the caller handles them.
     """
 
     def __init__(self, app: Guard, *, signals: bool = True) -> None:
