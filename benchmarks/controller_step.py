@@ -66,7 +66,7 @@ class FakeRanks:
 
 
 class FakeTrainer(TrainerGroup):
-    """The trainer group over fake ranks, many of which share an actor."""
+    """A trainer group of fake ranks, several of which share an actor."""
 
     def __init__(self, recipe: Recipe) -> None:
         import ray
@@ -85,7 +85,7 @@ class FakeTrainer(TrainerGroup):
 
 
 class FakeEngines:
-    """Answers every request with a sample of the full length, at most `IN_FLIGHT` ahead of their rewards."""
+    """Answers every request with a sample of full length. At most `IN_FLIGHT` samples await their rewards."""
 
     def __init__(self, tokens: int, responses: int = 0) -> None:
         draw = random.Random(0)
@@ -100,7 +100,7 @@ class FakeEngines:
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         async for request in requests:
             await self.room.acquire()
-            if not self.left:  # the request belongs to no measured step
+            if not self.left:  # The request is not part of a measured step.
                 await asyncio.Event().wait()
             self.left -= 1
             sample: Sample = pickle.loads(self.message)
@@ -141,14 +141,14 @@ class Memory:
             self.most = max(self.most, self._process.memory_info().rss)
 
     def grown(self) -> int:
-        """Bytes since the start."""
+        """Growth of the peak since the start, in bytes."""
         self._ended.set()
         return self.most - self.before
 
 
 @contextlib.asynccontextmanager
 async def record_stall(stalls: list[float]) -> AsyncIterator[None]:
-    """Append the longest time for which no other task of the loop ran within the block."""
+    """Append the longest delay of the event loop within the block to `stalls`, in seconds."""
     longest = 0.0
 
     async def tick() -> None:
@@ -180,7 +180,7 @@ def recipe_of(samples: int, ranks: int, group: int, steps: int) -> Recipe:
 
 
 async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, float]:
-    """Run the stage. The memory is of all its steps."""
+    """Run the RL stage. Returns figures per step, except for memory, which is that of all steps."""
     count, samples = recipe.train.rl.steps, recipe.train.rl.prompts_per_step * recipe.train.rl.group_size
     make_byte_tokenizer(folder / "tokenizer")
     problems = [Problem(f"p{i}", "a" * PROMPT, "1") for i in range(2 * recipe.train.rl.prompts_per_step)]
@@ -192,7 +192,7 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
 
     async with contextlib.AsyncExitStack() as stack:
         rewards = await start_rewards(recipe, stack, report=print, log=folder / "reward.log")
-        settle_heap()  # as a run does
+        settle_heap()  # As in a run.
         state = RunState(folder, recipe.train)
         stage = RlStage(recipe, prepared, trainer, cast(Generator, engines), sync, rewards, cast(Telemetry, rows), state, engines.score)
         add = stage.buffer.add
@@ -218,7 +218,7 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
 
 
 async def save_buffer(count: int, tokens: int, group: int, folder: Path) -> dict[str, float]:
-    """Write a checkpoint of a buffer with `count` samples."""
+    """Measure a checkpoint of a buffer with `count` samples."""
     engines, buffer, longest = FakeEngines(tokens), SampleBuffer(), list[float]()
     for number in range(count // group):
         samples = [await engines.score(pickle.loads(engines.message)) for _ in range(group)]

@@ -31,7 +31,7 @@ LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
 
 
 def cross_entropy(x: Inputs, state: Tensor, workspace: int, detach: bool) -> Output:
-    """The depth by `ce` alone: a policy loss whose terms are the negative log-probs."""
+    """The loss `ce` of a depth, as a policy loss whose terms are the negative log-probs."""
 
     def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprob.sum(), {}
@@ -52,7 +52,7 @@ def gradients(loss: Tensor, state: Tensor, weight: Tensor | None) -> Output:
 
 
 def policy_step(x: Inputs, drafts: list[Draft], workspace: int) -> Output:
-    """The policy loss, with these depths in its slices."""
+    """The policy loss, which computes the losses of `drafts` in its own slices."""
 
     def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return -(logprob * x.advantage[rows]).sum(), {}

@@ -22,7 +22,7 @@ PROMPT = list(range(10, 138))
 
 
 def engine_core(folder: Path, requests: int) -> Any:
-    """An engine core that schedules a step while the previous one runs, as on a card, with a model runner that takes no time."""
+    """An engine core with asynchronous scheduling, as on a GPU, and a model runner that takes no time."""
     import numpy as np
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -36,7 +36,7 @@ def engine_core(folder: Path, requests: int) -> Any:
         return future
 
     class InstantExecutor(UniProcExecutor):
-        """Samples one token with its log-prob for each request."""
+        """Returns one token with its log-prob for each request."""
 
         def execute_model(self, scheduled: Any, non_block: bool = False) -> Any:
             self.scheduled = scheduled
@@ -64,12 +64,12 @@ def engine_core(folder: Path, requests: int) -> Any:
         distributed_executor_backend=InstantExecutor,
     )
     config = args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
-    config.scheduler_config.async_scheduling = True  # vLLM disables it on a CPU
+    config.scheduler_config.async_scheduling = True  # vLLM disables it on a CPU.
     return EngineCore(config, InstantExecutor, log_stats=False)
 
 
 def step_ms(core: Any, requests: int, tokens: int, deferred: bool) -> float:
-    """Mean milliseconds of a step over responses of `tokens` tokens."""
+    """Mean milliseconds per step while generating responses of `tokens` tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreRequest

@@ -32,19 +32,19 @@ RL_7B = (
     "--set train.checkpoint_every=0 --set train.keep_checkpoints=0 --set train.eval_every=100 "
     "--set rollout.max_tokens=256 --set rollout.context=1024 --set rollout.eager=true --set async.sync_every=2 --seed 0 --json"
 )
-"""RL on the cycle model, whose rewards are all equal: prompts of 300 tokens, responses of 197 that end by themselves."""
+"""RL on the cycle model: prompts of 300 tokens, responses that end after 197 tokens, and equal rewards."""
 DATA_PARALLEL = "--set 'train.parallel={tp: 1, dp: 2, sequence_parallel: false}' --set train.distributed_optimizer=true"
 EIGHT_ON_FOUR = (
     "--set cluster.gpus_per_node=4 --set train.gpus=0.6 --set rollout.gpus=0.4 --set logprob.gpus=0.4 --set rollout.gpu_memory=0.3 "
     "--set rollout.kv_cache_bytes=25769803776 --set sync.transport=ipc"
 )
-"""Two processes to a card."""
+"""Two processes per GPU."""
 SHORT = "--set train.rl.steps=6 --set train.eval_every=3 --json"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement with the cards and minutes that it takes. `{out}` in its command is the results' folder."""
+    """A measurement. cards: number of GPUs that it needs. minutes: time limit. command: `{out}` stands for the folder of results."""
 
     name: str
     cards: int
@@ -93,7 +93,7 @@ ON_CPU = [
 
 
 def run(task: Task, out: Path) -> int | None:
-    """The exit code; None if the task exceeded its minutes, after which all its processes are killed."""
+    """Run a task. Returns its exit code; None if it exceeded its time limit, after which all its processes are killed."""
     program, *rest = task.words(out)
     command = [sys.executable, *(["-m", "mtpctl"] if program == "mtpctl" else [program]), *rest]
     with (out / f"{task.name}.out").open("wb") as output, (out / f"{task.name}.log").open("wb") as log:

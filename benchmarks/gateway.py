@@ -39,15 +39,15 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen
 
 BOUND = 0.95
-"""Least tokens/s through the gateway over those without it."""
+"""Minimum tokens/s through the gateway relative to those without it."""
 TEMPLATE = len("user: \nassistant: <eos>")
-"""Characters that the chat template adds to a turn, at most; the byte tokenizer makes a token of each."""
+"""Maximum number of characters that the chat template adds to a turn. Each is a token of the byte tokenizer."""
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Talk:
-    """A round of conversations: `batch` at a time, each of `turns` questions of `question` tokens and answers of `tokens`."""
+    """A round of `batch` concurrent conversations. question, tokens: number of tokens of each question and answer."""
 
     batch: int
     turns: int
@@ -55,18 +55,18 @@ class Talk:
     tokens: int
 
     def questions(self, number: int) -> Messages:
-        """The messages of one conversation's client."""
+        """The user messages of conversation `number`."""
         texts = (f"question {turn} of conversation {number} " for turn in range(self.turns))
         return [{"role": "user", "content": text.ljust(self.question - TEMPLATE, ".")} for text in texts]
 
     def figures(self, seconds: float, cpu_s: float) -> tuple[float, float]:
-        """Tokens/s, and CPU milliseconds of this process for an answer."""
+        """Tokens/s, and CPU milliseconds of this process per answer."""
         answers = self.batch * self.turns
         return answers * self.tokens / seconds, cpu_s / answers * 1e3
 
 
 class SimulatedEngine:
-    """Generates each token in `step_s`."""
+    """Generates tokens at a fixed rate, one every `step_s` seconds."""
 
     def __init__(self, tokens: int, step_s: float) -> None:
         self.step_s = step_s
@@ -82,7 +82,7 @@ class SimulatedEngine:
 
 
 def run_clients(pipe: Connection) -> None:
-    """For each list of (base URL, questions) from the pipe, hold all conversations concurrently and answer with the seconds."""
+    """Receive lists of conversations (base URL, questions) from the pipe, hold each list concurrently, and send back the seconds."""
 
     async def talk(client: aiohttp.ClientSession, url: str, questions: Messages, tokens: int) -> None:
         messages: list[dict[str, object]] = []
@@ -93,7 +93,7 @@ def run_clients(pipe: Connection) -> None:
                 messages.append((await response.json())["choices"][0]["message"])
 
     async def run(talks: list[tuple[str, Messages]], tokens: int) -> float:
-        # The time of httpx grows with the square of its connections, which would hide the gateway's.
+        # Not httpx, whose own time grows with the square of the connections and would hide the gateway's.
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)) as client:
             began = time.perf_counter()
             await asyncio.gather(*(talk(client, url, questions, tokens) for url, questions in talks))
@@ -104,13 +104,13 @@ def run_clients(pipe: Connection) -> None:
 
 
 class Measurement:
-    """Holds conversations with the engines, directly and through a gateway. `vocab`: of a model with known answers."""
+    """Holds conversations with the engines, directly and through a gateway. vocab: size of a cycle model's vocabulary; None for others."""
 
     def __init__(self, generate: Generate, tokenizer: Any, context: int, pipe: Connection, vocab: int | None) -> None:
         self.generate, self.tokenizer, self.context, self.pipe, self.vocab = generate, tokenizer, context, pipe, vocab
 
     async def direct(self, talk: Talk) -> tuple[float, float]:
-        """The conversations as requests with the tokens that the gateway would render from the messages."""
+        """Hold the conversations directly, with the tokens that the gateway would render from the messages."""
         replies = ChatReplies(self.tokenizer)
         prompts = []
         for number in range(talk.batch):
@@ -133,7 +133,7 @@ class Measurement:
         return figures
 
     async def through_gateway(self, talk: Talk) -> tuple[float, float]:
-        """The conversations of clients in another process, over HTTP."""
+        """Hold the conversations over HTTP, with clients in another process."""
         model = Model(self.generate, self.tokenizer, AnswerReader(self.tokenizer, None), self.context)
         async with Gateway(model, self.tokenizer, "policy", talk.turns, listen("127.0.0.1", 0)) as gateway:
             secrets = [gateway.open(GenerationRequest(Sample(str(n), str(n), []), self.context))[0] for n in range(talk.batch)]
@@ -148,7 +148,7 @@ class Measurement:
         return figures
 
     def check(self, talk: Talk, samples: list[Sample]) -> None:
-        """Assert the length of every answer, and its tokens if the model's answers are known."""
+        """Assert that every answer has the right length and, if the model's answers are known, the right tokens."""
         for sample in samples:
             assert sample.sampled == talk.turns * talk.tokens, f"{sample.sampled} tokens instead of {talk.turns * talk.tokens}"
             if self.vocab is None:
@@ -163,7 +163,7 @@ class Measurement:
 
 @asynccontextmanager
 async def engine(bench: Bench | None, tokens: int, step_s: float) -> AsyncIterator[Generate]:
-    """A pool of one engine, or the simulated one."""
+    """A pool with one engine, or the simulated engine if there is no `bench`."""
     if bench is None:
         yield SimulatedEngine(tokens, step_s)
         return

@@ -1,4 +1,4 @@
-"""Shared by the benchmark scripts: argument parsing, alternating measurements, and exit codes.
+"""Shared code of the benchmark scripts: argument parsing, alternating measurements, and exit codes.
 
 Run a script from the checkout as `python benchmarks/NAME.py`; `--help` prints its options. Exit code 6 means that a bound was missed.
 """
@@ -15,17 +15,17 @@ from mtpctl.compat import cpu_device
 
 BOUND_MISSED = 6
 
-# Before a script imports Megatron.
+# Must run before a script imports Megatron.
 cpu_device.install()
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser with the script's docstring, which has its examples."""
+    """An argument parser whose help is the script's docstring with its examples."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def alternate(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run all ways in turn, `rounds` times after a warm-up round. Each returns its own figure."""
+    """Run all ways in turn, `rounds` times after a warm-up round. Returns the values that they return, by name."""
     figures: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-1, rounds):
         for name, run in ways.items():
@@ -40,13 +40,13 @@ def print_environment() -> None:
 
 
 def print_spread(name: str, values: Sequence[float], unit: str, form: str = ".2f") -> float:
-    """Print median, least and most; returns the median."""
+    """Print median, minimum and maximum. Returns the median."""
     print(f"{name}: {spread(values, form)} {unit}", flush=True)
     return statistics.median(values)
 
 
 def finish(misses: Sequence[str]) -> None:
-    """Exit with code 6 if a bound was missed."""
+    """Print the missed bounds. Exits with code 6 if there are any."""
     for miss in misses:
         print(f"missed: {miss}", file=sys.stderr)
     if misses:

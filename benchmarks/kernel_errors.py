@@ -34,13 +34,16 @@ Errors = dict[str, float | None]
 
 
 def distance(computed: Tensor, exact: Tensor) -> float:
-    """‖computed − exact‖ / ‖exact‖; NaN if `computed` has one."""
+    """The relative error ‖computed − exact‖ / ‖exact‖; NaN if `computed` contains NaN."""
     return ((computed.double() - exact).norm() / exact.norm()).item()
 
 
 @dataclass(frozen=True)
 class Exact:
-    """In float64 at temperature 1: log-sum-exp, log-probs and entropies [N] of the inputs, and the sampled rows and vocabulary entries."""
+    """Exact results in float64, at temperature 1: lse (log-sum-exp), logprob and entropy, all [N].
+
+    rows, entries: the rows and vocabulary entries at which gradients are compared.
+    """
 
     x: Inputs
     lse: Tensor
@@ -66,7 +69,7 @@ class Exact:
 
     @torch.no_grad()
     def grads(self, by_logprob: Tensor, by_entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gradient of hidden at `rows`, and of weight at `entries`, for upstream gradients [N]."""
+        """Gradients of hidden at `rows` and of weight at `entries`, given the gradients of log-probs and entropies [N]."""
         weight, hidden = self.x.weight.double(), self.x.hidden
         weight_grad = torch.zeros(len(self.entries), hidden.shape[1], dtype=torch.float64, device=hidden.device)
         for start in range(0, len(hidden), ROWS_AT_ONCE):
@@ -87,7 +90,7 @@ class Exact:
 
 
 def errors_of(case: Case, output: Output, exact: Exact) -> Errors:
-    """Errors of what the case computes."""
+    """Errors of the outputs of a case; None for outputs that it does not compute."""
     x, by_entropy = exact.x, None
     by_logprob = x.upstream
     if case.work == "policy loss":
@@ -105,7 +108,7 @@ def errors_of(case: Case, output: Output, exact: Exact) -> Errors:
 
 
 def draft_loss(loss: DraftLoss, draft_logits: Tensor, trunk_logits: Tensor) -> Tensor:
-    """The summed draft loss, by its equation."""
+    """The summed draft loss, from its definition."""
     logq, logp = draft_logits.log_softmax(1), trunk_logits.log_softmax(1).detach()
     if loss == "tv":
         return (1 - torch.minimum(logp.exp(), logq.exp()).sum(1)).sum()
@@ -113,7 +116,7 @@ def draft_loss(loss: DraftLoss, draft_logits: Tensor, trunk_logits: Tensor) -> T
 
 
 def exact_draft_grads(x: Inputs, state: Tensor, loss: DraftLoss, rows: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of the draft's states at `rows` and of the weight at `entries`, by autograd from float64 logits."""
+    """Gradients of the draft's states at `rows` and of the weight at `entries`, by autograd on float64 logits."""
     weight = x.weight.detach().double()
     weight_grad = torch.zeros(len(entries), weight.shape[1], dtype=torch.float64, device=weight.device)
     hidden_grads = []
@@ -149,7 +152,7 @@ def main() -> None:
     shape = arguments.parse_args().shape
     x = make_inputs(shape, torch.bfloat16, device, seed=0)
     exact = Exact.of(x)
-    # Compiled torch replaces eager torch if that does not fit the card.
+    # Eager torch, or compiled torch if eager torch runs out of GPU memory.
     plain = next((c for c in peer_cases(device) if c.work == "forward+backward" and c.name.startswith("torch") and fits(c, x)), None)
     torch_errors = errors_of(plain, plain.run(x), exact) if plain else {}
     measured: list[tuple[str, str, Errors, Errors]] = [

@@ -26,7 +26,7 @@ WARMUP = 100
 
 
 def case(number: int) -> tuple[str, Problem]:
-    """A correct answer and its problem. Each number gives others, since an answer that was parsed before costs nothing."""
+    """A response with a correct answer, and its problem. They differ for each number, because parsed answers are cached."""
     answer = rf"\frac{{{2 * number + 1}}}{{{2 * number + 3}}}"
     response = rf"So we get $x = {2 * number + 1}$ and then the answer is $\boxed{{{answer}}}$."
     return response, Problem(f"rows.jsonl:{number + 1}", f"What is {2 * number + 1} : {2 * number + 3}?", answer)
@@ -37,7 +37,7 @@ def workers_cpu_s() -> float:
 
 
 async def measure(answers: int, every: int) -> dict[str, float]:
-    """Reward `answers` correct answers, with a hanging one for each `every` of them; 0: none."""
+    """Measure the rewards of `answers` correct answers, with one hanging answer per `every` of them; none if `every` is 0."""
     sample = Sample("rows.jsonl:1", "0", [1])
     async with Rewarder(RewardConfig(function="math")) as reward:
         await asyncio.gather(*(reward(*case(answers + number), sample) for number in range(WARMUP)))

@@ -36,7 +36,7 @@ SAMPLES = 8
 
 
 def timed(step: Callable[[], object]) -> list[float]:
-    """Milliseconds of each step."""
+    """Time steps after a warm-up. Returns milliseconds."""
     times = []
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARMUP + STEPS):
@@ -49,7 +49,7 @@ def timed(step: Callable[[], object]) -> list[float]:
 
 
 def own_step(config: dict[str, Any], tokens: int, trace: Path | None) -> tuple[list[float], float]:
-    """Milliseconds of mtpctl's steps, and the floating-point operations of one."""
+    """Milliseconds of mtpctl's steps, and the number of floating-point operations of a step."""
     settings = EngineConfig(
         parallel=ParallelConfig(),
         precision="bf16",
@@ -101,7 +101,7 @@ def main() -> None:
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         arguments.error("needs a GPU")
-    torch.set_num_threads(1)  # as Ray sets it for a trainer: waking more threads takes longer than the host's small operations
+    torch.set_num_threads(1)  # As Ray sets it for trainers: small host operations are slower with more threads.
     config = with_layers(named_config(options.model), options.layers)
     rate = matmul_tflops(torch.device("cuda"), 8192)
     print_environment()

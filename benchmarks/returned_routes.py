@@ -43,7 +43,7 @@ TOY = hub_config("Qwen/Qwen3-30B-A3B") | {
 
 
 def recipe_of(config: dict[str, object], folder: Path, options: Namespace) -> Recipe:
-    """The recipe of one of the two engines."""
+    """The recipe of each of the two engines."""
     toy, most = options.toy, max(options.batch)
     kv_bytes = kv_bytes_per_token(shape_of(config), 1, 4 if toy else 2, drafting=False)
     rollout: dict[str, object] = {
@@ -70,7 +70,7 @@ def recipe_of(config: dict[str, object], folder: Path, options: Namespace) -> Re
 
 
 async def measure(config: dict[str, object], folder: Path, recipe: Recipe, options: Namespace) -> None:
-    """Print tokens/s without and with routes by batch size: medians of the rounds after a warm-up round."""
+    """Print tokens/s without and with routes for each batch size, as medians over the rounds after a warm-up round."""
     shape = shape_of(config)
     routes = RouteShape.of(shape)
     assert routes is not None, "not a mixture of experts"

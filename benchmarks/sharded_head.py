@@ -61,7 +61,7 @@ def cases(x: Inputs, group: dist.ProcessGroup | None) -> dict[str, Callable[[], 
 
 
 def run_rank(rank: int, ranks: int, shape: Shape, store: str, device: str, answers: Queue[tuple[str, float, float]]) -> None:
-    """Measure every case. Rank 0 answers with (case, ms of the slowest rank, ms on one card)."""
+    """Measure every case. Rank 0 puts (case, ms of the slowest rank, ms on one GPU) into `answers`."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     card = torch.device("cuda", rank) if device == "cuda" else None

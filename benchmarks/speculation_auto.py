@@ -37,7 +37,7 @@ from mtpctl.samples import GenerationRequest, Sample
 
 OFF, FIXED, AUTO, VLLM = "no speculation", "fixed", "auto", "vLLM's schedule"
 GPU_SHARE = 0.9
-"""Share of the GPU's memory for all engines together."""
+"""Share of GPU memory for all engines together."""
 START_S = 300.0
 
 
@@ -57,7 +57,7 @@ class Options:
     def config(self) -> dict[str, object]:
         if self.device == "cpu":
             return toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
-        # A `model_type` that vLLM reads without the plugin.
+        # A `model_type` that vLLM supports without the plugin.
         return hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2", "num_hidden_layers": self.layers}
 
     @property
@@ -101,7 +101,7 @@ def recipe_of(name: str, options: Options, folder: Path) -> Recipe:
 
 
 def requests_of(options: Options, batch: int, *, weak: bool) -> list[GenerationRequest]:
-    """`batch` requests that stay in the lower half of the vocabulary, or with `weak` in the upper half, where every draft is wrong."""
+    """`batch` requests with answers in the lower half of the vocabulary, or with `weak` in the upper half, where all drafts are wrong."""
     half = shape_of(options.config).vocab // 2
     span = half - options.tokens - options.prompt
     firsts = [half * weak + (number * 7919) % span for number in range(batch)]
@@ -110,7 +110,7 @@ def requests_of(options: Options, batch: int, *, weak: bool) -> list[GenerationR
 
 
 async def send(pool: ReplicaPool, options: Options, batch: int, *, weak: bool) -> tuple[float, float]:
-    """Tokens/s from the first request to the last answer, and tokens per verification step (1 without speculation)."""
+    """Send `batch` requests. Returns tokens/s and tokens per verification step (1 without speculation)."""
 
     async def stream() -> AsyncIterator[GenerationRequest]:
         for request in requests_of(options, batch, weak=weak):
@@ -128,7 +128,7 @@ async def send(pool: ReplicaPool, options: Options, batch: int, *, weak: bool) -
 
 
 async def measure(options: Options, folder: Path) -> list[str]:
-    """Start the four engines, and return the table's rows, each printed when it is complete."""
+    """Start the four engines and measure all rows of the table, which are also printed as they are completed."""
     share = 0.25 if options.device == "cuda" else 0.0
     placement = Placement(options.device, (Actor("rollout", 0, 0, 0, 1.0, share),), 1)
     starting = [
@@ -148,12 +148,12 @@ async def measure(options: Options, folder: Path) -> list[str]:
 
 
 async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, weak: bool) -> str:
-    await pools[AUTO].speculate(-1)  # forget the times of the previous load
+    await pools[AUTO].speculate(-1)  # Discards the measurements for the previous load.
     looking: dict[str, float] = {}
     ratios: dict[str, list[float]] = {name: [] for name in pools}
     off: list[float] = []
     accepted: dict[str, float] = {}
-    # The first round is the warm-up of all engines but `auto`, which looks in it.
+    # In the first round, `auto` compares numbers of drafts. For the other engines it is a warm-up.
     for number in range(-1, options.rounds):
         rates = {}
         for name, pool in pools.items():
@@ -178,7 +178,7 @@ def _cell(ratios: list[float], tokens: float) -> str:
 
 
 def parse_schedule(text: str, k: int, most: int) -> list[tuple[int, int, int]]:
-    """`64:3,256:1`: 3 drafts with up to 64 requests, and 1 with up to 256."""
+    """Parse a schedule such as `64:3,256:1`: 3 drafts with up to 64 requests, 1 draft with up to 256."""
     schedule, first = [], 1
     for entry in text.split(","):
         last, drafts = map(int, entry.split(":"))

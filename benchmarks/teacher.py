@@ -28,9 +28,9 @@ from mtpctl.bench.report import machines, markdown, number
 from mtpctl.telemetry.summary import Point, best_so_far, height
 
 WITHIN = 0.02
-"""How far below the teacher's accuracy the level is."""
+"""Distance of the level below the teacher's accuracy."""
 BOUND = 1 / 3
-"""Largest share of RL's seconds to the level."""
+"""Maximum seconds to the level, relative to RL's."""
 DISTILLED = (
     "train.rl.teacher.rewards=false",
     "train.rl.teacher.topk=8",
@@ -39,14 +39,14 @@ DISTILLED = (
     "train.rl.dynamic_sampling=false",
     "train.rl.minibatches=4",
 )
-"""Groups of one: a teacher needs no other response to compare with, and more prompts teach more. Minibatches: it scores every token, so a
-quarter of the responses is enough for an optimizer step."""
+"""Settings of distillation. Groups have one response, because a teacher scores each response by itself, and more prompts teach more. There
+are four minibatches, because the teacher scores every token, so a quarter of the responses is enough for an optimizer step."""
 ON_ONE_CARD = ("train.gpus=0.4", "rollout.gpus=0.4", "train.rl.teacher.gpus=0.2")
 BY_REWARD, BY_TEACHER = Arm("rl", "by reward"), Arm("taught", "by the teacher")
 
 
 def crossing(curve: Sequence[Point], level: float) -> float | None:
-    """The first x at which a curve is at `level`, interpolated; None if it never is."""
+    """The first x at which a curve reaches `level`, by linear interpolation; None if it never does."""
     best = best_so_far(curve)
     if best[0][1] >= level:
         return best[0][0]
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def compare(rl: Outcome, taught: Outcome, window: int) -> list[str]:
-    """Print the comparison. Returns the missed bounds."""
+    """Print the comparison of both runs. Returns the missed bounds."""
     accuracy = evaluations_of(rl.history)[-1].accuracy
     level = accuracy - WITHIN
     rows, runs = [], []

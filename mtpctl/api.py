@@ -129,7 +129,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
 
 
 def find_runs(folder: str | Path = "runs") -> list[Run]:
-    """The runs in a folder, newest first."""
+    """All runs below a folder, newest first."""
     from mtpctl.telemetry import runs
 
     return [Run(each.path) for each in runs.find_runs(Path(folder))]

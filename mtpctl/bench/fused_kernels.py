@@ -1,8 +1,8 @@
-"""`mtpctl bench fused-kernels`: time and memory of the LM head's log-probs and policy loss, against the matrix products alone.
+"""`mtpctl bench fused-kernels`: time and memory of the LM head's log-probs and policy loss, relative to the matrix products alone.
 
-Time: see `TIMER`; by device events on a GPU, by the wall clock on a CPU. All cases alternate for several rounds, so that drift of the GPU's
-clock affects all of them alike. The floor is torch's matrix products alone: one for forward, three for forward and backward. Memory is the
-peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with float64.
+`TIMER` says what is timed, with CUDA events on a GPU and the wall clock on a CPU. Cases alternate for several rounds, so that drift of the
+GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for forward and backward. Memory
+is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with float64.
 
 Shape legend: N rows, H hidden size, V vocabulary.
 """
@@ -29,10 +29,10 @@ from mtpctl.plan.memory import GIB
 Work = Literal["forward", "forward+backward", "policy loss"]
 ROUNDS, SAMPLES = 3, 5
 SETTLE_MS = 250
-"""How long a case runs before it is timed: a GPU at its power limit needs that long to settle its clock."""
+"""Time for which a case runs before it is timed, until the clock of a GPU at its power limit is stable."""
 REFERENCE_ROWS, REFERENCE_HIDDEN, REFERENCE_VOCAB = 8192, 4096, 151680
 SLACK_ELSEWHERE = 1.1
-"""Bounds are set at the reference shape. At other shapes ratios may be 10% worse, and memory grows with rows beyond it."""
+"""Factor on the bounds of time ratios at shapes other than the reference shape, for which the bounds are set."""
 TIMER = (
     "one whole call from hidden states and weight to results on the device, argument checks and launches included, "
     "data creation and compilation excluded; median of 15 runs, in three rounds in which all cases take turns, each after running for "
@@ -50,7 +50,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read `8192x4096x151680`: rows, hidden size, vocabulary. Raises ValueError for other text."""
+        """Parse ROWSxHIDDENxVOCAB. Raises ValueError if `text` is invalid."""
         parts = text.lower().split("x")
         if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
             raise ValueError(
@@ -63,14 +63,16 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        """Factor of workspaces and memory bounds: rows relative to the reference shape, at least 1."""
+        """Factor on workspaces and memory bounds: rows relative to the reference shape, at least 1."""
         return max(1.0, self.rows / REFERENCE_ROWS)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """hidden [N, H] and weight [V, H] require gradients; labels [N]; upstream [N] is the gradient of each log-prob; old_logprob and
-    advantage [N] belong to the policy loss."""
+    """Inputs of all cases: hidden [N, H] and weight [V, H], which require gradients, and labels [N].
+
+    upstream [N] is the gradient with respect to the log-probs. old_logprob [N] and advantage [N] are for the policy loss.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -82,7 +84,7 @@ class Inputs:
 
 @dataclass
 class Output:
-    """Log-probs [N], entropies [N], and gradients of hidden, weight, and, for a draft, the trunk's states; None if not computed."""
+    """Log-probs [N], entropies [N], and gradients of hidden, weight and, for a draft loss, the trunk's states; None if not computed."""
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
@@ -96,8 +98,10 @@ Run = Callable[[Inputs], Output]
 
 @dataclass(frozen=True)
 class Case:
-    """One implementation of one kind of work. `most_ratio`: bound on time over the floor; `most_gib`: on memory. A `peer` is another
-    package's, without bounds."""
+    """One implementation of one kind of work.
+
+    most_ratio: bound on time relative to the floor. most_gib: bound on memory. peer: another package's implementation, without bounds.
+    """
 
     work: Work
     name: str
@@ -109,7 +113,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `ratio` is of the time to the floor; `peak_gib` is None on a CPU."""
+    """One row of the table. `ratio` is the time relative to the floor; `peak_gib` is None on a CPU."""
 
     shape: str
     what: str
@@ -124,14 +128,14 @@ class Result:
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
-    """Random inputs whose softmax is neither flat nor one-hot: logits have a standard deviation of 2."""
+    """Random inputs. Logits have a standard deviation of 2, so the softmax is neither flat nor one-hot."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, generator=generator)
 
     weight = torch.empty(shape.vocab, shape.hidden, device=device, dtype=dtype)
-    for start in range(0, shape.vocab, 8192):  # in slices: the whole weight in fp32 would be the peak of the run
+    for start in range(0, shape.vocab, 8192):  # In slices: the whole weight in fp32 would be the peak of memory.
         rows = weight[start : start + 8192]
         rows.copy_(normal(*rows.shape) * (2 / shape.hidden**0.5))
     labels = torch.randint(0, shape.vocab, (shape.rows,), device=device, generator=generator)
@@ -146,13 +150,13 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inp
 
 
 def clipped_loss(logprob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """A clipped policy loss with an entropy bonus, one term for each token [r]."""
+    """A clipped policy loss with an entropy bonus, per token [r]."""
     ratio = (logprob - old).clamp(-20, 20).exp()
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)) - 0.01 * entropy
 
 
 def own_cases(shape: Shape, device: str) -> list[Case]:
-    """This project's implementations. With more rows, workspaces are `shape.scale` times as large as their names state."""
+    """This project's implementations. Workspaces are `shape.scale` times as large as the names of the cases state."""
     half, one, more, three = (int(shape.scale * gib * GIB) for gib in (0.5, 1, 1.5, 3))
     chunked = [
         Case("forward", "chunked, 1 GiB", _forward("chunked", one)),
@@ -171,7 +175,7 @@ def own_cases(shape: Shape, device: str) -> list[Case]:
 
 
 def peer_cases(device: str) -> list[Case]:
-    """PyTorch's, and cut-cross-entropy's if it is installed."""
+    """The implementations of PyTorch and, if installed, cut-cross-entropy."""
     peers: dict[str, Scores] = {"torch eager": _eager}
     if device == "cuda":
         peers["torch.compile"] = torch.compile(_eager)
@@ -215,7 +219,7 @@ def _policy(workspace: int) -> Run:
 
 
 Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Log-probs, and entropies if they are computed, of hidden, weight and labels."""
+"""(hidden, weight, labels) → log-probs, and entropies if they are computed."""
 
 
 def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +244,7 @@ def _torch_run(scores: Scores, *, backward: bool) -> Run:
 
 
 def _floors(x: Inputs) -> list[Case]:
-    """The matrix products alone: of the logits, and all three (logits, hidden gradient, weight gradient)."""
+    """The matrix products alone: for forward the logits; for forward and backward also the gradients of hidden and weight."""
     hidden, weight = x.hidden.detach(), x.weight.detach()
     logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
     hidden_grad, weight_grad = torch.empty_like(hidden), torch.empty_like(weight)
@@ -259,7 +263,7 @@ def _floors(x: Inputs) -> list[Case]:
 
 
 def time_runs(run: Callable[[], object], device: str, samples: int) -> list[float]:
-    """Milliseconds of each of `samples` runs."""
+    """Time `samples` runs. Returns milliseconds."""
     times = []
     for _ in range(samples):
         if device == "cuda":
@@ -277,7 +281,7 @@ def time_runs(run: Callable[[], object], device: str, samples: int) -> list[floa
 
 
 def time_in_turns[K: Hashable](runs: Mapping[K, Callable[[], object]], device: str) -> dict[K, list[float]]:
-    """Milliseconds of `ROUNDS * SAMPLES` runs of each. All alternate, and each runs for `SETTLE_MS` on a GPU before it is timed."""
+    """Time `ROUNDS * SAMPLES` runs of each key, alternating between keys. On a GPU each runs for `SETTLE_MS` before it is timed."""
     times: dict[K, list[float]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
@@ -289,7 +293,7 @@ def time_in_turns[K: Hashable](runs: Mapping[K, Callable[[], object]], device: s
 
 
 def peak_gib(run: Callable[[], Output], device: str) -> float | None:
-    """Peak of GPU memory beyond what was allocated before and the returned gradients; None on a CPU."""
+    """Peak GPU memory of a run, minus previously allocated memory and the returned gradients; None on a CPU."""
     if device != "cuda":
         return None
     gc.collect()
@@ -303,7 +307,7 @@ def peak_gib(run: Callable[[], Output], device: str) -> float | None:
 
 
 def fits(case: Case, x: Inputs) -> bool:
-    """Run the case once. Returns False for a peer that runs out of GPU memory."""
+    """Run the case once. Returns False if a peer runs out of GPU memory."""
     try:
         case.run(x)
     except torch.OutOfMemoryError:
@@ -355,7 +359,7 @@ def table(results: list[Result]) -> str:
 
 
 def verdict(results: list[Result]) -> list[str]:
-    """One line for each missed bound, then the time of the best peer over ours for each kind of work."""
+    """One line for each missed bound, then for each kind of work our best time and the best peer's."""
     lines = [f"MISSED {r.shape} {r.what} {r.name}: {'; '.join(r.misses)}" for r in results if r.misses]
     for shape in dict.fromkeys(r.shape for r in results):
         for work in ("forward", "forward+backward"):

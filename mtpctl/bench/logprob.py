@@ -1,7 +1,7 @@
-"""`mtpctl bench logprob`: the log-prob server against a forward pass of its engine alone, and the cost of a weight update.
+"""`mtpctl bench logprob`: the log-prob server against a bare forward pass of its engine, and the cost of a weight update.
 
-One replica runs in a Ray actor, as in training. The bare pass runs in the same actor on the same weights, so that a card holds the model
-once; both alternate. Times through the server are measured in the caller's process: queue, batches and Ray included.
+One replica runs in a Ray actor, as in training. The bare pass runs in the same actor with the same weights, so that the model is loaded
+only once; the two alternate. Times of the server are measured in the caller's process, so they include queue, batching and Ray.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LEAST_SHARE = 0.85
 MOST_LOGITS_GIB = 1.0
 MOST_ADDED_MS = 5.0
 MOST_SYNC_COPY = 0.5
-"""Largest memory of an update, as a share of the model's own: less than a second copy of the weights."""
+"""Maximum additional memory of an update relative to the model's weights: an update needs no second copy of them."""
 PROMPT_SHARE = 0.25
 BUCKET_BYTES = 1 << 28
 
@@ -73,9 +73,10 @@ TOY = toy_config(
 
 @dataclass(frozen=True)
 class Load:
-    """The requests to send. lengths: tokens of the shortest and the longest; in_flight: concurrent requests; requests: of one round.
+    """The requests to send.
 
-    single: tokens of the request to an idle server; singles: how often it is sent.
+    lengths: minimum and maximum tokens of a request. in_flight: concurrent requests. requests: requests per round. single: tokens of the
+    request to an idle server. singles: how often that request is sent.
     """
 
     lengths: tuple[int, int]
@@ -87,7 +88,7 @@ class Load:
     tokens_per_batch: int = 16384
 
     def draw(self, vocab: int, count: int, seed: int) -> list[ScoreRequest]:
-        """Random requests of uniformly distributed lengths; the first quarter of each is its prompt."""
+        """Random requests with uniformly distributed lengths. The first quarter of each is the prompt."""
         generator = torch.Generator().manual_seed(seed)
         low, high = self.lengths
         sizes = torch.randint(low, high + 1, (count,), generator=generator).tolist()
@@ -100,7 +101,7 @@ def _request(ids: list[int]) -> ScoreRequest:
 
 @dataclass(frozen=True)
 class Finding:
-    """A figure with its bound: the most allowed, or the least with `at_least`."""
+    """A figure with its bound, which is a maximum, or with `at_least` a minimum."""
 
     what: str
     value: float | None
@@ -119,14 +120,14 @@ class Finding:
 
 @dataclass
 class Report:
-    """Findings, and every measured time (seconds)."""
+    """Findings, and all measured times in seconds."""
 
     findings: list[Finding] = field(default_factory=list)
     times: dict[str, list[float]] = field(default_factory=dict)
 
 
 class _Metered(Head):
-    """A head that records the peak memory that log-probs of hidden states need."""
+    """A head that records the peak memory of computing log-probs from hidden states."""
 
     logits_bytes = 0
 
@@ -141,10 +142,10 @@ class _Metered(Head):
 
 
 class BenchRank(ScoreRank):
-    """`ScoreRank` with a bare pass to compare it with, and random versions to update it to."""
+    """`ScoreRank` with a bare pass for comparison, and with random weights to update to."""
 
     def bare(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float:
-        """Seconds of one `MegatronEngine.score` over all of them: packing, passes with fused log-probs and entropy, lists of numbers."""
+        """Seconds of one `MegatronEngine.score` call for all sequences: packing, forward passes, and conversion to lists."""
         batch = [Sequence(ids, start, [1] * (len(ids) - start)) for ids, start in zip(sequences, prompt_lengths, strict=True)]
         self._wait()
         began = time.perf_counter()
@@ -153,7 +154,7 @@ class BenchRank(ScoreRank):
         return time.perf_counter() - began
 
     def logits_gib(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float | None:
-        """GiB that log-probs and entropy of these sequences take beyond the hidden states; None on a CPU."""
+        """GiB that log-probs and entropy of these sequences need in addition to the hidden states; None on a CPU."""
         if self.engine.device.type != "cuda":
             return None
         plain = self.engine.head
@@ -163,7 +164,7 @@ class BenchRank(ScoreRank):
         return metered.logits_bytes / GIB
 
     def publish(self, root: str, version: int) -> tuple[Manifest, float]:
-        """Publish other random weights in the store at `root`. Returns also the seconds of publishing."""
+        """Publish random weights in the store at `root`. Returns the manifest, and the seconds of publishing."""
         shape, dtype = self.engine.folder.shape, TORCH_DTYPES[self.config.precision]
         generator = torch.Generator(self.engine.device).manual_seed(version)
 
@@ -191,7 +192,7 @@ class BenchRank(ScoreRank):
             self._allocated = torch.cuda.memory_allocated()
 
     def more_memory_gib(self) -> float | None:
-        """Peak GiB beyond what was allocated at `start_memory`; None on a CPU."""
+        """Peak GiB since `start_memory`, minus what was allocated then; None on a CPU."""
         return (torch.cuda.max_memory_allocated() - self._allocated) / GIB if self.engine.device.type == "cuda" else None
 
     def weights_gib(self) -> float:
@@ -204,7 +205,7 @@ class BenchRank(ScoreRank):
 
 
 async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gpus: float) -> Report:
-    """Run all measurements on a replica of the model whose config is in `folder`, with random weights."""
+    """Run all measurements on one replica with random weights. folder: contains the model's config."""
     config = ReplicaConfig(
         model=str(folder),
         parallel=ParallelConfig(),
@@ -240,7 +241,7 @@ class Bench:
         self.vocab = server.bounds.vocab
 
     async def throughput(self) -> None:
-        """Measure tokens/s with many requests in flight, against one bare pass over the same requests; and memory for logits."""
+        """Measure tokens/s with many requests in flight and of a bare pass over the same requests, and the memory for logits."""
         load = self.load
         requests = load.draw(self.vocab, load.requests, seed=0)
         tokens = sum(r.tokens for r in requests)
@@ -248,7 +249,7 @@ class Bench:
         await self._served(requests[: load.in_flight])
         bare, served = [], []
         for turn in range(load.rounds):
-            # The order alternates, since a card slows down as it gets warm.
+            # The order alternates, because a GPU slows down as it warms up.
             for kind in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
                 if kind == "bare":
                     bare.append(await self._bare(requests))
@@ -263,7 +264,7 @@ class Bench:
         self._add("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MOST_LOGITS_GIB)
 
     async def latency(self) -> None:
-        """Measure the latency of single requests to an idle server, against the bare pass."""
+        """Measure the latency that the server and HTTP add to the bare pass, for single requests to an idle server."""
         (request,) = self.load.draw(self.vocab, 1, seed=1)
         request = _request((list(request.token_ids) * self.load.single)[: self.load.single])
         times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
@@ -288,7 +289,7 @@ class Bench:
             self._add(f"added by the {name}", median[name] - median["bare"], "ms", MOST_ADDED_MS, detail=detail)
 
     async def update(self, scratch: Path) -> None:
-        """Update the weights while requests wait."""
+        """Measure a weight update while requests are queued."""
         requests = self.load.draw(self.vocab, self.load.in_flight, seed=2)
         weights = await self.replica.ranks.call("weights_gib")
         root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
@@ -315,7 +316,7 @@ class Bench:
         return seconds
 
     async def _served(self, requests: list[ScoreRequest]) -> float:
-        """Seconds until the server has answered all requests, with `load.in_flight` concurrent ones."""
+        """Seconds until the server has answered all requests, `load.in_flight` at a time."""
         left = iter(requests)
 
         async def client() -> None:
@@ -333,13 +334,13 @@ class Bench:
 
 
 def _as_lists(requests: list[ScoreRequest]) -> tuple[list[list[int]], list[int]]:
-    """Token ids and prompt lengths, as the ranks take them."""
+    """Token ids and prompt lengths, in the format of the ranks' methods."""
     return [list(r.token_ids) for r in requests], [r.prompt_length for r in requests]
 
 
 @contextlib.asynccontextmanager
 async def _http(server: LogprobServer) -> AsyncIterator[int]:
-    """Serve over HTTP on a free port of this host, which is yielded."""
+    """Serve over HTTP within the block. Yields the port."""
     with contextlib.closing(listen("127.0.0.1", 0)) as socket:
         http_server = web(server, None, "bench", key=None, bounds=HttpBounds())
         serving = asyncio.create_task(http_server.serve(sockets=[socket]))
@@ -351,7 +352,7 @@ async def _http(server: LogprobServer) -> AsyncIterator[int]:
 
 
 def _post(connection: http.client.HTTPConnection, body: bytes) -> float:
-    """Seconds of one request."""
+    """Send one request. Returns the seconds."""
     began = time.perf_counter()
     connection.request("POST", "/v1/logprobs", body, {"content-type": "application/json"})
     response = connection.getresponse()

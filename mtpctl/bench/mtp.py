@@ -1,8 +1,8 @@
-"""`mtpctl bench mtp`: the gain of training and syncing the drafter in RL, or arms by its loss, draft method and number of drafts.
+"""`mtpctl bench mtp`: the gain from training and syncing the drafter in RL; or a comparison of draft losses, methods and numbers.
 
-The four default arms differ only in the MTP layers: not used, frozen, trained and synced with the target, trained while only the target
-is synced. Acceptance is the engine's, over the drafts of the last updates, when policies and drafters have changed most, and on the
-held-out problems after the last update.
+The four default arms differ only in the MTP layers: not used; frozen; trained and synced with the target; trained, but only the target is
+synced. Acceptance is measured by the engine, over the last updates, when policies and drafters have changed most, and on the held-out
+problems after the last update.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TRAINED = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
 def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int) -> list[Arm]:
     """An arm for each combination of loss, draft method and number of draft tokens, with the drafter trained and synced.
 
-    layers: MTP layers of the model. A single layer is repeated for every draft token; then the last arms are baselines that train it for
-    the first draft token alone, by cross-entropy, with greedy drafts.
+    layers: MTP layers of the model. A single layer is repeated for every draft token. In that case baselines are added that train it for
+    the first draft token only, with cross-entropy and greedy drafts.
     """
     as_served = [
         Arm(
@@ -68,7 +68,7 @@ TIMER = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm over the last updates of its runs, with seeds pooled. Acceptances are shares of 1, None if nothing was drafted."""
+    """One arm over the last updates of its runs, with seeds pooled. Acceptances are fractions; None if nothing was drafted."""
 
     name: str
     meaning: str
@@ -91,7 +91,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Acceptance of the trained drafter minus the frozen one's: in points, relative, and in standard errors (binomial)."""
+    """Difference in acceptance between the trained and the frozen drafter: in points, relative, and in (binomial) standard errors."""
 
     points: float
     relative: float
@@ -99,13 +99,13 @@ class Gain:
 
 
 def summarise(outcomes: list[Outcome], last: int) -> list[Result]:
-    """One result for each arm, in the order of the arms, over the `last` updates of each run."""
+    """One result for each arm, over the `last` updates of each run."""
     arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
     return [_result(arm, [o for o in outcomes if o.arm == arm], last) for arm in arms]
 
 
 def gain(results: list[Result]) -> Gain | None:
-    """The trained arm against the frozen one; None if one of them was not run or drafted nothing."""
+    """Compare the trained arm with the frozen one. None if one of them was not run or drafted nothing."""
     by_name = {r.name: r for r in results}
     trained, frozen = by_name.get("trained"), by_name.get("frozen")
     if trained is None or frozen is None or trained.acceptance is None or frozen.acceptance is None:
@@ -185,7 +185,7 @@ def _acceptance(history: History, last: int) -> float | None:
 
 
 def _weighted(rows: list[dict[str, float]], name: str) -> float:
-    """Mean of a metric over updates, weighted by the drafts of each."""
+    """Mean of a metric over updates, weighted by their number of draft tokens."""
     weighted = [(m[name], m["rollout/spec_drafted"]) for m in rows if name in m]
     return sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
 

@@ -1,10 +1,10 @@
-"""`mtpctl bench rollout`: the throughput of mtpctl's pool against vLLM alone, and the gain by speculation.
+"""`mtpctl bench rollout`: the throughput of mtpctl's pool relative to vLLM alone, and the gain from speculation.
 
 `path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, with the same model, settings and
-device; and the share of the engine's slots that are empty under full load with a queue.
+device. Also measures the share of the engine's slots that are empty while requests are queued.
 
-`speculation`: an engine without speculation against one that drafts 0, 1, … k tokens and then selects their number itself
-(`rollout.speculation.auto`), at every batch size; with a drafter that is right on a known share of tokens, and with one that never is.
+`speculation`: an engine that drafts 0, 1, … k tokens, and then selects the number itself (`rollout.speculation.auto`), against one without
+speculation, at every batch size; with a drafter that is right for a known share of tokens, and with one that is always wrong.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpeculationState
 
 PATH_BOUND = 0.95
-"""Least throughput through mtpctl over vLLM's own."""
+"""Minimum throughput of mtpctl's pool relative to vLLM's `LLM.generate`."""
 IDLE_BOUND = 0.03
 AUTO_BOUND = 0.98
-"""Least throughput of speculation.auto, after its first measurement, over no speculation."""
+"""Minimum throughput of `speculation.auto`, after its first measurement, relative to no speculation."""
 GAIN_BOUND = 0.9
-"""Least share of `allowed_gain` that one draft reaches at up to `GAIN_BATCH` requests."""
+"""Minimum share of `allowed_gain` that one draft token must reach with up to `GAIN_BATCH` requests."""
 GAIN_BATCH = 64
 RUN_S = 300.0
 TIMER = (
@@ -48,11 +48,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row: medians over the rounds of throughput and of its ratio to the baseline, and the bounds that it misses.
+    """One row: throughput and its ratio to the baseline as medians over rounds, and the bounds that it misses.
 
-    `rates` and `ratios` are of each round. `draft_s`: seconds of device time that a step spends on all its drafts. `steps` and `step_s`:
-    steps of a round, and seconds of a step that only decodes, if the engine reports them. `allowed`: see `allowed_gain`. `wrong`: answers
-    that are not the model's.
+    rates, ratios: of each round. draft_s: device seconds per step for all drafts. steps, step_s: steps per round, and seconds of a step
+    without prefill, if the engine reports them. allowed: see `allowed_gain`. idle: share of empty slots. wrong: number of answers that
+    differ from the model's known ones.
     """
 
     what: str
@@ -74,12 +74,13 @@ class Result:
 
 
 def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
-    """Speed-up if verifying drafts were free: `tokens` a step, over the step's time with `draft_s` relative to `step_s` without."""
+    """The speed-up if verification were free. tokens: tokens per step; draft_s: seconds of drafting per step; step_s: seconds of a step
+    without speculation."""
     return tokens / (1 + draft_s / step_s)
 
 
 async def alternate(load: Load, ways: Mapping[str, Send], rounds: int, *, warm: bool = True) -> dict[str, list[Run]]:
-    """Send the load each way `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel drift."""
+    """Send the load each way `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel out drift."""
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for round_number in range(-1 if warm else 0, rounds):
         for name in list(ways)[:: 1 if round_number % 2 == 0 else -1]:
@@ -90,7 +91,7 @@ async def alternate(load: Load, ways: Mapping[str, Send], rounds: int, *, warm: 
 
 
 def row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
-    """A row from its rounds and those of its baseline. `bound`: the least ratio of the two."""
+    """Make a row from its rounds and those of its baseline. bound: the minimum ratio of the two."""
     rates = tuple(run.tokens_per_s for run in runs)
     ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, baseline, strict=True)) if baseline else ()
     ratio = statistics.median(ratios) if ratios else None
@@ -133,7 +134,7 @@ class Table:
 
 
 async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Offline, plain: ReplicaPool) -> None:
-    """Measure vLLM's offline generation, and the same requests through the pool."""
+    """Measure the same loads through vLLM's offline generation and through the pool."""
     both: dict[str, Send] = {VLLM: lambda load: offline(load, True), POOL: bench.through(plain)}
     largest = bench.loads()[-1]
     for load in loads:
@@ -144,7 +145,7 @@ async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: O
 
 
 async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, drafting: ReplicaPool) -> None:
-    """Measure an engine without speculation, and one with 0 to k drafts and with the number that it selects."""
+    """Measure an engine without speculation, and one with 0 to k draft tokens and with the number that it selects."""
     for load in bench.loads():
         await _measure_fixed(bench, table, load, plain, drafting)
     for hopeless in (False, True):
@@ -188,7 +189,7 @@ async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaP
 
 
 async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
-    """Measure the engine's own choice: a round in which it compares numbers of drafts, then rounds with the number it selected."""
+    """Measure `speculation.auto`: one round in which the engine compares numbers of drafts, then rounds with the selected number."""
     ways = {OFF: bench.through(plain), what: bench.through(drafting)}
     await drafting.speculate(-1)
     looking = await alternate(load, ways, 1, warm=False)
@@ -206,7 +207,7 @@ async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPo
 
 
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
-    """Measure the named parts. Every row is printed as soon as it is measured."""
+    """Run the named parts of the benchmark. Every row is printed as soon as it is measured."""
     path, speculation = "path" in parts, "speculation" in parts
     bench = Bench(options, say, at_once=1 + path + speculation)
     table = Table(say)
@@ -224,7 +225,7 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
             if speculation:
                 await measure_speculation(bench, table, pools[0], pools[1])
             for offline in offlines:
-                # The longest measurement is last.
+                # Last, because it takes longest.
                 await measure_path(bench, table, [bench.queued()], offline, pools[0])
 
     with bench.cluster():
@@ -233,7 +234,7 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
 
 
 def line(result: Result) -> str:
-    """The result as a row of the table."""
+    """Format a result as a row of the table."""
     r = result
     selected = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
     steps = "–" if r.steps is None else f"{r.steps:.0f}, {number(r.step_s and r.step_s * 1e3, '.2f')}"
@@ -246,7 +247,7 @@ def line(result: Result) -> str:
 
 
 def verdict(results: list[Result]) -> list[str]:
-    """The best number of drafts at each load, and every missed bound."""
+    """The best number of drafts for each load, and all missed bounds."""
     lines = []
     drafting = [r for r in results if r.what.endswith(" drafts")]
     for load in dict.fromkeys(r.load for r in drafting):

@@ -1,7 +1,7 @@
-"""Loads and engines of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, of one model and loaded at the same time.
+"""Loads and engines of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
 
-Other work on a host changes throughput from minute to minute by more than the bounds allow. So all engines are loaded at the same time, and
-the same load is sent to each in turn.
+Throughput changes from minute to minute with other work on the host, by more than the bounds allow. So all engines are in memory at the
+same time, and each load is sent to them in turn.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mtpctl.samples import GenerationRequest, Sample
 
 START_S = 420.0
 CARD_SHARE = 0.9
-"""Share of the card for all engines together."""
+"""Share of GPU memory for all engines together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests to send, at most `batch` of them in flight; lengths: tokens of each answer."""
+    """Requests to send, at most `batch` at a time. lengths: number of tokens of each answer."""
 
     name: str
     batch: int
@@ -49,9 +49,17 @@ class Load:
 
 
 def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, hopeless: bool = False) -> Load:
-    """`count` random prompts of `prompt` tokens, with answers of `tokens` tokens, or of 1 ± `spread` times as many.
+    """Make a load with random prompts for a cycle model.
 
-    A `hopeless` load stays in the upper half of the vocabulary, where no draft of a cycle model is right; others in the lower half.
+    Args:
+        name: name of the load.
+        batch: maximum number of concurrent requests.
+        count: number of requests.
+        prompt: tokens of each prompt.
+        tokens: mean tokens of an answer; answers have 1 ± `spread` times as many.
+        spread: see `tokens`.
+        vocab: the model's vocabulary size.
+        hopeless: use answers in the upper half of the vocabulary, where all drafts are wrong, instead of the lower half.
     """
     draw = random.Random(f"{name} {batch} {count} {hopeless}")
     half, room = vocab // 2, vocab // 2 - 2 * tokens
@@ -63,10 +71,10 @@ def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, sp
 
 @dataclass(slots=True)
 class Run:
-    """A load that was sent once; `seconds` from the first request to the last answer.
+    """The result of sending a load once. seconds: from the first request to the last answer.
 
-    `idle`: share of the engine's slots that were empty while more requests waited; None if all were sent at once. `wrong`: answers that
-    are not the model's.
+    wrong: number of answers that differ from the model's known ones. idle: share of the engine's slots that were empty while requests were
+    queued; None if all requests were sent at once.
     """
 
     seconds: float
@@ -117,7 +125,7 @@ class OfflineEngine:
 
 
 async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
-    """Send one load through a pool of one replica and wait for its answers."""
+    """Send a load through a pool with one replica, and wait for all answers."""
     clock = time.perf_counter
     full: list[tuple[float, float]] = []
 
@@ -150,7 +158,7 @@ async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
 
 
 def _wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
-    """The number of answers that are not the cycle model's."""
+    """The number of answers that differ from those of the cycle model."""
     expected = (answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
     return sum(ids != right for ids, right in zip(answers, expected, strict=True))
 
@@ -158,12 +166,12 @@ def _wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
 Send = Callable[[Load], Awaitable[Run]]
 """Sends a load and waits for its answers."""
 Offline = Callable[[Load, bool], Awaitable[Run]]
-"""The same through vLLM's offline generation, with or without log-probs."""
+"""Sends a load through vLLM's offline generation, with or without log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`prompt` tokens of each request, `tokens` of its answer, at most `drafts` draft tokens a step."""
+    """prompt, tokens: tokens of a request's prompt and answer. drafts: maximum number of draft tokens per step."""
 
     shape: Literal["mimo7b", "tiny"]
     folder: Path
@@ -178,7 +186,7 @@ class Options:
 
 
 def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
-    """A shape by its name on the command line. Raises UserError for an unknown name."""
+    """Check the name of a shape. Raises UserError if it is unknown."""
     if text == "mimo7b":
         return "mimo7b"
     if text == "tiny":
@@ -187,12 +195,12 @@ def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
 
 
 def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
-    """The config.json fields of a shape, with a `model_type` that vLLM reads without `mtpctl.compat.mimo_config`."""
+    """The `config.json` fields of a shape, with a `model_type` that vLLM supports without `mtpctl.compat.mimo_config`."""
     return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
 
 
 class Bench:
-    """Creates the model, its loads and its engines, `at_once` of which share the card."""
+    """Creates the model, its loads and its engines. at_once: number of engines that share the GPU."""
 
     def __init__(self, options: Options, say: Callable[[str], None], at_once: int) -> None:
         self.options, self.at_once = options, at_once
@@ -210,11 +218,11 @@ class Bench:
         say(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
 
     def loads(self, *, hopeless: bool = False) -> list[Load]:
-        """One load for each batch size, with all requests at once."""
+        """One load for each batch size, whose requests are all sent at once."""
         return [self._load(f"batch {batch}", batch, batch, 0.0, hopeless) for batch in self.options.batches]
 
     def queued(self) -> Load:
-        """Four times the largest batch, with answers of different lengths, so that slots are refilled continuously."""
+        """A load with four times the largest batch, and answers of different lengths, so that slots are refilled continuously."""
         most = max(self.options.batches)
         return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
 
@@ -225,9 +233,9 @@ class Bench:
         )
 
     def recipe(self, drafts: int) -> Recipe:
-        """The recipe of one engine for the largest batch.
+        """The recipe of an engine for the largest batch.
 
-        CUDA graphs are captured for the batches of the loads, for smaller ones as requests end, and for steps with prompts in them.
+        CUDA graphs are captured for the batch sizes of the loads, for smaller batches (when requests end), and for steps with prefill.
         """
         options = self.options
         most = max(options.batches)
@@ -261,7 +269,7 @@ class Bench:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest prompt and answer, with a margin."""
+        """Maximum tokens of a prompt with its answer, plus a margin."""
         return self.options.prompt + 2 * self.options.tokens + 64
 
     @property
@@ -276,7 +284,7 @@ class Bench:
 
     @asynccontextmanager
     async def pool(self, drafts: int) -> AsyncIterator[ReplicaPool]:
-        """A pool of one engine. With `drafts` the engine selects their number until `speculate` sets it."""
+        """A pool with one engine. drafts: maximum number of draft tokens; the engine selects the number until `speculate` sets it."""
         actor = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
         placement = Placement(self.options.device, (actor,), 1)
         pool = await start_pool(self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement)
@@ -316,9 +324,9 @@ class Bench:
 
 @asynccontextmanager
 async def enter_all[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
-    """Enter all managers concurrently, since engines take a minute or two to start.
+    """Enter all managers concurrently, because engines take a minute or two to start.
 
-    Raises the error of the first manager that failed, after exiting the others.
+    If managers fail to enter, exits the others and raises the error of the first that failed.
     """
     entered = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
     async with AsyncExitStack() as stack:

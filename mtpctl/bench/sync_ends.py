@@ -1,4 +1,4 @@
-"""Trainer and engine of `mtpctl bench sync-weights`: a trainer in its own process, and an engine under load."""
+"""The two ends of `mtpctl bench sync-weights`: a trainer in a separate process, and an engine under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
 
 RECOVERED = 0.9
-"""Share of the rate before a sync at which throughput counts as recovered."""
+"""Share of the throughput before a sync at which it counts as recovered."""
 
 
 def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> None:
@@ -42,10 +42,10 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
     from mtpctl.trainer.sending import WeightSource
 
     class BenchSource(WeightSource):
-        """Sends the trainer's weights over changing transports."""
+        """Sends the trainer's weights. The transport can be changed."""
 
         def use(self, transport: str) -> None:
-            """Send the next versions by this transport."""
+            """Send the next versions over this transport."""
             if isinstance(self._sender, Sender):
                 self._sender.close()
             sync = self.recipe.sync.model_copy(update={"transport": transport})
@@ -85,7 +85,7 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
 
 
 class Trainer:
-    """The trainer's process, with the methods of `TrainerGroup` that `WeightSync` calls."""
+    """Interface to the trainer's process, with the methods of `TrainerGroup` that `WeightSync` calls."""
 
     def __init__(self, recipe: Recipe, folder: Path, visible: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -101,7 +101,7 @@ class Trainer:
         await self._answer("creating the model")
 
     async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> Any:
-        """Call a method of the trainer's weight source; returns its result or raises its error."""
+        """Call a method of the trainer's weight source. Returns its result or raises its error."""
         async with self._lock:
             self._pipe.send((method, arguments))
             return await self._answer(method)
@@ -156,7 +156,7 @@ class SingleEngine:
 
 
 class Load:
-    """Keeps requests in flight, and records the arrival of each of their tokens."""
+    """Keeps a constant number of requests in flight, and records when their tokens arrive."""
 
     def __init__(self, llm: AsyncLLM, options: Options) -> None:
         self._llm, self._options = llm, options
@@ -179,24 +179,24 @@ class Load:
             turn += 1
 
     def check(self) -> None:
-        """Raise the error of a failed request: fewer requests would be another load."""
+        """Raise the error of a failed request: with fewer requests, the load would be different."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     def rate(self, start: float, stop: float) -> float:
-        """Tokens a second that arrived in `[start, stop)`."""
+        """Tokens per second in `[start, stop)`."""
         return sum(count for at, count in self.arrivals if start <= at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens a second over the last `seconds`. Raises RuntimeFailure if there were none, since a sync would then stall nothing."""
+        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none: a sync would then stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate
         raise RuntimeFailure(f"the engine generated nothing in {seconds:g} s, with {self._options.batch} requests in flight")
 
     def recovery(self, since: float, rate: float) -> float:
-        """Seconds from `since` until the rate over a window is `RECOVERED` of `rate`; infinite if it is not yet."""
+        """Seconds from `since` to the end of the first window with a rate of at least `RECOVERED * rate`; infinite if there is none yet."""
         window = self._options.window_s
         last = self.arrivals[-1][0]
         at = since

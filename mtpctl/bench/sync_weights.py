@@ -1,12 +1,12 @@
 """`mtpctl bench sync-weights`: how long a weight sync takes, and how long it stalls generation.
 
-The trainer runs in its own process next to a vLLM engine that speculates, both with random weights. While requests are in flight, the
-trainer's weights are synced several times over each transport, target and draft under one version.
+The trainer runs in a separate process; the vLLM engine speculates. Both have random weights. While requests are in flight, the trainer's
+weights (target and draft under one version) are synced several times over each transport.
 
 - A sync lasts from the announcement of a version until the engine has resumed: export, packing, transfer and both update sessions.
-- The stall lasts from the call that pauses the engine to the return of the call that resumes it.
-- The wire time is that of sending buckets; the link's is the same for buckets that need no packing, over one communicator.
-- Throughput has recovered when tokens arrive at 90% of the rate before the sync, averaged over a window; the time counts from the pause.
+- A stall lasts from the call that pauses the engine to the return of the call that resumes it.
+- Wire time is the time to send the buckets. Link time is the time to send as many bytes without packing.
+- Throughput has recovered when its average over a window is 90% of the rate before the sync. The recovery time starts at the pause.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
 BOUNDS = {"wire": 2.0, "seconds": 0.5, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
-"""wire: over link time. seconds, stall: of a sync of MiMo-7B. memory_gib: beyond two buckets. tiny_seconds: of a sync on a CPU."""
+"""wire: relative to link time. seconds, stall: for MiMo-7B. memory_gib: in addition to two buckets. tiny_seconds: of a sync on a CPU."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """config: the model's config.json fields; shared: trainer and engine share a card."""
+    """config: the model's `config.json` fields. shared: trainer and engine share a GPU."""
 
     config: dict[str, object]
     device: Literal["cpu", "cuda"]
@@ -71,11 +71,15 @@ class Options:
 
 
 def extra_gib(before: dict[str, int], after: dict[str, int], *, alone: bool) -> float:
-    """GiB of a card that syncs needed beyond what was allocated before, from two readings of `card_memory`, the first of which reset its
-    peaks.
+    """GPU memory that syncs needed in addition to what was allocated before, in GiB.
 
-    Counts the peak of tensors in full, what torch's allocator reserved beyond it because free memory was fragmented, and NCCL's buffers and
-    CUDA's kernels; the last are known only if the process has the card for itself.
+    Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `alone`, the memory of
+    NCCL's buffers and CUDA's kernels.
+
+    Args:
+        before: a reading of `card_memory` with `reset=True`.
+        after: a later reading.
+        alone: whether no other process uses the GPU.
     """
     tensors = after["peak"] - before["allocated"]
     reserved = after["peak_reserved"] - before["reserved"]
@@ -85,7 +89,7 @@ def extra_gib(before: dict[str, int], after: dict[str, int], *, alone: bool) -> 
 
 @dataclass
 class Result:
-    """Syncs over one transport; each list has an entry for each sync."""
+    """The syncs over one transport. Each list has one entry per sync."""
 
     transport: str
     nbytes: int
@@ -104,7 +108,7 @@ class Result:
 
     @property
     def link_seconds(self) -> float:
-        """Seconds that the link takes for all bytes."""
+        """Seconds to send all bytes at the rate of the link."""
         return self.nbytes / self.link_gb_per_s / 1e9
 
 
@@ -158,21 +162,21 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def cards(options: Options) -> tuple[str, str]:
-    """`CUDA_VISIBLE_DEVICES` of trainer and engine: this process's first and second card, or the first for both."""
+    """`CUDA_VISIBLE_DEVICES` of trainer and engine: the first and the second GPU of this process, or the first for both."""
     if options.device == "cpu":
         return "", ""
     return visible_cards([0]), visible_cards([0 if options.shared else 1])
 
 
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
-    """Start trainer and engine once, and sync over each transport in turn."""
+    """Start trainer and engine, and measure each transport in turn."""
     from mtpctl.rollout.vllm.engine import VllmEngine
     from mtpctl.rollout.vllm.settings import engine_settings
 
     model = options.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(options.config))
-    # The mapping to Hugging Face reads the names of tensors from the index; there are no weights.
+    # The mapping to Hugging Face names reads the index. There are no weights.
     names = tensor_shapes(shape_of(options.config))
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -182,7 +186,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     trainers, engines = cards(options)
     trainer = Trainer(recipe, model, trainers)
     if cuda:
-        # This process may have initialised CUDA before it sets the engine's card, so the engine must not be forked.
+        # This process may have initialized CUDA with another GPU, so the engine must not be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ["CUDA_VISIBLE_DEVICES"] = engines
     try:
@@ -221,7 +225,7 @@ async def _measure_transport(
     sync = WeightSync(recipe, trainer, SingleEngine(engine), None, store)
     load = Load(engine._llm, options)
     try:
-        # Memory that generation allocates at its start does not count as the sync's.
+        # Steady generation first: memory that it allocates at its start must not count as the sync's.
         await _steady(load, options)
         before = await _memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
@@ -259,7 +263,7 @@ async def _measure_transport(
         if transport not in PUSHED:
             from mtpctl.sync.store import VersionStore
 
-            # The store may be in shared memory, which outlives this process.
+            # The store may be in shared memory, which is not freed when this process ends.
             VersionStore(store).close()
     result.trainer_gib, result.engine_gib = (extra_gib(*readings, alone=not options.shared) for readings in zip(before, after, strict=True))
     say(f"  extra GiB of the trainer: {result.trainer_gib:.2f}; of the engine: {result.engine_gib:.2f}")
@@ -278,7 +282,7 @@ async def _memory(trainer: Trainer, engine: VllmEngine, *, reset: bool = False) 
 
 
 async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest: Manifest) -> float:
-    """GB/s of the transport without packing, the best of three."""
+    """The transport's rate without packing in GB/s, the best of three attempts."""
     if manifest.transport not in PUSHED:
         from mtpctl.sync.receiver import copy_rate
 
@@ -296,9 +300,9 @@ async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest
 
 
 async def _steady(load: Load, options: Options) -> None:
-    """Wait until two consecutive windows have the same rate within 15%, for at most 60 pairs of windows.
+    """Wait until the rates of two consecutive windows differ by less than 15%, for at most 60 pairs of windows.
 
-    Raises the error that ended a request, and RuntimeFailure if no token arrives.
+    Raises the error of a failed request, or RuntimeFailure if no tokens arrive.
     """
     window = options.window_s
     for _ in range(60):
@@ -320,7 +324,7 @@ async def _recovery(load: Load, since: float, rate: float, options: Options) -> 
 
 
 def table(results: list[Result]) -> str:
-    """Medians, with the least and the most."""
+    """Medians, with minimum and maximum."""
     headings = "transport | GB | buckets | link GB/s | wire s | × link | sync s | stall s | throughput back s | of tokens/s"
     rows = [
         (

@@ -1,12 +1,12 @@
-"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, on one device or over the ranks of a layout.
+"""`mtpctl bench train-step`: forward and backward of a policy update on packed samples, on one device or on the ranks of a layout.
 
-On one device three ways to compute the head's loss are compared. One pass computes loss and gradients together, as updates do. Two passes
-compute log-probs first, which a loss that couples tokens needs. The baseline materialises every logit. A layout runs one process a rank
-and measures one pass.
+On one device, three ways to compute the LM head's loss are compared. One pass computes loss and gradients together, as in training. Two
+passes compute log-probs first, as needed for losses that couple tokens. The baseline materializes all logits. With several ranks, there is
+one process per rank, and only one pass is measured.
 
-The timer covers a forward and backward pass of the whole model with policy and MTP loss, gradients into the fp32 buffers, packing
-included; no optimizer step. Over several ranks it runs from a barrier to the slowest rank's gradients. It is compared with the rate of a
-large bf16 matrix product, measured in the same run on one device.
+The timer covers packing, and a forward and backward pass of the whole model with policy and MTP loss, with gradients in fp32 buffers, but
+no optimizer step. With several ranks, it runs from a barrier until the slowest rank is done. The rate is compared with that of a large
+bf16 matrix product, measured in the same run on one device.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32
 
 
 class TwoPasses(Head):
-    """Computes log-probs first, then their loss; the backward pass computes most logits a second time."""
+    """Computes log-probs first, then their loss. The backward pass recomputes most logits."""
 
     def loss(self, *args: Any, couples_tokens: bool = True, **options: Any) -> tuple[Tensor, Sums]:
         return super().loss(*args, couples_tokens=True, **options)
 
 
 class Materialised(TwoPasses):
-    """The plain baseline: every logit in memory, log-softmax by PyTorch."""
+    """The baseline: materializes all logits, and uses PyTorch's log-softmax."""
 
     def logprob(
         self,
@@ -74,7 +74,7 @@ class Materialised(TwoPasses):
         topk: int = 0,
         detach_weight: bool = False,
     ) -> LogProbOut:
-        # The engine expects the head's kernels to overwrite the gradient's buffer; autograd adds to it.
+        # The engine expects the head to overwrite a stale gradient buffer, but autograd adds to it.
         if not detach_weight and take_stale(buffer := cast(Any, weight).main_grad):
             buffer.zero_()
         weight = weight.detach() if detach_weight else weight
@@ -90,14 +90,14 @@ HEADS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "mate
 
 
 class TokensWithEntropy(NextToken):
-    """The gradient of cross-entropy with the entropy computed as well, as in a policy update."""
+    """Cross-entropy that also requests the entropy, so that the work is that of a policy update."""
 
     needs_entropy = True
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work of a step: packed tokens in `samples` samples of equal length, and how they are trained."""
+    """The work of a step: `tokens` packed tokens in `samples` samples of equal length, and how they are trained."""
 
     tokens: int
     samples: int
@@ -109,11 +109,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """A step with one way to compute the loss. Times are the slowest rank's; tokens/s, TFLOP/s and share of the matrix-product rate are
-    of one rank; memory is the fullest rank's.
+    """A step with one way to compute the loss.
 
-    `step_gib` is the peak beyond weights and buffers. `gradient`: largest distance of the gradients of LM head and embedding from those of
-    the first way, relative to their norm; None over several ranks.
+    Times and memory are maxima over ranks. tokens_per_s, tflops and share (of the matrix product's rate) are per rank. step_gib: peak in
+    addition to weights and buffers. gradient: maximum relative difference of the gradients of LM head and embedding from those of the
+    first way; None with several ranks.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Result:
 
 
 def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
-    """The layout with these ranks; experts are distributed over data-parallel ranks. Raises UserError if it does not fit model or host."""
+    """The layout for these sizes; dp equals ep. Raises UserError if it does not fit the model or the host."""
     parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, dp=ep, sequence_parallel=tp > 1)
     if ep > 1 and not folder.shape.moe:
         raise UserError(f"--ep: {folder.shape.family} has no experts")
@@ -143,9 +143,9 @@ def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
 
 
 def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[list[Result], float]:
-    """Measure a step on the host's cards, or on its CPU. Returns also the rate of matrix products in TFLOP/s."""
+    """Measure a step on the host's GPUs, or on its CPU. Returns the results, and the rate of matrix products in TFLOP/s."""
     if parallel.world_size == 1:
-        if torch.cuda.is_available():  # as Ray sets it for a trainer: waking more threads takes longer than the host's small operations
+        if torch.cuda.is_available():  # As Ray sets it for trainers: small host operations are slower with more threads.
             torch.set_num_threads(1)
         return _measure_rank(folder, parallel, load, None)
     store = host_store("127.0.0.1")
@@ -176,14 +176,14 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
     device, cuda = engine.device, engine.device.type == "cuda"
 
     def largest(value: float) -> float:
-        """The largest value of all ranks."""
+        """The maximum over ranks."""
         if rank is None:
             return value
         tensor = torch.tensor(value, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
-    # The other ranks wait in the reduction.
+    # Only rank 0 measures. The others wait in the all-reduce.
     rate = largest(matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
     batch = samples(folder.shape.vocab, load.tokens, load.samples, load.prompt_share)
     flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=load.mtp.mode == "isolated")
@@ -194,7 +194,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
     first: list[Tensor] = []
     for turn in range(ROUNDS):
         for name, kind in heads.items():
-            # All ways share the same weights and buffers.
+            # All heads share the engine's weights and buffers.
             if rank is None:
                 engine.head = kind(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
             for step in range(-WARMUP if turn == 0 else -1, STEPS):
@@ -284,7 +284,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_tflops(device: torch.device, size: int) -> float:
-    """TFLOP/s of a square bf16 matrix product on random data, the best of five attempts."""
+    """Rate of a square bf16 matrix product on random data in TFLOP/s, the best of five attempts."""
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     best = float("inf")
@@ -302,7 +302,7 @@ def matmul_tflops(device: torch.device, size: int) -> float:
 
 
 def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Sequence]:
-    """`count` random samples of equal length that fill `tokens`, the first `prompt_share` of each a prompt."""
+    """`count` random samples of equal length with `tokens` tokens in total. The first `prompt_share` of each is the prompt."""
     generator = torch.Generator().manual_seed(0)
     length = tokens // count
     prompt = max(1, int(length * prompt_share))
@@ -311,7 +311,7 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
 
 
 def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
-    """The config with only its first `layers` decoder layers. Raises UserError if the model has fewer."""
+    """Reduce a config to its first `layers` decoder layers. Raises UserError if the model has fewer."""
     whole = shape_of(config).layers
     if layers > whole:
         raise UserError(f"--layers: the model has {whole}, got {layers}")
@@ -320,8 +320,7 @@ def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
 
 
 def named_config(model: str) -> dict[str, object]:
-    """The config of a folder or of a hub id whose sizes are known; default: MiMo-7B's. Raises UserError for others, and without a GPU
-    for the default."""
+    """The config of a folder or of a known hub id (default: MiMo-7B). Raises UserError for other models, and for the default on a CPU."""
     if not (model or torch.cuda.is_available()):
         raise UserError("--model: the default has 7.8 billion parameters, which need a GPU; name the folder of a small model")
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
@@ -331,7 +330,7 @@ def named_config(model: str) -> dict[str, object]:
 
 
 def shape_folder(config: dict[str, object], at: Path) -> HfFolder:
-    """Create a folder with a config and no weights; the engine then initializes random weights on its device."""
+    """Create a folder with a config but no weights, for which the engine initializes random weights on its device."""
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps(config))
     return HfFolder(at, config, shape_of(config))
