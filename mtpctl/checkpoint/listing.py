@@ -24,7 +24,7 @@ _XXH3, _CRC = "xxh3", "crc32"
 _CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
 _CHUNK = 4 << 20
 _THREADS = 8
-"""Maximum number of files read concurrently; one thread does not saturate an array of disks."""
+"""Maximum number of files read concurrently: enough to saturate an array of disks."""
 
 
 class Damaged(Exception):

@@ -88,7 +88,7 @@ class Slot:
     group: dist.ProcessGroup | None = None
 
     def whole(self, kind: str) -> Tensor:
-        """The unsharded tensor, in the parameter's shape. Collective over `group`."""
+        """The unsharded tensor in the parameter's shape, fp32. Collective over `group`."""
         if self.group is None:
             return self.tensors[kind]
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)

@@ -122,7 +122,7 @@ def peft_config(names: list[str], lora: LoraConfig, base: str) -> dict[str, obje
 def fingerprint(folder: Path) -> str:
     """A hash of the names, dtypes, shapes and a few rows of the tensors in a folder. It does not depend on the sharding into files.
 
-    Training changes every matrix, so a few rows are enough to tell two sets of base weights apart.
+    Training changes every matrix, so a few rows distinguish two sets of base weights.
     """
     lines = []
     weights = FolderWeights(folder)

@@ -1,7 +1,7 @@
 """Writes and reads checkpoints a few parameters at a time, in the format of `mtpctl.checkpoint.sharded`.
 
 PyTorch's writer takes the state of a whole rank at once: it plans, writes one file for each rank, and then writes the metadata. Here each
-part has its own plan and file, like a rank of its own, and the metadata is written last. The result loads like any other checkpoint.
+part has its own plan and file, as if it were a rank, and the metadata is written last. The result loads like any other checkpoint.
 """
 
 from __future__ import annotations
