@@ -1,6 +1,6 @@
-"""Backend protocol of the LM-head kernels: the local problem of one rank, after row selection and before ranks are joined.
+"""Backend protocol of the LM-head kernels: one rank's part of the computation, before results are combined across ranks.
 
-Shape legend: n selected rows, H hidden size, V this rank's vocabulary entries, k candidates.
+Shape legend: n selected rows, H hidden size, V vocabulary entries of this rank, k candidates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mtpctl.recipe.model import MtpLoss as DraftLoss
 
 @dataclass(frozen=True)
 class Problem:
-    """hidden [n, H]; weight [V, H]; targets [n], relative to this rank's first column (outside 0..V-1: another rank's).
+    """One rank's inputs: hidden [n, H], weight [V, H], targets [n].
 
-    inverse_temperature: a number or [n] fp32. valid: columns that are vocabulary entries, the rest is padding. workspace_bytes: bound on
-    what a backend allocates in addition to its results.
+    targets: label indices relative to this rank's first column; outside 0..V-1 if the label belongs to another rank.
+    inverse_temperature: a number or [n] fp32. valid: number of columns that are vocabulary entries; the rest is padding.
+    workspace_bytes: bound on what a backend allocates in addition to its results.
     """
 
     hidden: Tensor
@@ -38,7 +39,7 @@ class Problem:
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     def part(self, rows: slice) -> Problem:
-        """The problem of some of the rows."""
+        """The same problem for a slice of the rows."""
         inverse = self.inverse_temperature
         return replace(
             self,
@@ -48,7 +49,7 @@ class Problem:
         )
 
     def split(self, count: int) -> list[Problem]:
-        """At least one and at most `count` parts of nearly equal numbers of rows."""
+        """Split the rows into `count` (at least one) nearly equal parts."""
         inverse = self.inverse_temperature
         hidden, targets = self.hidden.tensor_split(max(1, count)), self.targets.tensor_split(max(1, count))
         inverses: Sequence[float | Tensor] = [inverse] * len(hidden)
@@ -58,7 +59,10 @@ class Problem:
 
 
 def slices(n: int, at_most: int) -> list[slice]:
-    """Ranges of nearly equal length (in multiples of 128), none longer than `at_most`; one empty range for n = 0."""
+    """Split n rows into slices of nearly equal length, at most `at_most`; n = 0 gives one empty slice.
+
+    Lengths are rounded up to multiples of 128 if `at_most` allows.
+    """
     count = max(1, math.ceil(n / max(1, at_most)))
     size = math.ceil(n / count)
     if at_most >= 128:
@@ -84,9 +88,9 @@ class LocalScores:
 
 @dataclass
 class RowGrads:
-    """Upstream gradients per row: dL/dlogprob and dL/dentropy (or None), with the whole vocabulary's `lse` and `row_entropy`.
+    """Upstream gradients per row: dL/dlogprob and dL/dentropy (or None), with `lse` and `row_entropy` over the whole vocabulary.
 
-    The gradient of a scaled logit j of a row is  logprob (1[j = label] - p_j) - entropy p_j (log p_j + row_entropy).
+    The gradient of scaled logit j is  logprob (1[j = label] - p_j) - entropy p_j (log p_j + row_entropy).
     """
 
     logprob: Tensor
@@ -97,14 +101,18 @@ class RowGrads:
 
 @dataclass(frozen=True)
 class GradTargets:
-    """The gradients to compute. hidden: dtype of the gradient of hidden, or None. weight: [V, H], or None, to write or (`add`) add to."""
+    """The gradients to compute.
+
+    hidden: dtype of the hidden gradient; None if not needed. weight [V, H]: buffer of the weight gradient; None if not needed. add: add to
+    the buffer instead of overwriting it.
+    """
 
     hidden: torch.dtype | None
     weight: Tensor | None
     add: bool
 
     def clear_padding(self, valid: int) -> None:
-        """Zero the weight's gradient of padding columns unless gradients are added to it."""
+        """Zero the weight gradient of padding columns, unless the buffer is added to."""
         if self.weight is not None and not self.add:
             self.weight[valid:] = 0
 
@@ -113,8 +121,8 @@ class GradTargets:
 class LogitPair:
     """Saved logits of n drafts and of their teacher, over all columns of this rank.
 
-    rows [n]: teacher row of each draft; None if they are the same in the same order. draft_top [n]: largest draft logit in these columns.
-    draft_lse, teacher_lse [n]: over the whole vocabulary.
+    rows [n]: teacher row of each draft; None if draft i belongs to teacher row i. draft_top [n]: largest draft logit in these columns.
+    draft_lse, teacher_lse [n]: log-sum-exp over the whole vocabulary.
     """
 
     draft: object
@@ -129,8 +137,8 @@ class LogitPair:
 class Agreement:
     """Comparison of the draft's distribution q with the teacher's p over this rank's columns; all [n].
 
-    overlap: Σ min(p, q). below: Σ q over q < p, for tv only. cost: −Σ p log q for soft_ce, Σ p (log p − log q) for kl. first_choice: log p
-    of the most likely entry of q. saved: state for `Backend.draft_grads`.
+    overlap: Σ min(p, q). below: Σ q over entries with q < p, for tv only. cost: −Σ p log q for soft_ce, Σ p (log p − log q) for kl.
+    first_choice: log p of the most likely entry of q. saved: state for `Backend.draft_grads`.
     """
 
     overlap: Tensor
@@ -142,7 +150,7 @@ class Agreement:
 
 @dataclass
 class DraftGradCoefficients:
-    """The gradient of a draft's scaled logit j with label x is  q_j own − teacher t_j − label 1[j = x].
+    """Coefficients of the gradient of a draft's scaled logit j with label x:  q_j own − teacher t_j − label 1[j = x].
 
     t_j is p_j, or q_j [q_j < p_j] for the total variation. own: [n].
     """
@@ -154,28 +162,31 @@ class DraftGradCoefficients:
 
 
 class Backend(Protocol):
-    """Computes the local problem, without autograd."""
+    """Computes one rank's problem, without autograd."""
 
     name: str
 
     def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
-        """Rows (at least 1) for which the workspace holds all logits of `states` states at once."""
+        """Number of rows (at least 1) whose logits fit the workspace, if each row has `states` hidden states."""
         ...
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        """Statistics of every row; with `for_backward`, also saved state."""
+        """Compute the statistics of every row and, with `for_backward`, the state for the backward pass."""
         ...
 
     def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
-        """The gradient of hidden [n, H] in the requested dtype or a wider one; the weight's goes to `targets`. May overwrite `saved`."""
+        """Return the gradient of hidden [n, H] in the requested dtype or a wider one, and write the weight's to `targets.weight`.
+
+        May overwrite `saved`.
+        """
         ...
 
     def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
-        """The terms that `loss` needs. May overwrite `pair.draft`, not `pair.teacher`."""
+        """Compute the terms that `loss` needs. May overwrite `pair.draft`, but not `pair.teacher`."""
         ...
 
     def draft_grads(
         self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
     ) -> Tensor | None:
-        """Gradients of the draft's states and of the weight, like `grads`. May overwrite `saved`, not `pair.teacher`."""
+        """Gradients of the draft's states and of the weight, like `grads`. May overwrite `saved`, but not `pair.teacher`."""
         ...

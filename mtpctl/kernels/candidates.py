@@ -1,16 +1,16 @@
-"""Per-token losses of the probabilities of a few named vocabulary entries and of the total of all others (the rest).
+"""Per-token losses on the probabilities of k named vocabulary entries and on the total probability of all others (the rest).
 
-The variables of a token's loss are the log-probs of the k named entries and of the rest r. With c_j and c_r the derivatives by them, and
-S = Σ c_j + c_r, the gradient of a scaled logit is
+A token's loss depends on the log-probs of the k named entries and of the rest r. Let c_j and c_r be its derivatives with respect to them,
+and S = Σ c_j + c_r. The gradient of a scaled logit is then
 
 named    c_j − S p_j
 others   (c_r − S p_r) p_v / p_r
 
-For a policy close to its teacher these are small differences of large terms. They are therefore computed per logit in at least fp32, before
-rounding for the matrix products, and the named entries' part of the gradient of the states is accumulated in fp32 as well. p_r is summed
-over the other entries rather than computed as 1 minus the named ones, to keep its precision.
+If the policy is close to its teacher, these are small differences of large terms. Each is therefore computed in fp32 or wider before it is
+rounded for the matrix products, and the named entries' part of the hidden gradient accumulates in fp32 as well. p_r is a sum over the other
+entries, which is more precise than 1 minus the named probabilities.
 
-Shape legend: N tokens, n of them with a weight, k named entries, H hidden size, V this rank's vocabulary entries.
+Shape legend: N tokens, n of them with nonzero weight, k named entries, H hidden size, V vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mtpctl.kernels.inputs import DEFAULT_WORKSPACE_BYTES, PrecomputedGrads, wei
 from mtpctl.kernels.shards import Shard, gather, sum_ranks, vocab_shard
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable by the log-probs `named` and `rest`. `rows`: indices among all N."""
+"""divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable in the log-probs `named` and `rest`. `rows`: indices among all N."""
 
-TEMPORARIES = 3  # of a slice's logits
-LEAST_LOGPROB = -1e4  # of the rest, if all entries are named
+TEMPORARIES = 3  # tensors of the size of a slice's logits
+LEAST_LOGPROB = -1e4  # log-prob of the rest if all entries are named
 
 
 @dataclass(frozen=True)
 class CandidateTerm:
-    """The sum of `weight` [N] times the divergence over the entries `ids` [N, k]. Tokens of weight 0 are skipped."""
+    """A weighted sum of divergences: `weight` [N] per token, named entries `ids` [N, k]. Tokens with weight 0 are skipped."""
 
     ids: Tensor
     weight: Tensor
@@ -46,7 +46,7 @@ class CandidateTerm:
 
 
 class CandidateLossOut(NamedTuple):
-    """loss_sum: differentiable once. divergence [N]: without gradient; 0 for skipped tokens."""
+    """loss_sum: differentiable once. divergence [N]: not differentiable; 0 for skipped tokens."""
 
     loss_sum: Tensor
     divergence: Tensor
@@ -64,11 +64,10 @@ def candidate_loss(
     workspace_bytes: int | None = None,
     main_grad: bool = False,
 ) -> CandidateLossOut:
-    """The loss of the term under states `hidden` [N, H] and this rank's rows of the head, `weight` [V, H].
+    """Compute the loss `term` from hidden states `hidden` [N, H] and this rank's rows of the LM head, `weight` [V, H].
 
-    group: ranks that share the vocabulary; all pass the same hidden and term, and get the complete gradient of hidden. grad_scale: the
-    gradient that `loss_sum` will receive, for which gradients are computed in the forward pass. Other arguments: as in
-    `linear_policy_loss`. Raises ValueError if the shape of ids does not fit.
+    group: ranks that share the vocabulary. All pass the same hidden and term, and all get the complete gradient of hidden.
+    Other arguments: as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`.
     """
     if term.ids.dim() != 2 or len(term.ids) != len(hidden):
         raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")
@@ -102,14 +101,14 @@ class _CandidateLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         divergence = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         trained = term.weight.nonzero().squeeze(1)
-        # Ranks join statistics per slice, so all use the slices that fit the first rank, which has the most columns.
+        # Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries.
         columns = min(shard.columns, shard.total)
         row_bytes = TEMPORARIES * wide.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
         for part in slices(len(trained), max(1, arguments.workspace // max(1, row_bytes))):
             rows = trained[part]
             if not len(rows):
                 continue
-            # A shard that is all padding keeps one column, which contributes to no sum.
+            # A shard that is all padding keeps one column; its logits of −inf add nothing to the sums.
             states, head = hidden.detach()[rows], weight.detach()[: max(1, shard.valid)]
             logits = products.logits(states, head).mul_(arguments.inverse_temperature)
             if not shard.valid:
@@ -144,9 +143,10 @@ class _CandidateLoss(torch.autograd.Function):
 
 
 class _SliceGrads(NamedTuple):
-    """A slice's weighted loss, each row's divergence, and the gradients of unscaled logits on this rank.
+    """A slice's weighted loss, each row's divergence, and the gradients of this rank's unscaled logits.
 
-    rest [n, V]: 0 at named entries. named [n, k]: of the columns `local`, 0 for entries of other ranks.
+    rest [n, V]: gradients of the other entries, 0 at named ones. named [n, k]: gradients of the named entries, in columns `local`; 0 for
+    entries of other ranks.
     """
 
     loss: Tensor
@@ -163,7 +163,7 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
     here = (local >= 0) & (local < logits.shape[1])
     local = local.masked_fill(~here, 0)
     named = sum_ranks(logits.gather(1, local).masked_fill_(~here, 0), shard)
-    # Mask the named entries with minus infinity. Columns that stand for other ranks' entries keep their logits.
+    # Set the named entries to −inf. An entry of another rank has local index 0; the minimum with inf leaves that column unchanged.
     floor = torch.where(here, float("-inf"), float("inf")).to(wide)
     logits.scatter_reduce_(1, local, floor, "amin")
     rest_lse = torch.logsumexp(logits, 1)
@@ -180,7 +180,7 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
     named_grad = by_named - total.unsqueeze(1) * named_logprob.detach().exp()
     rest_grad = by_rest - total * rest_logprob.detach().exp()
     scale = arguments.inverse_temperature * arguments.grad_scale
-    # Each entry's part of the rest, and 0 at named entries; also if there is no rest.
+    # Each entry's share of the rest's gradient, 0 at named entries. The clamp avoids NaN if there is no rest.
     rest_parts = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((rest_grad * scale).to(wide).unsqueeze(1))
     own = (named_grad * scale).to(wide).masked_fill_(~here, 0)
     return _SliceGrads(loss.detach().to(wide), divergence.detach().to(wide), rest_parts, own, local)

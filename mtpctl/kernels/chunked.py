@@ -1,7 +1,7 @@
-"""The portable backend: plain PyTorch, vocabulary in chunks, statistics joined chunk by chunk, logits recomputed in the backward pass.
+"""Portable backend in plain PyTorch. Processes the vocabulary in chunks; the backward pass recomputes logits that did not fit one chunk.
 
-A chunk of the vocabulary (rather than of the rows) completes its part of the weight's gradient in one product, so no second copy of the
-gradient is needed. The hidden gradient accumulates over chunks in fp32.
+Chunks split the vocabulary rather than the rows, so that one product completes a chunk's part of the weight gradient and no second copy of
+the gradient is needed. The hidden gradient accumulates over chunks in fp32.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, 
 from mtpctl.kernels.shards import RowStats
 
 TEMPORARIES = 3  # chunk-sized: logits, their saved copy or exponentials, and a product of the two
-FEWEST_ROWS = 32  # of a matrix product; with fewer, its rounding depends on their number
-NARROWEST = 64  # columns of a chunk, and their multiple; narrower chunks would be bound by launches
+FEWEST_ROWS = 32  # rows of a matrix product; with fewer, its rounding depends on the number of rows
+NARROWEST = 64  # minimum width of a chunk, and its granularity; narrower chunks would be launch-bound
 
 
 def _chunks(problem: Problem, width: int) -> Iterator[slice]:
@@ -37,7 +37,7 @@ class Chunked:
     name = "chunked"
 
     def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
-        # Each further state adds its saved logits and one temporary for the comparison.
+        # Each additional hidden state of a row adds its saved logits and one temporary for the comparison.
         columns = max(1, -(-problem.valid // NARROWEST)) * NARROWEST
         temporaries = TEMPORARIES + 2 * (states - 1)
         return max(1, problem.workspace_bytes // (temporaries * problem.wide.itemsize * columns))
@@ -50,7 +50,7 @@ class Chunked:
         fit = self.rows_per_slice(problem)
         if for_backward or problem.hidden.is_cuda or fit < FEWEST_ROWS:
             return self._scores(problem, entropy=entropy, topk=topk, for_backward=for_backward)
-        # A few rows over all columns, so that the order of a row's sums, and their rounding, does not depend on the other rows.
+        # Process few rows over all columns, so that the order and rounding of a row's sums do not depend on the other rows.
         parts = [
             self._scores(part, entropy=entropy, topk=topk, for_backward=False) for part in problem.split(-(-len(problem.hidden) // fit))
         ]
@@ -141,7 +141,7 @@ class Chunked:
 
 
 def _add_at(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
-    """Add `values`, one or one per row, to x [n, c] at each row's target, if that is one of the columns."""
+    """Add `values` (a number, or one per row) to x [n, c] at each row's target, if it is among the columns."""
     here = (targets >= 0) & (targets < x.shape[1])
     x.scatter_add_(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1), (here.to(x.dtype) * values).unsqueeze(1))
 

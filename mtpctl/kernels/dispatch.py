@@ -1,4 +1,4 @@
-"""Selects the backend of the LM-head kernels. `auto` takes the fastest measured one and logs its choice once."""
+"""Selects the backend of the LM-head kernels. `auto` picks the one that was measured fastest and logs its choice once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("mtpctl.kernels")
 
 
 def choose(implementation: str, hidden: Tensor, weight: Tensor, *, rows: int, topk: int = 0, names: tuple[str, ...] = ONE_PASS) -> Backend:
-    """The backend for `rows` selected rows. Raises ValueError if it is not one of `names` or does not support the call."""
+    """The backend for `rows` selected rows. Raises ValueError if `implementation` is not in `names` or does not support the call."""
     if implementation not in names:
         raise ValueError(f"implementation: {implementation!r}, expected one of {', '.join(names)}")
     if implementation == "auto":

@@ -1,18 +1,18 @@
-"""Losses by which a draft learns from the trunk's logits, computed per slice of rows (see `mtpctl.kernels.policy`).
+"""Losses that train a draft on the trunk's logits, computed per slice of rows (see `mtpctl.kernels.policy`).
 
 p is the trunk's distribution of a token and q the draft's, both at the rollout's temperature; x is the sampled token:
 
 - ce:       −log q(x)
 - soft_ce:  −Σ p log q
-- kl:       Σ p (log p − log q): the gradient of soft_ce, and 0 if q = p
+- kl:       Σ p (log p − log q): same gradient as soft_ce, but 0 if q = p
 - tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
   2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, and q_j (Σ q [q < p] − [q_j < p_j]) for tv.
 
-If ranks split the vocabulary, they exchange a few numbers per row three times for each slice and draft.
+With a sharded vocabulary, ranks exchange a few numbers per row three times per slice and draft.
 
-Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them in a slice, H hidden size, V this rank's vocabulary entries.
+Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them in a slice, H hidden size, V vocabulary entries of a rank.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
 
 
 class DraftLossOut(NamedTuple):
-    """loss_sum: the loss summed over the draft's rows. Other fields: [m], fp32 (hit: bool), without gradient, 0 in unselected rows.
+    """loss_sum: the loss summed over the draft's rows. Other fields: [m], fp32 (hit: bool), not differentiable, 0 in unselected rows.
 
-    logprob, teacher_logprob: of the label under draft and trunk. overlap: Σ min(p, q), the acceptance probability of a draft sampled from
-    q.
-    greedy: p(argmax q), the same for a greedy draft. hit: whether the label is the draft's most likely entry.
+    logprob, teacher_logprob: log-prob of the label under the draft and the trunk. overlap: Σ min(p, q), the acceptance probability of a
+    draft sampled from q. greedy: p(argmax q), that of a greedy draft. hit: whether the label is the draft's most likely entry.
     """
 
     loss_sum: Tensor
@@ -50,9 +49,9 @@ class DraftLossOut(NamedTuple):
 class Draft:
     """A draft that learns from the trunk's logits.
 
-    hidden [m, H]: the draft's states. rows [m], ascending: the trunk row that each of them drafts for, whose label and temperature it
-    shares; None: all N rows in order. mix: weight of `loss`; 1 − mix is that of the cross-entropy. weight: factor of the draft's loss in
-    the sum. detach_weight: the LM head gets no gradient from the draft.
+    hidden [m, H]: the draft's states. rows [m], ascending: the trunk row of each draft row, which has the same label and temperature;
+    None: all N rows in order. mix: weight of `loss`; the cross-entropy has weight 1 − mix. weight: factor of the draft's loss in the total
+    loss. detach_weight: the LM head gets no gradient from the draft.
     """
 
     hidden: Tensor
@@ -107,7 +106,7 @@ class DraftTerm:
         self.loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
 
     def slices(self, parts: list[slice]) -> list[slice]:
-        """The draft's rows of each slice of the trunk's rows."""
+        """For each slice of the trunk's rows, the slice of the draft's rows."""
         if self.trunk_row is None:
             return parts
         starts = torch.tensor([part.start for part in parts], device=self.trunk_row.device)
@@ -115,7 +114,7 @@ class DraftTerm:
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def process(self, backend: Backend, span: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
-        """Process the draft's rows `span` of a trunk slice. Returns whether the weight's gradient was written."""
+        """Add the draft's rows `span`, which belong to a trunk slice. Returns whether the weight gradient was written."""
         if span.start >= span.stop:
             return False
         rows = None if self.trunk_row is None else self.trunk_row[span] - trunk.start
@@ -170,7 +169,7 @@ class DraftTerm:
 
 
 def _selected(draft: Draft, trunk: Rows) -> tuple[Rows, Tensor | None]:
-    """The draft's rows whose trunk rows are selected, and their indices among the selected rows; None if identical to the trunk's."""
+    """The draft rows whose trunk rows are selected, and each one's index among the selected trunk rows (None: the same order)."""
     if draft.rows is None:
         return trunk, None
     m = len(draft.rows)

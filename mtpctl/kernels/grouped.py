@@ -2,14 +2,14 @@
 
     y[rows of e] = x[rows of e] @ W[e].T          x [R, in], W[e] [out, in], y [R, out]
 
-Each expert's weight is a separate parameter, because checkpoints, weight syncs and adapters name them so. Megatron's gradient buffers lay
-parameters out in reverse order at equal strides. If the weights of a call lie like that, the products read them in place; otherwise they
-are copied into one tensor. Weight gradients are added to the fp32 buffers (`main_grad`) in one operation that bypasses autograd, whose
-bookkeeping for hundreds of weights would stall the GPU.
+Each expert's weight is a separate parameter, because checkpoints, weight syncs and adapters address experts by name. Megatron's gradient
+buffers store parameters in reverse order at equal strides. If the weights of a call are at equal strides in one storage, the products read
+them in place; otherwise they are copied into one tensor. Weight gradients are added to the fp32 buffers (`main_grad`) in one operation that
+bypasses autograd, whose bookkeeping for hundreds of weights would stall the GPU.
 
-Products are `torch.nn.functional.grouped_mm`, which needs rows aligned to 16 bytes; other widths are multiplied expert by expert. On CUDA a
-Triton kernel accumulates weight gradients in the buffers without a temporary; the first micro-batch of an update overwrites the buffers,
-which saves zeroing and reading them. Group boundaries stay on the device, so nothing here synchronizes with the host.
+Products use `torch.nn.functional.grouped_mm`, which needs rows aligned to 16 bytes; other widths are multiplied expert by expert. On CUDA a
+Triton kernel accumulates weight gradients in the buffers without a temporary; the first microbatch of an update overwrites the buffers,
+which saves zeroing and reading them. Group boundaries stay on the device, so aligned products do not synchronize with the host.
 
 Shape legend: R rows, E groups, M x N weight.
 """
@@ -30,14 +30,14 @@ from mtpctl.kernels.main_grad import mark_stale, take_stale
 from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
 
 ROW_BYTES = 16
-"""Alignment of rows that `grouped_mm` needs."""
+"""Row alignment that `grouped_mm` requires, in bytes."""
 
 
 class WeightStack:
     """The weights of a grouped linear layer: E parameters [out, in] in the order of the groups.
 
-    Addresses are read again only if the first or last tensor has moved: for hundreds of weights, that takes the host longer than the
-    products take the GPU.
+    All addresses are read again only if the first or last tensor has moved: reading hundreds of them takes longer on the host than the
+    products take on the GPU.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -46,7 +46,7 @@ class WeightStack:
 
     @property
     def stacked(self) -> Tensor:
-        """All weights as one [E, out, in]: a view if they lie in one storage at equal strides, else a copy."""
+        """All weights as one tensor [E, out, in]: a view if they are at equal strides in one storage, else a copy."""
         return self._weight_view.of(self.weights[0], self.weights[-1], lambda: self.weights)
 
     @property
@@ -69,7 +69,7 @@ class WeightStack:
         first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
         stale = take_stale(first)
         stacked_buffers = self._grad_view.of(first, last, lambda: self.buffers)
-        if stacked_buffers.data_ptr() != first.data_ptr():  # a copy, because the buffers lie apart
+        if stacked_buffers.data_ptr() != first.data_ptr():  # a copy: the buffers are not at equal strides
             buffers, weight_grads = self.buffers, list(_outer_products(grad, x, ends).unbind())
             torch._foreach_copy_(buffers, weight_grads) if stale else torch._foreach_add_(buffers, weight_grads)
         elif x.is_cuda and weight_grads_refusal(grad, x, stacked_buffers) is None:
@@ -84,7 +84,7 @@ class WeightStack:
         mark_stale(_buffer(self.weights[0]))
 
     def stale_buffers(self) -> list[Tensor]:
-        """Buffers that received no gradient in this update and still hold the last one's. Clears the mark."""
+        """Buffers that received no gradient in this update and still hold the previous update's. Clears the mark."""
         return self.buffers if take_stale(_buffer(self.weights[0])) else []
 
 
@@ -111,7 +111,7 @@ def _buffer(weight: Tensor) -> Tensor:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one shape to [E, …]: a view if they lie in one storage at equal strides, else a copy."""
+    """Stack tensors of one shape to [E, …]: a view if they are at equal strides in one storage, else a copy."""
     first = tensors[0]
     addresses = [each.data_ptr() for each in tensors]
     step = addresses[1] - addresses[0] if len(addresses) > 1 else first.nbytes
@@ -127,7 +127,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack) -> Tensor:
     """x [R, in], sorted by group → [R, out]. `ends` [E] int32: end of each group's rows, on x's device.
 
-    If the weights have `main_grad` buffers, gradients are added to them, and autograd gets none.
+    If the weights have `main_grad` buffers, their gradients are added there and autograd gets none.
     """
     if not len(x):
         # No kernel accepts zero rows. The product keeps the result in the graph, so that earlier layers get gradients.
@@ -180,7 +180,7 @@ def _groups(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class OuterProductTiles:
-    """Launch configuration of `add_outer_products_kernel`, the fastest on an H200 (docs/benchmarks/experts.md)."""
+    """Launch configuration of `add_outer_products_kernel`: the fastest on an H200 (docs/benchmarks/experts.md)."""
 
     bm: int = 128
     bn: int = 128
@@ -220,7 +220,7 @@ def add_outer_products_kernel(
             b = x.load([start + step * BK, column0])
             z = tl.dot(a.T, b, z)
         if start + whole * BK < end:
-            # Rows past the group's last belong to the next group and count as zeros.
+            # Rows after the end of the group belong to the next group and count as zeros.
             a = grad.load([start + whole * BK, row0])
             b = x.load([start + whole * BK, column0])
             inside = start + whole * BK + tl.arange(0, BK) < end

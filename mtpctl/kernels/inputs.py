@@ -1,6 +1,6 @@
-"""Arguments of the LM-head kernels: checks before any device kernel runs, row selection, and the destinations of gradients.
+"""Arguments of the LM-head kernels: validation, row selection, and gradient buffers.
 
-Shape legend: N rows (tokens), n selected rows, H hidden size, V this rank's vocabulary entries.
+Shape legend: N rows (tokens), n selected rows, H hidden size, V vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtpctl.kernels.shards import Shard, sum_ranks, vocab_shard
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 IGNORE_INDEX = -100
-"""A row with this label is not projected on the vocabulary: it costs no time, its results are 0 and it gets no gradient."""
+"""Rows with this label are skipped: their results are 0 and they get no gradient."""
 DEFAULT_WORKSPACE_BYTES = 1 << 30
 
 
@@ -29,12 +29,11 @@ class HeadOptions(TypedDict, total=False):
 
     temperature: a number, or [N] fp32, one per token (default 1).
     group: ranks that share the vocabulary. `weight` has this rank's V of the V x world entries, in rank order. Labels index the whole
-        vocabulary and are equal on all ranks, as are results. Every rank must compute the same loss; the gradient of hidden is summed over
-        ranks inside and needs no further reduction.
-    rows: bool mask [N]. A row outside it, or with the label `IGNORE_INDEX`, is not projected on the vocabulary: it costs no time, its
-        results are 0 and it gets no gradient.
+        vocabulary and are equal on all ranks, as are results. Every rank must compute the same loss. The gradient of hidden is already
+        summed over ranks.
+    rows: bool mask [N]. Rows outside it are skipped, like rows with the label `IGNORE_INDEX`: their results are 0 and they get no gradient.
     valid_vocab: size of the whole vocabulary if the weight is padded; later entries have probability 0.
-    workspace_bytes: memory in addition to inputs, results and gradients (default 1 GiB). If logits fit, they are saved for the backward.
+    workspace_bytes: memory in addition to inputs, results and gradients (default 1 GiB). Logits that fit are saved for the backward pass.
     main_grad: add the weight's gradient to its Megatron buffer `main_grad`, if it has one, and set `grad_added_to_main_grad`.
     """
 
@@ -48,7 +47,7 @@ class HeadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Rows:
-    """The selected rows. `index` is None if all N are selected; then nothing is gathered or scattered."""
+    """The selected rows. `index` is None if all N are selected, which avoids gathers and scatters."""
 
     total: int
     count: int
@@ -78,7 +77,7 @@ class Call:
     main_grad: bool
 
     def problem(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
-        """The problem of the selected rows and this rank's vocabulary entries."""
+        """The backend's problem: the selected rows and this rank's vocabulary entries."""
         inverse: float | Tensor
         if isinstance(self.temperature, Tensor):
             wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -89,7 +88,7 @@ class Call:
         return Problem(self.rows.select(hidden).contiguous(), weight, targets, inverse, self.shard.valid, self.workspace_bytes)
 
     def partial_dtype(self, hidden: Tensor) -> torch.dtype:
-        """Dtype of this rank's part of the hidden gradient: fp32 if parts are summed over ranks, else that of the result."""
+        """Dtype of this rank's part of the hidden gradient: fp32 if it is summed over ranks, else the dtype of hidden."""
         return hidden.dtype if self.shard.world == 1 or hidden.dtype == torch.float64 else torch.float32
 
     def reduce_hidden_grad(self, local: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,7 +162,7 @@ def _check_mask(rows: Tensor, labels: Tensor) -> None:
 
 
 def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperature: float | Tensor, shard: Shard) -> Rows:
-    """Rows that are in the mask `rows` [N] and not ignored.
+    """Select the rows in the mask `rows` [N] whose label is not `IGNORE_INDEX`.
 
     Checks their labels, temperatures and hidden states with a single host synchronization. Raises ValueError.
     """
@@ -173,7 +172,7 @@ def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperatur
     if total == 0:
         return Rows(0, 0, None)
     keep = labels != IGNORE_INDEX if rows is None else (labels != IGNORE_INDEX) & rows
-    # A sum is finite unless an addend is not (or it overflows: then `_nonfinite` returns None).
+    # The sum is not finite if an element is not, or if it overflows; in the latter case `_nonfinite` returns None.
     wide = torch.float64 if labels.device.type == "cpu" else torch.float32
     finite_sum = torch.isfinite(hidden.detach().sum(dtype=wide))
     selected = torch.where(keep, labels, 0)  # 0 is a valid label, so minimum and maximum are those of the selected labels
@@ -234,9 +233,10 @@ def _nonfinite(name: str, x: Tensor) -> ValueError | None:
 
 @dataclass(frozen=True)
 class WeightGradBuffer:
-    """The buffer for the weight's gradient (None: not needed), which is added if `add`. `finish` returns the gradient for autograd.
+    """Buffer of the weight gradient.
 
-    shared: `out` is Megatron's buffer, which receives other gradients as well.
+    out: None if no gradient is needed. add: add to `out` instead of overwriting it. finish: returns the gradient for autograd. shared:
+    `out` is Megatron's buffer, which other gradients are added to as well.
     """
 
     out: Tensor | None
@@ -246,7 +246,7 @@ class WeightGradBuffer:
 
 
 def weight_grad_buffer(weight: Tensor, needed: bool, main_grad: bool) -> WeightGradBuffer:
-    """A new tensor, or with `main_grad` Megatron's buffer if the weight has one."""
+    """Buffer of the weight gradient: Megatron's if `main_grad` is set and the weight has one, else a new tensor."""
     if not needed:
         return WeightGradBuffer(None, False, lambda: None)
     if not (main_grad and hasattr(weight, "main_grad")):
@@ -257,8 +257,8 @@ def weight_grad_buffer(weight: Tensor, needed: bool, main_grad: bool) -> WeightG
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # Megatron's hooks fire only for parameters that get a gradient. They add it if the weight is tied to the embedding
-        # (`zero_out_wgrad`), and ignore its values otherwise.
+        # Megatron's hooks run only for parameters that get a gradient. They add it to the buffer if the weight is tied to the embedding
+        # (`zero_out_wgrad`) and ignore its values otherwise.
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
     return WeightGradBuffer(weight.main_grad, not take_stale(weight.main_grad), finish, shared=True)
@@ -266,7 +266,7 @@ def weight_grad_buffer(weight: Tensor, needed: bool, main_grad: bool) -> WeightG
 
 @dataclass
 class PrecomputedGrads:
-    """Gradients that a forward pass computed for the upstream gradient `expected`, and a check to run before they are used."""
+    """Gradients that the forward pass computed for the upstream gradient `expected`, and a check to run before they are used."""
 
     hidden: list[Tensor | None]
     weight: WeightGradBuffer

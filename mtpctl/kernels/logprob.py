@@ -1,6 +1,6 @@
 """`linear_logprob`: per-token log-probs of given labels from hidden states and the LM head.
 
-Shape legend: N rows (tokens), n selected rows, H hidden size, V this rank's vocabulary entries.
+Shape legend: N rows (tokens), n selected rows, H hidden size, V vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtpctl.kernels.shards import Shard, gather, join_shards
 
 
 class TopK(NamedTuple):
-    """The k most likely entries per row: `logprob` and `ids` [N, k] in descending order; without gradient."""
+    """The k most likely entries per row: `logprob` and `ids` [N, k] in descending order; not differentiable."""
 
     logprob: Tensor
     ids: Tensor
@@ -28,8 +28,8 @@ class TopK(NamedTuple):
 class LogProbOut(NamedTuple):
     """All [N], fp32; None if not requested; 0 (False) in rows that were not selected.
 
-    logprob: log p(label), at most 0, differentiable. entropy: in nats, differentiable. hit: no entry is more likely than the label, which
-    for an MTP head is greedy acceptance. topk: see `TopK`.
+    logprob: log p(label), at most 0, differentiable. entropy: in nats, differentiable. hit: whether no entry is more likely than the label
+    (for an MTP head: whether its greedy draft is accepted). topk: see `TopK`.
     """
 
     logprob: Tensor
@@ -50,11 +50,11 @@ def linear_logprob(
     implementation: str = "auto",
     **options: Unpack[HeadOptions],
 ) -> LogProbOut:
-    """Log-prob (entropy, greedy hit, top k) of `labels` [N] under softmax(hidden · weightᵀ / temperature).
+    """Compute log-probs of `labels` [N] under softmax(hidden · weightᵀ / temperature), optionally with entropy, greedy hits and top k.
 
     hidden [N, H] and weight [V, H] share a dtype (bf16, fp16, fp32, fp64) and a device. Products accumulate in fp32, results are fp32.
 
-    detach_weight: do not compute the weight's gradient (an isolated MTP head).
+    detach_weight: do not compute the weight's gradient (for an isolated MTP head).
     implementation: "auto" (a measured table per GPU and shape, see `dispatch.choose`), "reference", "chunked" or "triton".
     options: see `HeadOptions`.
 
@@ -103,7 +103,7 @@ class _LinearLogProb(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
             ctx.arguments, ctx.saved, ctx.finite = arguments, scores.saved, finite
         else:
-            # `prepare` has checked hidden. The check for a non-finite weight or overflow can wait for a backward pass.
+            # No backward pass will check for a non-finite weight or overflow. `prepare` has checked hidden.
             finite.enforce(problem.hidden, weight)
         return tuple(outputs)
 
@@ -132,7 +132,7 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _join_topk(best: tuple[Tensor, Tensor] | None, lse: Tensor, k: int, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Log-probs and global ids of the best k of the whole vocabulary, from every shard's best k."""
+    """Log-probs and global ids of the whole vocabulary's top k, merged from the top k of each shard."""
     if best is None:  # this rank's shard is all padding
         best = lse.new_empty(len(lse), 0), lse.new_empty(len(lse), 0, dtype=torch.long)
     missing = k - best[0].shape[1]

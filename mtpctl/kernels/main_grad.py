@@ -1,7 +1,7 @@
-"""Linear layers that write their weight's gradient into Megatron's fp32 buffer, `main_grad`, rather than returning it to autograd.
+"""Linear layers that write their weight gradient to Megatron's fp32 buffer `main_grad` instead of returning it to autograd.
 
-Megatron adds the gradients of all micro-batches to the buffer. Zeroing it before an update and reading the zeros back would take as much
-memory traffic as the gradient of one more micro-batch. So the buffer is marked stale instead, and the first gradient overwrites it.
+Megatron adds the gradients of all microbatches to the buffer. Zeroing it before an update and reading the zeros back would take as much
+memory traffic as the gradient of one more microbatch. Instead, the buffer is marked stale and the first gradient overwrites it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def take_stale(buffer: Tensor) -> bool:
 
 
 def accumulate_weight_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Write or add gradᵀ · x, of grad [R, out] and x [R, in], to the fp32 `buffer` [out, in].
+    """Write gradᵀ · x to the fp32 `buffer` [out, in], or add it if the buffer is not stale. grad [R, out], x [R, in].
 
     On CUDA, products of half-precision operands accumulate in fp32. On a CPU the product is rounded to half precision first.
     """

@@ -3,8 +3,8 @@
     rms_norm(x, w)          x / rms(x) · (offset + w)     rms(x) = sqrt(mean x² + eps)
     gated_rms_norm(x, z, w) x / rms(x) · w · silu(z)
 
-The offset is 1 in families whose stored weights are centered at 0. PyTorch's norm has no offset, so on CUDA these families use the Triton
-kernels below. If flash-linear-attention is installed, it computes gated norms of rows as wide as an attention head.
+The offset is 1 in model families that store weights centered at 0. PyTorch's norm has no offset, so on CUDA these families use the Triton
+kernels below. If flash-linear-attention is installed, it computes gated norms of at most `FLA_COLUMNS` columns.
 
 Shape legend: R rows, n columns.
 """
@@ -25,16 +25,16 @@ except ImportError:
     _fla_gated_norm = None
 
 FLA_COLUMNS = 256
-"""Widest rows whose gated norms flash-linear-attention computes."""
+"""Maximum number of columns for flash-linear-attention's gated norm."""
 BACKWARD_PROGRAMS = 528
-"""Programs of the backward kernel, which stride over the rows: four per multiprocessor of an H100 or H200."""
+"""Maximum number of programs of the backward kernel, which stride over the rows: four per SM of an H100 or H200."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / rms(x) · (offset + weight), in the shape and dtype of x [..., n]; weight [n]."""
     if x.is_cuda and offset:
         return _RmsNorm.apply(x, weight, eps, offset)
-    if offset and x.dtype in (torch.bfloat16, torch.float16):  # 1 + weight would lose most digits of a small weight
+    if offset and x.dtype in (torch.bfloat16, torch.float16):  # in half precision, 1 + weight would lose most digits of a small weight
         return F.rms_norm(x.float(), (len(weight),), weight.float() + offset, eps).to(x.dtype)
     return F.rms_norm(x, (len(weight),), weight + offset if offset else weight, eps)
 

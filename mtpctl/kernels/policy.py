@@ -1,15 +1,16 @@
-"""`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products; and `linear_draft_loss`.
+"""`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products. `linear_draft_loss`.
 
-The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the loss by that token's log-prob and entropy.
-If the loss is separable (each token's term depends on that token alone), both numbers are known as soon as the token's row of logits is. So
-rows are processed in slices: logits, statistics, the loss and its two derivatives, the gradient of the logits (overwriting them), and the
-two products that need it. Nothing is computed twice, and only gradients and a few numbers per row outlive a slice.
+The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the loss with respect to the token's log-prob
+and entropy. If the loss is separable (each token's term depends on that token alone), both are known once the row's logits are. Rows are
+therefore processed in slices. Each slice computes the logits, their statistics, the loss and its two derivatives, the logit gradient (which
+overwrites the logits), and the two products with it. Nothing is computed twice, and only gradients and a few numbers per row outlive a
+slice.
 
-For each slice a draft adds its own logits, the sums over both distributions, the gradient of its logits, and their products. So learning
-from the trunk's whole distribution takes as many products as learning from the sampled tokens.
+A draft adds to each slice its own logits, the sums over both distributions, its logit gradient, and the two products with it. Learning from
+the trunk's whole distribution thus takes as many products as learning from the sampled tokens.
 
 Losses that couple tokens are made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient and is then
-a constant of each token. Gradients are computed in the forward pass, for an upstream gradient that the caller states in advance.
+a constant per token. Gradients are computed in the forward pass, for an upstream gradient that the caller passes in advance.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ UNLIMITED = 1 << 62
 
 
 class PolicyLossOut(NamedTuple):
-    """loss_sum: differentiable once. Other fields have no gradient.
+    """loss_sum: differentiable once. Other fields are not differentiable.
 
-    sums: those that `token_loss` returned, added up. logprob, entropy, hit [N]: as in `LogProbOut`. drafts: each draft's loss (before its
-    weight) and rows.
+    sums: the sums that `token_loss` returned, added over slices. logprob, entropy, hit [N]: as in `LogProbOut`. drafts: each draft's
+    results; its loss does not include `Draft.weight`.
     """
 
     loss_sum: Tensor
@@ -66,19 +67,20 @@ def linear_policy_loss(
     implementation: str = "auto",
     **options: Unpack[HeadOptions],
 ) -> PolicyLossOut:
-    """The sum of `token_loss` over the selected rows plus the drafts' weighted losses, with gradients of hidden, weight and drafts.
+    """Sum `token_loss` over the selected rows, plus the drafts' weighted losses, and compute gradients of hidden, weight and drafts.
 
     token_loss: called once per slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; returns the slice's
-        summed loss and sums to report. It must be separable: no term may depend on another token's log-prob. It is differentiated inside.
-    drafts: they learn from the distributions of these rows, which get no gradient from them; the weight gets one through the draft's own
-        logits unless detached.
+        summed loss and sums to report. Must be differentiable and separable: no term may depend on another token's log-prob.
+    drafts: drafts that learn from the distributions of these rows. `hidden` gets no gradient from them; the weight gets one through a
+        draft's own logits unless the draft detaches it.
     grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale), for which gradients are computed. If
-        it receives another, they are rescaled; if that is impossible (they were added to `main_grad`, or computed for 0), the backward pass
-        raises ValueError.
+        `loss_sum` receives another one, they are rescaled. If that is impossible (they were added to `main_grad`, or computed for 0), the
+        backward pass raises ValueError.
     implementation: "auto", "chunked" or "triton".
 
-    All else is as in `linear_logprob`. The default workspace of 1 GiB allows slices of about 3,000 rows at 150,000 vocabulary entries,
-    1,600 with drafts. Each further slice rounds a half-precision weight gradient again, unless it is added to an fp32 `main_grad`.
+    Other arguments and errors: as in `linear_logprob`. The default workspace of 1 GiB allows slices of about 3,000 rows at 150,000
+    vocabulary entries, 1,600 with drafts. Each slice after the first rounds a half-precision weight gradient again, unless it is added to
+    an fp32 `main_grad`.
     """
     _check_grad_scale(grad_scale)
     call = prepare(hidden, weight, labels, **options)
@@ -114,17 +116,17 @@ def linear_draft_loss(
     implementation: str = "auto",
     **options: Unpack[HeadOptions],
 ) -> DraftLossOut:
-    """`mix` times the sum of `loss` over the selected rows plus 1 − `mix` times their cross-entropy. `loss_sum` is differentiable once.
+    """Sum `mix` times `loss` plus 1 − `mix` times the cross-entropy over the selected rows. `loss_sum` is differentiable once.
 
     The trunk's logits are computed for this loss only. If the trunk has a separable loss in the same step, pass the draft to
-    `linear_policy_loss` and save that product.
+    `linear_policy_loss`, which computes them once for both.
 
     hidden [N, H]: the draft's states. teacher [N, H]: the trunk's states from which the labels were sampled; no gradient flows through
         them. labels [N]: the sampled tokens. loss: see `mtpctl.kernels.drafts`.
     grad_scale: as in `linear_policy_loss`.
     implementation: as in `linear_policy_loss`, or "reference" (float64, all logits in memory).
 
-    All else is as in `linear_logprob`. Raises ValueError naming the argument.
+    Other arguments: as in `linear_logprob`. Raises ValueError naming the argument.
     """
     _check_grad_scale(grad_scale)
     names = (*ONE_PASS, "reference")
@@ -164,7 +166,10 @@ def _sweep(
     grad_scale: float,
     detach_weight: bool,
 ) -> PolicyLossOut:
-    """The losses of trunk (`token_loss` None: 0) and drafts in one pass over slices of rows. `name`: for errors in the backward pass."""
+    """Compute the losses of trunk and drafts in one pass over slices of rows.
+
+    name: function name in errors of the backward pass. token_loss: None if the trunk has no loss.
+    """
     grad = torch.is_grad_enabled()
     by_weight = grad and weight.requires_grad
     trunk = token_loss is not None
@@ -231,7 +236,7 @@ class _TrunkTerm:
         self.loss_sum = torch.zeros((), dtype=problem.wide, device=states.device)
 
     def process(self, part: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
-        """Compute results, loss and gradients of the selected rows `part`. Returns whether the weight's gradient was written.
+        """Compute results, loss and gradients of the selected rows `part`. Returns whether the weight gradient was written.
 
         May overwrite the slice's saved logits.
         """
@@ -313,7 +318,7 @@ class _Sweep(torch.autograd.Function):
 
 
 def _rows_at_once(arguments: _Arguments, problem: Problem) -> int:
-    """Rows per slice. Ranks join statistics per slice, so all use the slices that fit the first rank, which has the most columns."""
+    """Rows per slice. Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries."""
     shard = arguments.call.shard
     widest = replace(problem, valid=min(shard.columns, shard.total))
     if arguments.drafts:
@@ -327,7 +332,7 @@ def _enforce(checks: list[tuple[str, Tensor, FiniteCheck]], weight: Tensor) -> N
 
 
 def _loss_and_grads(token_loss: TokenLoss, stats: RowStats, rows: Tensor, arguments: _Arguments) -> tuple[Tensor, RowGrads | None]:
-    """A slice's loss and its derivatives by each row's log-prob and entropy; None if the trunk does not learn."""
+    """A slice's loss and its derivatives with respect to each row's log-prob and entropy (None if the trunk does not learn)."""
     learns = arguments.trunk_learns
     logprob = stats.logprob.detach().requires_grad_(learns)
     entropy = stats.entropy.detach().requires_grad_(learns) if arguments.entropy else None
@@ -337,7 +342,7 @@ def _loss_and_grads(token_loss: TokenLoss, stats: RowStats, rows: Tensor, argume
         arguments.sums[name] = arguments.sums[name] + x.detach() if name in arguments.sums else x.detach()
     if not learns:
         return value, None
-    if not value.requires_grad:  # a constant, for example if no token of the slice is trained on
+    if not value.requires_grad:  # constant, for example if no token of the slice is trained on
         return value, RowGrads(torch.zeros_like(logprob), stats.lse)
     leaves = [logprob] if entropy is None else [logprob, entropy]
     grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, arguments.grad_scale), allow_unused=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-ALIGNED = 8  # elements
+ALIGNED = 8  # elements per row, for fast products
 
 
 def _mixed(x: Tensor) -> bool:
@@ -44,7 +44,7 @@ def hidden_grad(total: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype:
 
 
 def weight_grad(logit_grad: Tensor, hidden: Tensor, out: Tensor, add: bool) -> None:
-    """Write or add logit_grad [n, c] transposed x hidden [n, H] to `out` [c, H], which is fp32 or has the operands' dtype."""
+    """Write logit_gradᵀ x hidden to `out` [c, H], or `add` it. logit_grad [n, c], hidden [n, H]; `out` is fp32 or of hidden's dtype."""
     if not _mixed(hidden):
         wide = _wide(logit_grad).T @ _wide(hidden)
         if add and out.dtype == wide.dtype:

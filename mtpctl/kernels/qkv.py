@@ -1,11 +1,11 @@
-"""Attention heads from the output of one linear layer: split, QK norm and rotary embedding.
+"""Splits the output of a fused QKV layer into attention heads, with QK norm and rotary embedding.
 
     mixed [t, groups, (queries + 2) d]  →  queries [t, groups · queries, d], keys and values [t, groups, d]
     if gated: (2 queries + 2) d         →  and gates like queries
 
 A group is one key-value head and the query heads that share it. Queries and keys are RMS-normed if the family has QK norm (arXiv
-2302.05442), then rotated. On CUDA one Triton kernel does all of this in fp32 with one rounding and another computes the gradients; `mixed`
-is saved for them only if heads are normed.
+2302.05442), then rotated. On CUDA one Triton kernel does all of this in fp32 with one rounding and another computes the gradients. `mixed`
+is saved for the backward pass only if the family has QK norm.
 
 RoPE (arXiv 2104.09864) pairs dimension i of a head with i + n:
 
@@ -75,7 +75,7 @@ class HeadNorm(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """queries [t, g Q, d], keys and values [t, g, d], all contiguous; gates like queries, empty without gates."""
+    """queries [t, g Q, d], keys and values [t, g, d], all contiguous; gates like queries, or empty if not gated."""
 
     queries: Tensor
     keys: Tensor
@@ -84,7 +84,7 @@ class Heads(NamedTuple):
 
 
 def split_heads(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None, angles: Angles | None) -> Heads:
-    """The heads in `mixed` [t, …], normed if `norm` is set and rotated if `angles` is set."""
+    """Split `mixed` [t, …] into heads, normed if `norm` is set and rotated if `angles` is set."""
     if not mixed.is_cuda:
         return split_heads_torch(mixed, layout, norm, angles)
     weights = (None, None) if norm is None else (norm.queries, norm.keys)
@@ -192,7 +192,7 @@ def _rotate_backward(
     NORMED: tl.constexpr,
     ROTATED: tl.constexpr,
 ):
-    """Store the gradient of one head before `_rotate` to `out`. Returns these tokens' part of the weight's gradient."""
+    """Store the gradient of one head's input of `_rotate` to `out`. Returns these tokens' part of the weight gradient."""
     grad = tl.load(grads + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROTATED:
         grad = grad * cos - tl.load(grads + pair[None, :], mask=inside, other=0.0).to(tl.float32) * sin
@@ -330,7 +330,7 @@ def split_heads_backward_triton(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `mixed` and of the two norm weights (None without a norm), from those of queries, keys, values and gates.
 
-    `mixed` is needed with a norm only.
+    mixed: may be None if `norm` is.
     """
     queries, keys, values, gates = (grad.contiguous() for grad in grads)
     tokens, groups = len(queries), layout.groups

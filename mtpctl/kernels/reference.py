@@ -1,4 +1,4 @@
-"""The oracle: float64, all logits in memory, gradients by autograd. For tests and for checking a suspicious number."""
+"""Reference implementation in float64, with all logits in memory and gradients by autograd. For tests and for debugging."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpctl.kernels.shards import Shard, gather
 
 
 class _GatherWeight(torch.autograd.Function):
-    """All ranks' shards along dimension 0. Every rank computes the same loss, so its slice of the gradient is complete."""
+    """Gather the shards of all ranks along dimension 0. Every rank computes the same loss, so its slice of the gradient is complete."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: Shard) -> Tensor:
@@ -40,7 +40,7 @@ def _gathered(weight: Tensor, call: Call) -> Tensor:
 def reference_draft(
     hidden: Tensor, teacher: Tensor, weight: Tensor, labels: Tensor, call: Call, loss: str, mix: float
 ) -> tuple[Tensor, ...]:
-    """The fields of `DraftLossOut`: `linear_draft_loss` by its equations."""
+    """The fields of `DraftLossOut`, computed from the equations in `mtpctl.kernels.drafts`."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     head = _gathered(weight, call)
     labels = call.rows.select(labels).long().unsqueeze(1)

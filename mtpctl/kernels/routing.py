@@ -2,11 +2,11 @@
 
     softmax of the chosen     prob = exp(l) / Σ_chosen exp(l)
     softmax of all            prob = exp(l) / Σ_all exp(l)
-    sigmoid                   prob = σ(l) / Σ_chosen σ(l), the chosen having the largest σ(l) + bias (arXiv 2408.15664); with k = 1,
+    sigmoid                   prob = σ(l) / Σ_chosen σ(l), where the k largest σ(l) + bias are chosen (arXiv 2408.15664); if k = 1,
                               prob = σ(l)
 
-Each prob is multiplied by a constant. On CUDA one Triton kernel selects and one computes the gradient, instead of some thirty small
-kernels. On a CPU the router uses Megatron's functions (`mtpctl.model.router`).
+Each prob is multiplied by `RoutingRule.scaling`. On CUDA one Triton kernel selects the experts and one computes the gradient, instead of
+about thirty small kernels. On a CPU the router uses Megatron's functions (`mtpctl.model.router`).
 
 Shape legend: T tokens, E experts, k experts per token, H hidden size.
 """
@@ -26,12 +26,12 @@ Scores = Literal["softmax of the chosen", "softmax of all", "sigmoid"]
 TILE_ELEMENTS = 4096
 """Tokens times experts per program."""
 LOWEST_SCORE = -3.0e38
-"""Replaces smaller scores and NaN, so that a token is always sent to k different experts."""
+"""Replaces smaller scores and NaN, so that a token is always routed to k different experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """k: experts per token. scores: how probs are computed. scaling: their factor."""
+    """k: experts per token. scores: how probs are computed. scaling: factor of all probs."""
 
     k: int
     scores: Scores
@@ -42,7 +42,8 @@ class RoutingRule:
 class ReplayedRoutes:
     """Experts [T, k], distinct per token, that override the router's selection for tokens with `replayed` [T] set.
 
-    counts [2] int64, or None: accumulates how many of them the router would have selected as well, and their number.
+    counts [2] int64, or None: accumulates the number of replayed routes that the router would also have selected, and the number of
+    replayed routes.
     """
 
     experts: Tensor
@@ -80,7 +81,7 @@ class _Route(torch.autograd.Function):
 @triton.jit
 @no_type_check
 def _tile(tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """This program's tokens, the experts, the mask of existing pairs, and their indices in [T, E]."""
+    """This program's tokens, the experts, the mask of (token, expert) pairs in range, and their indices in [T, E]."""
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     inside = (token < tokens)[:, None] & (column < experts)[None, :]
     return token, column, inside, token.to(tl.int64)[:, None] * experts + column[None, :]
@@ -235,8 +236,8 @@ def router_logits(states: Tensor, weight: Tensor) -> Tensor:
     """fp32 logits [..., E] from states [..., H] and the router's weight [E, H] of one dtype, without converting the states to fp32.
 
     Products of two bf16 numbers are exact in fp32, so only the order of summation differs from fp32 operands. Gradients have the dtypes of
-    states and weight. On CUDA the fp32 gradient of the logits enters its products as a sum of two half-precision numbers, which keeps 16
-    bits of it; results have 8.
+    states and weight. On CUDA the fp32 logit gradient is split into a sum of two half-precision tensors for the matrix products. With bf16
+    this keeps 16 significant bits; the results have 8.
     """
     return _RouterLogits.apply(states, weight)
 

@@ -1,4 +1,4 @@
-"""Rows of a mixture of experts: a token has one row for each of its experts, and rows are sorted by expert.
+"""Order of the rows of an MoE layer: a token has one row for each of its experts, and rows are sorted by expert.
 
 The rows of the first rank's experts come first. Within a rank the rows of the last expert come first, because its weights come first in
 memory (`mtpctl.model.experts`). On CUDA three Triton kernels compute the order without a host synchronization: `count_rows_kernel` counts
@@ -31,8 +31,8 @@ SUM_COLUMNS = 1024
 class ExpertOrder:
     """The order of rows by expert. All tensors are int32 except `pair_of`.
 
-    row_of [T, k]: sorted indices of a token's rows. token_of [R]: the token of each row. pair_of [R] int64: its index in a flattened
-    [T, E]. counts [E]: rows of each expert, in the order of the rows.
+    row_of [T, k]: indices of each token's rows, ascending. token_of [R]: token of each row. pair_of [R] int64: index of each row's
+    (token, expert) pair in the flattened [T, E]. counts [E]: number of rows of each expert, in the order of the rows.
     """
 
     row_of: Tensor
@@ -42,7 +42,7 @@ class ExpertOrder:
 
 
 def expert_order(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
-    """Sort the rows of `routes` [T, E], a bool per token and expert with exactly k set per token.
+    """Sort the rows of `routes` [T, E], a bool mask with exactly k experts set per token.
 
     ranks: expert-parallel ranks, each with E / ranks consecutive experts.
     """
@@ -89,7 +89,7 @@ class _DistinctRows(torch.autograd.Function):
 @triton.jit
 @no_type_check
 def _load_visits(routes_ptr, tokens, experts, local, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Whether each token of this program's block visits the expert of each column (1 or 0), and the experts of the columns."""
+    """Whether each token of this program's block is routed to the expert of each column (1 or 0), and the columns' experts."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, EXPERTS)
     expert = (column // local) * local + (local - 1 - column % local)

@@ -1,4 +1,4 @@
-"""Vocabulary shards of tensor-parallel ranks: row statistics over one shard, joined over all, and the collectives that do so."""
+"""Vocabulary shards of tensor-parallel ranks: row statistics of a shard, and the collectives that combine them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's vocabulary entries, `start` to `start + columns`, of `total` on all ranks together."""
+    """This rank's vocabulary entries, `start` to `start + columns`, out of `total`."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -27,7 +27,7 @@ class Shard:
 
 
 def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: int | None) -> Shard:
-    """The shard of `weight` [V, H]. Every rank of `group` has the same V; ValueError if `valid_vocab` does not fit them."""
+    """The shard of `weight` [V, H]. V must be the same on all ranks. Raises ValueError if `valid_vocab` exceeds their sum."""
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     columns = weight.shape[0]
     total = columns * world if valid_vocab is None else valid_vocab
@@ -40,8 +40,8 @@ def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: in
 class RowStats:
     """Softmax statistics of n rows over some columns, of scaled logits z = (h · w) / temperature.
 
-    top: max z. mass: Σ exp(z − top). moment: Σ exp(z − top) (z − top), relative to the maximum so that entropy is exact for large logits.
-    target: z of the label, −inf if it is not among these columns.
+    top: max z. mass: Σ exp(z − top). moment: Σ exp(z − top) (z − top); relative to the maximum, so that entropy is precise for large
+    logits. target: z of the label, −inf if it is not among these columns.
     """
 
     top: Tensor
@@ -67,7 +67,7 @@ class RowStats:
 
 
 def join_stats(parts: Tensor) -> RowStats:
-    """Join `parts` [P, 4, n]: top, mass, moment and target of P disjoint sets of columns. An empty set has mass 0."""
+    """Combine `parts` [P, 4, n]: top, mass, moment and target of P disjoint sets of columns. An empty set has mass 0."""
     tops, masses, moments, targets = parts.unbind(1)
     empty = masses == 0
     top = tops.masked_fill(empty, float("-inf")).amax(0)
@@ -84,7 +84,7 @@ def gather(x: Tensor, shard: Shard) -> Tensor:
 
 
 def join_shards(stats: RowStats, shard: Shard) -> RowStats:
-    """Statistics over the whole vocabulary. One all-gather of four numbers per row; every rank joins them in the same order."""
+    """Statistics over the whole vocabulary: one all-gather of four numbers per row, combined in the same order on every rank."""
     if shard.world == 1:
         return stats
     return join_stats(gather(torch.stack([stats.top, stats.mass, stats.moment, stats.target]), shard))

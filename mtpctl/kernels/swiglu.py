@@ -1,9 +1,9 @@
 """SwiGLU (arXiv 2002.05202): silu(gate) · up · scale, where gate and up are the halves of one linear layer's output.
 
-Only the arguments are saved for the backward pass. On CUDA one Triton kernel computes the product and one its gradients, in fp32 with one
+Only the inputs are saved for the backward pass. On CUDA one Triton kernel computes the product and one the gradients, in fp32 with one
 rounding.
 
-Shape legend: R rows, F columns of gate and of up each.
+Shape legend: R rows, F columns each of gate and up.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from mtpctl.kernels.triton_support import on_device_of, tl, triton
 
 BLOCK_COLUMNS = 1024
-"""Most columns of a row that a program processes at a time."""
+"""Maximum number of columns that a program processes at a time."""
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) · up · scale [..., F], in the dtype of `gate_up` [..., 2 F], which holds gate and then up.
+    """silu(gate) · up · scale [..., F], in the dtype of `gate_up` [..., 2 F], which is gate followed by up.
 
-    `scale` [...] is a factor per row, such as an expert's routing weight; None stands for 1. It is differentiable too.
+    scale [...]: a differentiable factor per row, such as an expert's routing weight; None means 1.
     """
     return _Swiglu.apply(gate_up, scale)
 

@@ -1,17 +1,17 @@
-"""The Triton backend: the LM head's product with its softmax computed in registers; logits are recomputed in the backward pass.
+"""Triton backend: fuses the LM head's matrix product with the softmax statistics, which are computed in registers.
 
-Logits that fit the workspace are saved. Products that do not depend on a softmax (the two of the backward pass) use the library. Memory in
-addition to the results:
+Logits that fit the workspace are saved; the backward pass recomputes the others. Its two matrix products, which need no softmax, are not
+fused (`mtpctl.kernels.products`). Memory in addition to the results:
 
 - forward: four numbers per row and tile of 256 columns, for as many rows at a time as a quarter of the workspace holds, and saved logits;
 - backward: fp32 [n, H], in which the hidden gradient accumulates (regardless of the workspace), and a chunk of logit gradients.
 
-`head_tiles_kernel` processes tiles of [BM rows, BN vocabulary entries], one persistent program per multiprocessor, with fp32 logits in
-registers. `MODE` selects the result of a tile:
+`head_tiles_kernel` processes tiles of [BM rows, BN vocabulary entries], with one persistent program per SM and fp32 logits in registers.
+`MODE` selects the result of a tile:
 
-- STATS: maximum, mass, moment and target logit of each row over the tile's columns, as partial results that `join_tiles_kernel` joins;
-- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. Relative to the maximum, the most
-  likely entries lose least to rounding; plain logits would lose most there;
+- STATS: maximum, mass, moment and target logit of each row over the tile's columns, as partial results for `join_tiles_kernel`;
+- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. The most likely entries are thus
+  rounded least; plain logits would be rounded most there;
 - GRAD: the gradient of the unscaled logits, given each row's log-sum-exp and upstream gradients, rounded to the operands' dtype.
 
 Tiles are processed in groups of rows, so that concurrent programs share slices of hidden and weight in the L2 cache.
@@ -34,14 +34,14 @@ from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_devi
 
 CHUNK_COLUMNS = 16384  # enough for products at full rate; more would only take memory from saved logits
 MOST_PARTIAL_BYTES = 1 << 30  # the kernels index partial results in 32 bits
-TILES_A_PROGRAM = 4  # of saved logits, to turn them into gradients
-SUM_TILES, SUM_STEPS = 4, 8  # of saved logits, to sum over two sets of them
+TILES_A_PROGRAM = 4  # of `saved_grads_kernel` and `draft_grads_kernel`
+SUM_TILES, SUM_STEPS = 4, 8  # tiles per step and steps per program of `draft_sums_kernel`
 
 STATS = tl.constexpr(0)
 KEEP = tl.constexpr(1)
 GRAD = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
-# "No logit". Finite, so that 0 x FLOOR = 0 in the moment; minus infinity would give NaN.
+# Logit of columns out of range. Finite, so that 0 x FLOOR = 0 in the moment; minus infinity would give NaN.
 FLOOR = tl.constexpr(-1e30)
 # Smallest saved logit relative to its row's maximum: far below the smallest nonzero exp, and within fp16's range.
 LEAST_KEPT = tl.constexpr(-6e4)
@@ -49,7 +49,7 @@ LEAST_KEPT = tl.constexpr(-6e4)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Launch configuration of `head_tiles_kernel`. programs: 0 launches one per multiprocessor."""
+    """Launch configuration of `head_tiles_kernel`. programs: 0 launches one per SM."""
 
     bm: int = 128
     bn: int = 256
@@ -84,9 +84,9 @@ def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
 
 @dataclass
 class SavedLogits:
-    """Logits of the first columns, fp16 [n, padded columns] relative to `tops` [n, T], each tile's row maxima.
+    """Logits of the first `columns` columns: fp16 [n, padded columns], relative to each tile's row maxima `tops` [n, T].
 
-    `grads` is the same memory in the operands' dtype, for the gradients that overwrite them.
+    grads: the same memory in the operands' dtype, for the gradients that overwrite the logits.
     """
 
     grads: Tensor
@@ -193,7 +193,7 @@ class Triton:
         return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, targets)
 
     def _saved_columns(self, problem: Problem) -> int:
-        """Columns of logits that fit in addition to the backward pass's memory: all of them, or whole chunks."""
+        """Columns whose logits fit the workspace alongside the backward pass's buffers: all, or whole tiles (0 if few would fit)."""
         n, width = problem.hidden.shape
         size = problem.hidden.element_size()
         spare = (problem.workspace_bytes - 4 * n * width) // (n * size + triton.cdiv(4 * n, self.tiles.bn))
@@ -252,7 +252,7 @@ class Triton:
 
 
 def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, targets: GradTargets) -> Tensor | None:
-    """The two products of a chunk of logit gradients: returns `hidden_grad` plus the chunk's part, and writes the weight's gradient."""
+    """Multiply a chunk of logit gradients: returns `hidden_grad` plus the chunk's part, and writes the weight gradient."""
     if targets.hidden is not None:
         dtype = targets.hidden if chunk.shape[1] == problem.valid else torch.float32
         hidden_grad = products.hidden_grad(hidden_grad, chunk, problem.weight[columns], dtype)
@@ -262,7 +262,7 @@ def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_g
 
 
 def _saved_pair(pair: LogitPair) -> tuple[SavedLogits, SavedLogits, Tensor]:
-    """Saved logits of draft and teacher, and the teacher's row of each draft row."""
+    """Saved logits of draft and teacher, and the teacher row of each draft row."""
     draft, teacher = pair.draft, pair.teacher
     assert isinstance(draft, SavedLogits) and isinstance(teacher, SavedLogits)
     rows = torch.arange(len(draft.tops), device=draft.tops.device) if pair.rows is None else pair.rows
@@ -281,7 +281,7 @@ def _padded(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_empty(rows, triton.cdiv(columns, 8) * 8)[:, :columns]
 
 
-# Sizes change with every packed batch: specializing on them would recompile whenever one stops being a multiple of 16.
+# Sizes change with every packed batch. Specializing on them would recompile the kernel whenever one stops being a multiple of 16.
 @triton.jit(do_not_specialize=["n", "first_column", "end_column", "saved_columns"])
 @no_type_check
 def head_tiles_kernel(
@@ -418,13 +418,13 @@ def saved_grads_kernel(
     TILES: tl.constexpr,  # per program
     ENTROPY: tl.constexpr,
 ):
-    # Concurrent programs lie along a row: across rows, each would open a different memory page.
+    # Concurrent programs process the same row. On different rows, each would access a different memory page.
     programs = tl.cdiv(tiles, TILES)
     row = (tl.program_id(0) // programs).to(tl.int64)
     tile = (tl.program_id(0) % programs) * TILES + tl.arange(0, TILES)
     top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
     column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
-    # Padding is processed too: lengths in multiples of 8 let the compiler read and write 16 bytes at a time.
+    # Padding is processed as well: multiples of 8 let the compiler load and store 16 bytes at a time.
     inside = column < eights * 8
     index = row * (eights * 8) + column
     saved = tl.load(saved_ptr + index, mask=inside, other=0.0).to(tl.float32)
@@ -450,7 +450,7 @@ def saved_logp(
     index,
     inside,
 ):
-    """Log-probs of some tiles of a row, the saved logits, and the maxima that these are relative to."""
+    """Log-probs of some tiles of a row, their saved logits, and the tile maxima that the saved logits are relative to."""
     top = tl.load(top_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
     saved = tl.load(saved_ptr + index, mask=inside, other=0.0).to(tl.float32)
     return saved + (top - lse)[:, None], saved, top

@@ -1,4 +1,4 @@
-"""Triton, or a stand-in on machines without it, where kernels can be defined but not launched."""
+"""Imports Triton. Without Triton, provides a stand-in with which kernels can be defined but not launched."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ __all__ = ["INTERPRETED", "TensorDescriptor", "on_device_of", "tl", "triton"]
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the device of `x` current, on which Triton launches kernels."""
+    """Make x's device the current one; Triton launches kernels there."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -14,7 +14,7 @@ from mtpctl.model.rope import Rope
 
 
 class SelfAttention(UpstreamSelfAttention):
-    """[t, 1, H] → [t, 1, H], with upstream's parameters and checkpoints; `split_heads` computes the heads in one kernel."""
+    """[t, 1, H] → [t, 1, H]. Parameters and checkpoints are upstream's; `split_heads` computes the heads in one kernel."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
@@ -43,7 +43,7 @@ class SelfAttention(UpstreamSelfAttention):
         return split_heads(mixed.squeeze(1), layout, qk_norm, packing.rotary)
 
     def _shared_heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
-        """The heads if tensor-parallel ranks share a key-value head: upstream selects this rank's queries and norms them."""
+        """Heads if tensor-parallel ranks share a key-value head. Upstream selects and norms this rank's queries."""
         gated = self.config.attention_output_gate
         parts = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
         queries, keys, values, *gates = (part.squeeze(1) for part in parts)
@@ -53,13 +53,13 @@ class SelfAttention(UpstreamSelfAttention):
 
 
 class PackedRotary:
-    """Replaces the rotary table of upstream's latent attention: returns the angles of packed tokens by their position ids."""
+    """Replaces the rotary table of upstream's latent attention. Looks up angles by the position ids of packed tokens."""
 
     def __init__(self, rope: Rope, *, scaled: bool) -> None:
         self.rope, self.scaled = rope, scaled
 
     def get_rotary_seq_len(self, *args: object) -> Packing:
-        """The packing, upstream's last argument, in place of the sequence length that upstream passes on to the table."""
+        """Return the packing, which is the last argument. Upstream passes the result to `__call__` as the sequence length."""
         packing = args[-1]
         assert isinstance(packing, Packing)
         return packing
@@ -70,9 +70,10 @@ class PackedRotary:
 
 
 class LatentAttention(MLASelfAttention):
-    """Upstream's, with positions that restart at each sample and down-projections replicated over tensor-parallel ranks.
+    """Upstream's latent attention with positions that restart at each sample and replicated down-projections.
 
-    Upstream can also split those, but then gathers the part that all heads share without reducing its gradient.
+    Upstream can split the down-projections over tensor-parallel ranks, but then gathers the part that all heads share without reducing its
+    gradient.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
@@ -82,11 +83,11 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
-        # Upstream asks for a query norm even if the query is not compressed and has none.
+        # Upstream requires a query norm even if the query is not compressed and has none.
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
     def use_rope(self, rope: Rope) -> None:
-        """Rotate the shared part of queries and keys by this embedding."""
+        """Use `rope` for the positional part of queries and keys."""
         del self.rotary_pos_emb
         self.__dict__["rotary_pos_emb"] = PackedRotary(rope, scaled=self.config.rope_type == "yarn")

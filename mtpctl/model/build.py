@@ -1,4 +1,4 @@
-"""From a family's shape and a parallel layout to Megatron modules: transformer config, layer specs, model, random weights."""
+"""Builds Megatron modules from a model's shape and a parallel layout: transformer config, layer specs, model, random weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mtpctl.recipe.train import MoeConfig
 from mtpctl.routes import RouteShape
 
 TORCH_DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in DTYPES.items()}
-"""By the recipe's precision."""
+"""Dtype of each `precision` in a recipe."""
 
 
 def complete_config(
@@ -286,7 +286,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     for layer in model.mtp.layers if model.mtp_process else ():
         layer.recycles_prenorm = shape.mtp is not None and shape.mtp.recycles_prenorm
         if config.mtp_use_repeated_layer:
-            # Its depths share keys, which recomputation would append again.
+            # All depths append to one list of keys; recomputation would append them twice.
             layer.mtp_model_layer.self_attention.checkpoint_core_attention = False
     if model.mtp_process and mtp.mode == "load":
         model.mtp.requires_grad_(False)
@@ -295,9 +295,9 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
 
 @torch.no_grad()
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Initialize randomly, on the device: norms 1, biases 0, matrices normal(0, 0.02). For benchmarks of shapes without trained weights.
+    """Initialize weights randomly on the device: norms 1, biases 0, matrices normal(0, 0.02). For benchmarks without trained weights.
 
-    Depends on seed and layout. Ranks that share a part of a parameter get the same values.
+    Values depend on seed and layout. Ranks that replicate a part of a parameter get the same values.
     """
     device = next(model.parameters()).device
     stage = 9176 * parallel_state.get_pipeline_model_parallel_rank()
@@ -313,7 +313,7 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        if name == "embedding.word_embeddings.weight":  # also on the last stage
+        if name == "embedding.word_embeddings.weight":  # the last pipeline stage has a copy
             source = embedding
         elif not getattr(parameter, "allreduce", True):
             source = experts

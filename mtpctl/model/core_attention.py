@@ -2,13 +2,13 @@
 
 An engine runs a repeated layer's first step over all tokens, which fills the KV cache. Each further step runs over one token at the next
 position. It attends to the first step's keys up to the token where drafting began, and to the keys of the steps since, including its own.
-So in training the query of depth d at token i, from which an engine would draft, attends to
+In training, the query of depth d at token i, from which an engine would draft, therefore attends to
 
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
 
-The second part is a few keys per query. Its scores are joined with the first part's by their log-sum-exps. Given the joined output and
-log-sum-exp instead of its part, a flash kernel's backward pass returns the first part's gradients in the whole softmax (as in ring
-attention, arXiv 2310.01889).
+The second part has a few keys per query. The parts are combined by their log-sum-exps. If the flash kernel's backward pass gets the combined
+output and log-sum-exp instead of the first part's, it returns the first part's gradients under the whole softmax (as in ring attention,
+arXiv 2310.01889).
 
 Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of queries and keys, w width of values, E depths after the first,
 including the current one.
@@ -33,15 +33,15 @@ _CAUSAL_WINDOW = {"window_size_left": -1, "window_size_right": 0}
 
 
 def _flash_arguments(p: Packing) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    """Sequence boundaries, dropout 0, and causal masking, as the flash operators take them."""
+    """Sequence boundaries, dropout 0 and causal masking, in the order of the flash operators' arguments."""
     return p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv, 0.0, True
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
     """PyTorch's variable-length flash kernel: causal attention of q [t, h, d] to k and v [s, g, d] within the packing's samples.
 
-    Returns [t, h, d], which is differentiable, and the kernel's log-sum-exp, fp32 [h, t] or [t, h]. d is a multiple of 8. Calls the
-    operator below `torch.nn.attention.varlen.varlen_attn`, whose wrapper takes the host longer than a short pass takes the GPU.
+    Returns the output [t, h, d], which is differentiable, and the log-sum-exp, fp32 [h, t] or [t, h]. d must be a multiple of 8. Calls the
+    operator underneath `torch.nn.attention.varlen.varlen_attn`, whose wrapper takes more host time than a short pass takes GPU time.
     """
     no_mask_for_debugging = False
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
@@ -58,13 +58,13 @@ class Prefix(Protocol):
         ...
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, given that each score has weight exp(score − lse) and the output was `out`."""
+        """Gradients of q, k and v, for attention weights exp(score − lse) and the output `out`."""
         ...
 
 
 @dataclass
 class FlashPrefix:
-    """`Prefix` by the flash kernel, for one pass. heads_first: whether the kernel's log-sum-exp is [h, t] rather than [t, h]."""
+    """`Prefix` with the flash kernel, for one pass. heads_first: whether the kernel's log-sum-exp is [h, t] rather than [t, h]."""
 
     packing: Packing
     scale: float
@@ -94,10 +94,10 @@ class FlashPrefix:
 
 
 def joined_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
-    """Attention of a later depth → [t, h, w].
+    """Attention of a depth after the first → [t, h, w].
 
-    q [t, h, d]; k, v: the first depth's, as `prefix` takes them; keys [E, t, g, d] and values [E, t, g, w]: of the later depths, the
-    current one last.
+    q [t, h, d]. k, v: keys and values of the first depth, passed to `prefix`. keys [E, t, g, d], values [E, t, g, w]: those of the later
+    depths, the current depth last.
     """
     return _JoinedAttention.apply(q, k, v, keys, values, prefix, scale)
 
@@ -131,7 +131,7 @@ class _JoinedAttention(torch.autograd.Function):
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """[E, t, g, ·] → fp32 [E, t, h, ·]: the key-value head of each query head."""
+    """[E, t, g, ·] → fp32 [E, t, h, ·]: repeat key-value heads for their query heads."""
     return x.float().repeat_interleave(q.shape[1] // x.shape[2], dim=2)
 
 
@@ -149,9 +149,9 @@ class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the t tokens of
-    this rank; queries and keys are already rotated. With context parallelism the keys and values of all ranks are gathered and their
-    gradients reduced. In half precision on CUDA one variable-length flash kernel runs; otherwise one `scaled_dot_product_attention` per
-    group of samples of similar length. If the packing has `earlier` depths, it is a drafter's attention (see the module).
+    this rank. Queries and keys are already rotated. With context parallelism, keys and values are gathered from all ranks and their
+    gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; all else uses one `scaled_dot_product_attention`
+    per group of samples of similar length. If the packing has `earlier` depths, computes a drafter's attention (see the module docstring).
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class PackedAttention(torch.nn.Module):
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
         indices, parts = [], []
         for group in packing.length_groups:
-            # Short samples are padded with the row's first key after their last token, which causality hides from their tokens.
+            # Short samples are padded after their last token with the row's first key; the causal mask hides it from their tokens.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
             mask = group.mask
@@ -216,7 +216,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _pad_widths(*tensors: Tensor) -> list[Tensor]:
-    """Pad all to one width, a multiple of 8, as the flash kernel needs. Zeros change no score and add zero columns to the output."""
+    """Pad all to one width, a multiple of 8, as the flash kernel requires. Zeros leave scores unchanged and add zero output columns."""
     width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
@@ -224,7 +224,7 @@ def _pad_widths(*tensors: Tensor) -> list[Tensor]:
 def _append_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Append later depths' keys and values [depths, samples, heads, queries, width] to those of the first [samples, heads, keys, width].
 
-    Returns both and the mask: each query sees only its own token's later keys.
+    Returns keys, values and the mask: each query attends to the later keys of its own token only.
     """
     depths, queries = later[0].shape[0], later[0].shape[3]
     if mask is None:

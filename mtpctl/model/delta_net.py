@@ -1,10 +1,10 @@
 """Gated DeltaNet (arXiv 2412.06464), the linear attention of Qwen3-Next and Qwen3.5, on packed sequences.
 
-Parameters, tensor parallelism and checkpoints are upstream's. The forward pass is not, because it has to separate packed samples in the
-convolution and in the recurrence, on a CPU as well.
+Parameters, tensor parallelism and checkpoints are upstream's. The forward pass differs: it separates packed samples in the convolution and
+the recurrence, and it also runs on a CPU.
 
-With context parallelism the recurrence needs all tokens of a sample, but its heads are independent. So ranks exchange some tokens of all
-heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), reordering the blocks of `Packing`:
+With context parallelism the recurrence needs all tokens of a sample, but its heads are independent. Ranks therefore exchange some tokens of
+all heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), and reorder the blocks of `Packing`:
 
     [t, heads, …] ──to_heads──► [T, heads / P, …], in row order ──recurrence──► [T, heads / P, …] ──to_tokens──► [t, heads, …]
 
@@ -40,7 +40,7 @@ CHUNK = 64
 
 
 class GatedDeltaNet(UpstreamGatedDeltaNet):
-    """[T, 1, H] → [T, 1, H]. Megatron-Bridge maps its parameters by the class's name."""
+    """[t, 1, H] → [t, 1, H]. Megatron-Bridge maps its parameters by the name of the class, so do not rename it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         with megatron_core.without_flash_linear_attention():
@@ -48,7 +48,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         self.out_norm.of_own_heads = not self.config.sequence_parallel
 
     def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> ShardedStateDict:
-        """Upstream's, with the output norm under another key: older checkpoints store it centered at 0 as `out_norm.weight`."""
+        """Upstream's state, except for the key of the output norm: older checkpoints store a norm centered at 0 as `out_norm.weight`."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, *args, **kwargs)
         norm = state[f"{prefix}out_norm.weight"]
         norm.key = norm.key.removesuffix("weight") + GAIN
@@ -84,14 +84,14 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
 
     def _exchange(self, mixed: Tensor, beta: Tensor, alpha: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        """From this rank's tokens of all heads [t, …] to all tokens of the row, of the heads that this rank computes [T, …]."""
+        """Exchange this rank's tokens of all heads [t, …] for all tokens of this rank's heads [T, …]."""
         heads = (self.num_k_heads_local_tp, self.num_k_heads_local_tp, self.num_v_heads_local_tp)
         parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), heads, strict=True)]
         *parts, beta, alpha = to_heads([*parts, beta, alpha], packing, self.pg_collection.cp)
         return torch.cat([part.flatten(1) for part in parts], dim=-1), beta, alpha
 
     def _own_heads(self, *weights: Tensor) -> list[Tensor]:
-        """The parts of weights of the heads that this rank computes."""
+        """Select the weights of the heads that this context-parallel rank computes."""
         return [weight.chunk(self.cp_size)[self.pg_collection.cp.rank()] for weight in weights]
 
 
@@ -121,7 +121,7 @@ class _Heads:
 
 
 def _run_fla(heads: _Heads, row: Packing) -> Tensor:
-    """[T, value heads, value dim] by flash-linear-attention, whose kernels include norms, decays and their sums over chunks."""
+    """Output [T, value heads, value dim], by flash-linear-attention's kernels, which include norms, gates and decays."""
     cu_seqlens, cu_seqlens_cpu = row.boundaries
     samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
     mixed: Tensor = causal_conv1d(heads.mixed[None], heads.taps, activation="silu", **samples)[0]
@@ -140,14 +140,14 @@ def _run_fla(heads: _Heads, row: Packing) -> Tensor:
 
 
 def _run_torch(heads: _Heads, row: Packing) -> Tensor:
-    """The same in plain PyTorch."""
+    """`_run_fla` in plain PyTorch."""
     q, k, v = heads.split(F.silu(_convolve(heads.mixed, heads.taps, row.position_ids)))
     q, k = (_l2_norm(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
     beta = heads.beta.sigmoid()
     out = torch.empty_like(v)
     for group in row.groups:
-        # Padding follows a sample's last token, and the recurrence is causal.
+        # Padding follows a sample's last token; the recurrence is causal, so padding does not affect the sample.
         group_out = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
         out = out.index_put((group.queries[group.valid],), group_out[group.valid])
     return out
@@ -171,9 +171,9 @@ def _l2_norm(x: Tensor) -> Tensor:
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The gated delta rule in plain PyTorch, chunk by chunk, in fp32.
 
-    A head's state S [key dim, value dim] decays by exp(g_t) at each token; then the value that key k_t retrieves from it moves by beta_t
-    towards v_t; the output is q_t S. Within a chunk of C tokens this is triangular algebra, so only states at chunk boundaries are
-    sequential. The initial state is 0.
+    At each token, a head's state S [key dim, value dim] decays by exp(g_t), and the value that key k_t retrieves from S moves towards v_t
+    by the fraction beta_t. The output is q_t S. Within a chunk of C tokens this is a triangular system, so only the states at chunk
+    boundaries are computed sequentially. The initial state is 0.
 
     q, k [B, L, heads, key dim], normed; v [B, L, heads, value dim]; g (log decay), beta [B, L, heads] → [B, L, heads, value dim].
     """

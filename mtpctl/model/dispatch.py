@@ -1,10 +1,10 @@
-"""Token dispatch: from tokens to the rows of their experts, over expert-parallel ranks, and back.
+"""MoE token dispatch: copies tokens to the rows of their experts, exchanges rows over expert-parallel ranks, and sums the outputs.
 
     tokens [T, H] ──Gather──► rows [T k, H], sorted by expert ──exchange──► the rows of this rank's experts
     tokens [T, H] ◄──Sum───── rows [T k, H] ◄──────────────── exchange ──── their outputs
 
-A rank's experts are ordered last expert first (see `Experts`). The exchange exists only with expert parallelism. It needs the number of
-rows per rank on the host, which is the only synchronization here. While rows are in flight, a rank can compute something else.
+A rank's experts are ordered last expert first (see `Experts`). Only expert parallelism has the exchange. It needs the number of rows per
+rank on the host, which is the only synchronization here. While rows are in flight, a rank can compute something else.
 
 Shape legend: T tokens, k experts per token, E experts in total, R rows, H hidden size.
 """
@@ -23,13 +23,13 @@ from mtpctl.kernels.rows import ExpertOrder, distinct_rows, row_sums
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of rows, int32: `row_of` [T, k], the rows of each token; `token_of` [R], the token of each row."""
+    """Mapping between tokens and rows, int32. row_of [T, k]: the rows of each token. token_of [R]: the token of each row."""
 
     row_of: Tensor
     token_of: Tensor
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """tokens [T, H] → rows [R, H], copies of their tokens; a token's gradient is the sum of its rows'."""
+        """tokens [T, H] → rows [R, H]. A token's gradient is the sum of its rows' gradients."""
         return _Gather.apply(tokens, self.token_of, self.row_of)
 
     def sum(self, rows: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ def probs_of_rows(probs: Tensor, order: ExpertOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """All-to-all of rows between expert-parallel ranks: rows `sent` and `received` by rank, and the order by expert of the received ones.
+    """All-to-all of rows between expert-parallel ranks.
 
-    counts [E / ranks]: received rows of each of this rank's experts. even_share: all ranks' rows divided by the number of ranks, rounded
-    up.
+    sent, received: number of rows per rank. order: sorts the received rows by expert. counts [E / ranks]: received rows of each of this
+    rank's experts. even_share: mean number of rows per rank, rounded up.
     """
 
     group: dist.ProcessGroup
@@ -59,7 +59,7 @@ class Exchange:
 
     @classmethod
     def plan(cls, counts: Tensor, group: dist.ProcessGroup) -> Exchange:
-        """Exchange the ranks' row counts. counts [E]: this rank's rows for each expert, in the order in which they are sent."""
+        """Gather the row counts of all ranks. counts [E]: this rank's rows for each expert, in the order in which they are sent."""
         ranks = group.size()
         own = counts.to(torch.int64)
         gathered = own.new_empty(ranks * len(own))
@@ -76,19 +76,19 @@ class Exchange:
         return cls(group, sent, received, order, incoming.sum(0), -(-rows // ranks))
 
     def dispatch(self, rows: Tensor) -> AsyncAllToAll:
-        """Send this rank's rows [T k, …]; receive the rows of its experts, by rank."""
+        """Send this rank's rows [T k, …] and receive the rows of its experts, sorted by source rank."""
         return AsyncAllToAll(rows, self.sent, self.received, self.group)
 
     def combine(self, rows: Tensor) -> AsyncAllToAll:
-        """Send the experts' outputs, by rank; receive those of this rank's rows."""
+        """Send the experts' outputs back, sorted by source rank, and receive the outputs of this rank's rows."""
         return AsyncAllToAll(rows, self.received, self.sent, self.group)
 
 
 class AsyncAllToAll:
     """A differentiable all-to-all that starts when constructed; `wait` returns the received rows.
 
-    Work between the two overlaps with the communication. So does its backward pass with that of the all-to-all, because autograd runs
-    operations in the reverse of their forward order.
+    Computation between construction and `wait` overlaps with the communication. In the backward pass it overlaps as well, because autograd
+    runs operations in reverse order.
     """
 
     def __init__(self, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ class AsyncAllToAll:
         self._sent_rows: Tensor | None = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """The received rows. To be called once."""
+        """Return the received rows. May be called once."""
         rows: Tensor = _Wait.apply(self._sent_rows, self)
         self._sent_rows = None
         return rows
@@ -137,7 +137,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start_transfer(grads[0], backward=True)
-        # A placeholder of the right shape: the gradient is in flight, and `_Start.backward` waits for it.
+        # A placeholder of the right shape. The gradient is in flight; `_Start.backward` waits for it.
         return grads[0].new_zeros(()).expand(ctx.shape), None
 
 

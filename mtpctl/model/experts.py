@@ -1,6 +1,6 @@
-"""Mixtures of experts: the MoE layer, its shared experts, and its routed experts as grouped products.
+"""Mixture of experts: the MoE layer, its shared experts, and its routed experts as grouped matrix products.
 
-Shape legend: T tokens, E experts, R rows (each a token at one of its experts), H hidden size.
+Shape legend: T tokens, E experts, R rows (one per token and selected expert), H hidden size.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from mtpctl.model.layers import GatedMlp, recomputed
 from mtpctl.model.lora import GroupedLayer
 
 HOT = 2.0
-"""An expert-parallel rank with more than this multiple of its even share of rows runs its experts in parts."""
+"""An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in parts, to bound memory."""
 
 
 class SharedExperts(SharedExpertMLP, GatedMlp):
-    """Experts that every token visits, and their output gate if the model has one. Recomputes products like `GatedMlp`."""
+    """Experts that process every token, and their output gate if the model has one. Recomputes products like `GatedMlp`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # upstream's signature
         return self.gated_down(hidden_states, self.up(hidden_states))
 
     def up(self, hidden_states: Tensor) -> Tensor:
-        """The first half of a pass: gate and up-projection."""
+        """First half of the forward pass: gate and up-projection."""
         gate_up, _bias = self.linear_fc1(hidden_states)
         return gate_up
 
     def gated_down(self, hidden_states: Tensor, gate_up: Tensor) -> Tensor:
-        """The second half: SwiGLU, down-projection and output gate."""
+        """Second half: SwiGLU, down-projection and output gate."""
         out, _bias = self.down(gate_up)
         return out * F.linear(hidden_states, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out
 
 
 class Experts(SequentialMLP):
-    """This rank's routed experts. Parameters and checkpoints are upstream's, one linear layer per expert; they run as grouped products.
+    """This rank's routed experts. Parameters and checkpoints are upstream's (linear layers per expert), but they run as grouped products.
 
-    Rows are sorted from the last expert to the first: Megatron's gradient buffers hold the parameters in reverse.
+    Rows are sorted from the last expert to the first, because Megatron's gradient buffers store parameters in reverse order.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Experts(SequentialMLP):
     def run_in_parts(self, rows: Tensor, ends: Tensor, probs: Tensor, most: int) -> Tensor:
         """`run` on at most `most` rows at a time. Saves only rows and probs; the backward pass recomputes the rest."""
         if torch.is_grad_enabled() and not (rows.requires_grad or probs.requires_grad) and any(p.requires_grad for p in self.parameters()):
-            # Adapters may train on an input without gradient, for which a checkpoint would give them none.
+            # A reentrant checkpoint computes no gradients if no input requires one, but adapters may follow such an input.
             rows = rows.detach().requires_grad_()
-        # Non-reentrant checkpoints use saved-tensor hooks; those of `recomputed` are nested inside and would keep their tensors.
+        # Non-reentrant checkpoints use saved-tensor hooks; the nested hooks of `recomputed` would take precedence and keep their tensors.
         run = partial(checkpoint, self.run, use_reentrant=True, preserve_rng_state=False) if torch.is_grad_enabled() else self.run
         parts = zip(range(0, len(rows), most), rows.split(most), probs.split(most), strict=True)
         return torch.cat([run(part, (ends - start).clamp(0, len(part)), part_probs) for start, part, part_probs in parts])
@@ -105,8 +105,8 @@ class MixtureOfExperts(MoELayer):
     """Upstream's router and parameters, with token dispatch by `mtpctl.model.dispatch`.
 
     The shared experts overlap with the exchange of rows: their first half runs during the dispatch, the second during the combine. If tp
-    splits the shared experts, they run before, so that their collectives do not run concurrently with the exchange. If tp splits each
-    routed expert, ranks gather their tokens and sum the outputs of their parts.
+    splits the shared experts, they run before the exchange, so that their collectives do not run concurrently with it. If tp splits each
+    routed expert, ranks gather their tokens and sum their partial outputs.
     """
 
     def forward(
@@ -119,7 +119,7 @@ class MixtureOfExperts(MoELayer):
         shared = self.shared_experts(hidden_states) if self.use_shared_expert and overlapped is None else None
         probs, routes = self.route(hidden_states, padding_mask)
         if expert_tp.size() > 1:
-            # Each rank's part of an expert contributes a part of a token's and of a prob's gradient.
+            # Each rank's part of an expert contributes to the gradients of all tokens and probs.
             tokens, probs = (gather_from_sequence_parallel_region(x, group=expert_tp) for x in (tokens, probs))
             routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=expert_tp).bool()
         sorted_rows = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
@@ -137,7 +137,7 @@ class MixtureOfExperts(MoELayer):
     def _exchange(
         self, tokens: Tensor, row_probs: Tensor, order: Order, counts: Tensor, overlapped: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """This rank's tokens [T, H] through the experts of all ranks, and `overlapped` states through the shared experts meanwhile.
+        """Run this rank's tokens [T, H] through the experts of all ranks and, meanwhile, `overlapped` through the shared experts.
 
         row_probs [R]: prob of each row. counts [E]: rows of each expert.
         """

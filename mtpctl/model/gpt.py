@@ -40,8 +40,8 @@ class Hidden:
 class VocabParallelEmbedding(UpstreamVocabParallelEmbedding):
     """Ids [1, T] → [1, T, H], or [t, 1, H] with sequence parallelism. Megatron-Bridge maps its parameter by the class's name.
 
-    Adds its gradient to the weight's fp32 buffer row by row. Autograd would allocate and zero a gradient of the whole weight and add all of
-    it, which for a large vocabulary takes a GPU longer than a layer's attention.
+    Adds its gradient to the weight's fp32 buffer row by row. Autograd would allocate, zero and add a gradient of the whole weight, which for
+    a large vocabulary takes longer than a layer's attention.
     """
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class _EmbeddingRows(torch.autograd.Function):
         grad = grads[0].to(buffer.dtype)
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        # Unlike `index_add_`, adds rows of equal ids in a fixed order on CUDA too.
+        # Unlike `index_add_`, this adds rows of equal ids in a fixed order on CUDA as well.
         buffer.index_put_((ids.flatten(),), grad.flatten(0, -2), accumulate=True)
         return None, None, None
 
@@ -83,7 +83,7 @@ class MtpLayer(MultiTokenPredictionLayer):
     Depth k combines the state at token i with the embedding of token i + k; its output predicts token i + k + 1 (DeepSeek-V3 report, arXiv
     2412.19437, section 2.2). Upstream shifts token ids itself, sample by sample in Python; here `MtpModel` shifts a whole microbatch.
 
-    recycles_prenorm: whether the next depth reads the state before this one's final norm rather than after it; depends on the family.
+    recycles_prenorm: whether the next depth reads the state before this depth's final norm rather than after it (set per model family).
     """
 
     recycles_prenorm: bool = False
@@ -92,7 +92,7 @@ class MtpLayer(MultiTokenPredictionLayer):
         self, hidden: Tensor, embedding: Tensor, packing: Packing, padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """hidden and embedding [T, 1, H] (split over tp with sequence parallelism) → states for the LM head and for the next depth."""
-        # The depths of a repeated layer share keys, which recomputation would append again.
+        # All depths of a repeated layer append to one list of keys; recomputation would append them twice.
         recompute = self.config.recompute_granularity == "full" and self.training and packing.earlier is None
         if recompute and not hidden.requires_grad:
             # A checkpointed region without a differentiable input would give its parameters no gradient.
@@ -122,7 +122,8 @@ class MtpModel(GPTModel):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._prenorm: Tensor | None = None
-        # Upstream puts the final norm on the stage of the last decoder layer; the state before it is needed on the stage of the head.
+        # MTP needs the state before the final norm, so the norm belongs to the LM head's stage. Upstream puts it on the stage of the last
+        # decoder layer.
         if not self.post_process:
             self.decoder.final_layernorm = None
         elif self.decoder.final_layernorm is None:
@@ -131,14 +132,14 @@ class MtpModel(GPTModel):
             # Upstream's model constructs its embedding regardless of the spec.
             self.embedding.word_embeddings.__class__ = VocabParallelEmbedding
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
-            # The head is MTP's embedding on the last stage; upstream allocates a second one.
+            # With tied weights, MTP's embedding on the last stage is also the LM head; upstream allocates a second weight.
             del self.output_layer.weight
             self.output_layer.__dict__["weight"] = self.embedding.word_embeddings.weight
         if self.mtp_process:
             self.decoder.final_layernorm.register_forward_pre_hook(self._save_prenorm)
 
     def use_rope(self, rope: Rope) -> None:
-        """Rotate queries and keys by this embedding in every attention layer."""
+        """Use this rotary embedding in every attention layer."""
         self.rope = rope
         for module in self.modules():
             if isinstance(module, LatentAttention):
@@ -148,9 +149,9 @@ class MtpModel(GPTModel):
         self._prenorm = args[0]
 
     def forward(self, input_ids: Tensor, packing: Packing, *, depths: int = 0) -> Hidden | Tensor:  # type: ignore[override]
-        """input_ids [T], the whole row → `Hidden` on the last pipeline stage, the stage's state [t, 1, H] on others.
+        """input_ids [T] of the whole row → `Hidden` on the last pipeline stage, hidden states [t, 1, H] on others.
 
-        depths: number of MTP depths to compute; 0 does not use the head's weights.
+        depths: number of MTP depths to compute; with 0, the MTP head is not used.
         """
         position_ids = packing.position_ids
         packing.rotary = self._rotary(position_ids)
@@ -175,10 +176,10 @@ class MtpModel(GPTModel):
         return None if self.config.multi_latent_attention else self.rope.rotary(position_ids)
 
     def _mtp(self, state: Tensor, input_ids: Tensor, packing: Packing, depths: int) -> list[Tensor]:
-        """States of the first `depths` depths, as the LM head reads them.
+        """States of the first `depths` depths, as inputs of the LM head.
 
-        Separate layers use their tokens' positions and attend to their own keys. An engine drafts several tokens with a repeated layer:
-        each depth is at the next position and attends to the first depth's keys of earlier tokens.
+        Separate layers use their tokens' positions and attend to their own keys. A repeated layer works as in an engine that drafts several
+        tokens with it: each depth uses the next position and attends to the first depth's keys of earlier tokens.
         """
         layers, position_ids = self.mtp.layers, packing.position_ids
         state = state.detach() if self.mtp_isolated else state
@@ -202,7 +203,7 @@ class MtpModel(GPTModel):
         return None if packing.padding_mask is None or self.config.num_moe_experts is None else self._sequence_part(packing.padding_mask)
 
     def _sequence_part(self, values: Tensor) -> Tensor:
-        """The per-token values of this rank's part of the tokens under sequence parallelism."""
+        """This rank's part of per-token values under sequence parallelism."""
         if not self.config.sequence_parallel:
             return values
         tp = self.pg_collection.tp

@@ -1,7 +1,7 @@
 """Plain PyTorch layers for megatron-core's layer specs, replacing Transformer Engine's.
 
-Parameters have Transformer Engine's fused names (`linear_qkv.layer_norm_weight`), so that Megatron-Bridge's mappings and checkpoints fit
-both. Megatron-Bridge recognizes several classes by name.
+Parameters have Transformer Engine's fused names (`linear_qkv.layer_norm_weight`), so that Megatron-Bridge's mappings and checkpoints work
+with both. Megatron-Bridge recognizes several classes by name.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def recomputed(value: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
 class ColumnParallelLinear(UpstreamColumnParallelLinear):
     """[..., in] → [..., out / tp], and the bias if the caller adds it.
 
-    An unsplit layer with a gradient buffer takes a shortcut: upstream checks for collectives, mixed precision and offloading in each call
-    and passes through three autograd functions, a large part of a layer's time if the GPU is bound by launches.
+    A layer that is not split and has a gradient buffer bypasses upstream's forward pass. Upstream checks for collectives, mixed precision
+    and offloading in each call and uses three autograd functions, which dominates small layers that are launch-bound.
     """
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
@@ -62,7 +62,7 @@ class ColumnParallelLinear(UpstreamColumnParallelLinear):
 
 
 class RowParallelLinear(UpstreamRowParallelLinear):
-    """[..., in / tp] → [..., out], and the bias if the caller adds it. Takes the shortcut of `ColumnParallelLinear`."""
+    """[..., in / tp] → [..., out], and the bias if the caller adds it. Bypasses upstream like `ColumnParallelLinear`."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.tp_group.size() > 1 or not is_buffered(self.weight):
@@ -77,7 +77,7 @@ def _with_bias(out: Tensor, bias: Tensor | None, *, skip_bias_add: bool) -> tupl
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank has in full and applies to its own tokens."""
+    """A linear layer that is replicated on all tensor-parallel ranks; each rank applies it to its own tokens."""
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         if is_buffered(self.weight):
             return buffered_linear(x, self.weight), None
-        # In two dimensions: with three, torch selects the product, and its rounding, by whether the weight gets a gradient.
+        # With three dimensions, the product that torch selects, and its rounding, would depend on whether the weight requires a gradient.
         return F.linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
@@ -110,8 +110,8 @@ def norm_offset(config: TransformerConfig) -> float:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; supports sequence-parallel input.
 
-    of_own_heads: the input has all tokens of this tensor-parallel rank's heads only, so the weight's gradient must be summed over ranks.
-    megatron-core does that with sequence parallelism, and always for QK norms.
+    of_own_heads: the input has all tokens, but only this tensor-parallel rank's heads, so the weight gradient must be summed over ranks
+    here. With sequence parallelism, and for QK norms, megatron-core sums it.
     """
 
     of_own_heads = False
@@ -145,9 +145,9 @@ class GatedRMSNorm(RMSNorm):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMS norm, then a column-parallel linear layer that owns the norm's weight.
+    """RMS norm followed by a column-parallel linear layer.
 
-    The norm's input is saved for the backward pass, which recomputes the linear layer's input.
+    Only the norm's input is saved for the backward pass, which recomputes the linear layer's input.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
@@ -171,7 +171,7 @@ class GatedMlp(MLP):
         return self.down(gate_up, per_token_scale)
 
     def down(self, gate_up: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The second half: SwiGLU and down-projection."""
+        """Second half of the forward pass: SwiGLU and down-projection."""
         product = swiglu(gate_up, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
         with recomputed(product, partial(swiglu, gate_up.detach(), scale)):

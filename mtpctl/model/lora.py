@@ -1,16 +1,17 @@
-"""LoRA (Hu et al., arXiv 2106.09685) on Megatron's linear layers: y = W x + (alpha / rank) B A x, where W stays frozen.
+"""LoRA (Hu et al., arXiv 2106.09685) on Megatron's linear layers: y = W x + (alpha / rank) B A x, with W frozen.
 
 A [rank, in] and B [out, rank] are split over the tensor-parallel ranks so that only [tokens, rank] is communicated:
 
-column      W and B are split by rows, A is replicated. With sequence parallelism A is applied to a rank's own tokens and its result
-            gathered; A's gradient is then of those tokens, and megatron-core sums it over the ranks.
-row         W and A are split by columns, B is replicated. The partial A x are summed (scattered) before B is applied.
-expert      Tokens are gathered before the experts and outputs summed after them, so the adapter communicates nothing. The gradient of the
-            replicated matrix is of that rank's part, and megatron-core sums it over the ranks.
-replicated  W, A and B are replicated, and applied to a rank's own tokens.
+column      W and B are split by rows, A is replicated. With sequence parallelism A is applied to a rank's own tokens and its result is
+            gathered. A's gradient then covers those tokens only, and megatron-core sums it over the ranks.
+row         W and A are split by columns, B is replicated. The partial results A x are summed (reduce-scattered with sequence parallelism)
+            before B is applied.
+expert      Tokens are gathered before the experts and outputs are summed after them, so the adapter needs no communication. A rank has a
+            part of the replicated matrix's gradient, and megatron-core sums it over the ranks.
+replicated  W, A and B are replicated and applied to a rank's own tokens.
 
-An adapter is a submodule of the layer that it changes, so the layer's parameters keep their names. MTP layers get none, because inference
-engines do not support adapters on drafters; their weights are trained instead.
+An adapter is a submodule of its layer, so the layer's parameters keep their names. MTP layers get no adapters, because inference engines do
+not support adapters on drafters; their weights are trained instead.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Adapted(torch.nn.Module):
     tp_group: dist.ProcessGroup
     explicit_expert_comm: bool
     split = ""
-    """The adapter's matrix that is split over tp, if any."""
+    """Name of the adapter matrix that is split over tp, if any."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, dist.ProcessGroup] | None = None
@@ -161,10 +162,10 @@ _ADAPTED: dict[type, type[torch.nn.Module]] = {
 
 
 def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze all but the MTP layers, and attach an adapter to every target in the decoder's layers. Initially B A is 0.
+    """Freeze all but the MTP layers, and attach an adapter to every target in the decoder layers.
 
-    A is initialized like a linear layer's weight (uniform, ±1/√in) from the seed and the layer's path in the whole model, so that every
-    layout has the same values; B is 0. Raises UserError for a target that no layer has.
+    A is initialized like a linear layer's weight (uniform, ±1/√in) from the seed and the layer's path in the whole model, so its values do
+    not depend on the parallel layout. B is 0. Raises UserError if no layer matches a target.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith("mtp."):
@@ -176,7 +177,7 @@ def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
             linear.adapter = _adapter(linear, path, segments, lora, seed)
             cast(Any, linear).__class__ = _ADAPTED[type(linear)]
     if model.pre_process and model.config.recompute_granularity == "full":
-        # A recomputed region without a differentiable input would give its adapters no gradient.
+        # Recomputation gives adapters no gradient unless its input requires one.
         model.embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_() if torch.is_grad_enabled() else out)
 
 
@@ -201,7 +202,7 @@ def _linears(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
 
 
 def _global_expert_name(layer: torch.nn.Module, name: str) -> str:
-    """The name with an expert's local index replaced by its global one."""
+    """Replace an expert's local index in a name by its global one."""
     head, separator, rest = name.partition(".local_experts.")
     if not separator:
         return name
@@ -248,7 +249,7 @@ def _adapter(linear: _Linear, path: str, segments: dict[str, int], lora: LoraCon
 
 
 def _own_tokens(linear: _Linear) -> bool:
-    """Whether a replicated matrix gets its gradient only from this rank's tokens or part of a sum."""
+    """Whether a replicated matrix's gradient on this rank is partial: from the rank's own tokens or its part of a sum."""
     if isinstance(linear, ReplicatedLinear):
         return bool(cast(Any, linear.weight).sequence_parallel)
     return bool(linear.config.sequence_parallel and linear.tp_group.size() > 1)

@@ -1,12 +1,12 @@
-"""Packed sequences: the layout of a microbatch of many samples, and what attention needs to know about it.
+"""Packed sequences: the layout of a microbatch of many samples, as attention needs it.
 
-A microbatch is one row of T tokens, the samples concatenated without padding, with position ids that restart at each. Megatron passes
-`Packing` through as its packed-sequence parameters. Its format is neither `sbhd` nor `thd`, so that rotary tables are indexed by position
-once instead of sliced per sample in Python.
+A microbatch is one row of T tokens: the samples, concatenated without padding, with position ids that restart at each sample. `Packing` is
+passed as Megatron's packed-sequence parameters. Its format is neither `sbhd` nor `thd`, so that rotary tables are indexed by position once
+instead of sliced per sample in Python.
 
-With context parallelism (CP) the row is cut into twice as many equal blocks as there are ranks; rank r has the r-th block from the front
-and the r-th from the back. So all ranks have about as many query-key pairs of a long sample. The queries of a block attend to keys from the
-first token of the sample in which the block begins, up to the block's end.
+With context parallelism (CP) the row is split into twice as many equal blocks as there are ranks. Rank r has the r-th block from the front
+and the r-th from the back, which balances the query-key pairs of a long sample over ranks. The queries of a block attend to keys from the
+first token of the sample in which the block begins up to the block's end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP = 32
 
 @dataclass
 class EarlierDepths:
-    """Keys [t, g, d] and values [t, g, w] of this rank's tokens at the depths so far of one pass; attention appends its own."""
+    """Keys [t, g, d] and values [t, g, w] of this rank's tokens, one per depth of a pass so far; attention appends the current depth's."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Group:
     """Samples of similar length that are computed together, one per row.
 
     queries [samples, length]: indices of this rank's tokens. keys [samples, length]: indices of the keys visible to this rank. valid
-    [samples, length]: False for padding. mask [queries, keys]: set if a sample began in an earlier block.
+    [samples, length]: False for padding. mask [queries, keys]: needed if a sample began in an earlier block; None: causal.
     """
 
     queries: Tensor
@@ -50,21 +50,22 @@ class Group:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Layout of a microbatch as one CP rank sees it. A part is the tokens of one sample in one block; a sample may have two parts on a
-    rank.
+    """Layout of a microbatch on one CP rank.
 
-    cu_seqlens_q, cu_seqlens_kv: int32 [parts here + 1], start of each part's queries and keys, and the end.
+    A part is the tokens of one sample in one block; a sample may have two parts on a rank.
+
+    cu_seqlens_q, cu_seqlens_kv: int32 [parts on this rank + 1], start of each part's queries and keys, and the end.
     max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
     starts: int64 [samples + 1], start of each sample of the row, and T.
     tokens: int64 [t], indices in the row of this rank's tokens.
     visible_blocks: the blocks whose keys this rank's queries attend to, as (index in CP order, first token); empty without CP.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
-    lengths: of each part here, in queries and in keys. sample_lengths: of all samples of the row. ranks: CP ranks that share the row.
+    lengths: queries and keys of each part on this rank. sample_lengths: of all samples of the row. ranks: CP ranks that share the row.
     padding_tokens: number of padding tokens at the end of the row.
     rotary: rotation of queries and keys; None for latent attention, which rotates them itself.
     earlier: keys and values of earlier depths, while the depths of a repeated MTP layer are computed.
-    routes: uint8 or int16 [t, MoE layers, k], the experts to send this rank's tokens to, if `routed` [t] is set. None: each router selects.
-    recorded: None, or a dictionary in which each MoE layer of this rank stores its tokens' experts [t, k] by its index.
+    routes: uint8 or int16 [t, MoE layers, k], experts to replay for tokens with `routed` [t] set. None: routers select all experts.
+    recorded: None, or a dictionary in which each MoE layer of this rank stores its tokens' experts [t, k] under its index.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -83,9 +84,9 @@ class Packing(PackedSeqParams):
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str, *, cp_rank: int = 0, cp: int = 1) -> Packing:
-        """The packing of samples of these lengths, in this order.
+        """Pack samples of these lengths, in this order.
 
-        Raises ValueError for an empty sample, and if the tokens do not divide evenly over the blocks of `cp` ranks.
+        Raises ValueError if a sample is empty, or if the tokens do not divide evenly over the blocks of `cp` ranks.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sample needs at least one token; the lengths are {lengths}")
@@ -144,14 +145,14 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def full_row(self) -> Packing:
-        """The packing of a rank that has all tokens of this row."""
+        """The packing of the whole row, as without CP."""
         return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)
 
     @cached_property
     def boundaries(self) -> tuple[Tensor, Tensor]:
         """`cu_seqlens_q` as int64, on its device and on the host.
 
-        Linear attention kernels cache what they compute from these two tensors for all layers, keyed by identity.
+        Linear attention kernels cache results per tensor identity, so all layers must pass the same two tensors.
         """
         sums = [0, *accumulate(self.lengths[0])]
         return self.cu_seqlens_q.long(), torch.tensor(sums)
@@ -162,7 +163,7 @@ class Packing(PackedSeqParams):
         return self.tokens >= self.starts[-1] - self.padding_tokens if self.padding_tokens else None
 
     def visible(self, gathered: Tensor) -> Tensor:
-        """Keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""
+        """Select the keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""
         if not self.visible_blocks:
             return gathered
         # The backward pass of one split allocates one gradient of the whole row; many slices would allocate one each.
@@ -171,9 +172,9 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The parts in few groups: a part shorter than half of its group's longest starts the next, so at most half of it is padding.
+        """The parts in few groups, for operations that process samples step by step and have no kernel for packed rows.
 
-        For operations without a kernel for packed rows that process a sample step by step.
+        A part shorter than half of the group's longest starts a new group, so at most half of a group is padding.
         """
 
         def widths(lengths: list[int]) -> list[int]:
@@ -188,7 +189,7 @@ class Packing(PackedSeqParams):
     def length_groups(self) -> list[Group]:
         """The parts grouped by length, rounded up to a multiple of `STEP`.
 
-        For attention, whose order of summation depends on the width: a sample's result is bit-identical whatever it is packed with.
+        For attention: its order of summation depends on the width, so this makes a sample's result independent of the other samples.
         """
         return self._grouped(lambda lengths: [-(-length // STEP) * STEP for length in lengths])
 
@@ -204,14 +205,14 @@ class Packing(PackedSeqParams):
         return replace(self, position_ids=position_ids, rotary=rotary, earlier=earlier)
 
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Shift `values` [T] of the whole row one token to the left within each sample; each sample's last becomes `fill`."""
+        """Shift `values` [T] of the whole row one token to the left within each sample; each sample's last value becomes `fill`."""
         shifted = values.roll(-1)
         shifted[self.starts[1:] - 1] = fill
         return shifted
 
 
 def blocks(cp: int) -> int:
-    """Number of equal blocks that a row is cut into for `cp` ranks."""
+    """Number of equal blocks that a row is split into for `cp` ranks."""
     return 2 * cp if cp > 1 else 1
 
 
@@ -227,9 +228,9 @@ def _sums(lengths: list[int]) -> Tensor:
 
 
 def _groups(queries: list[int], keys: list[int], widths: Callable[[list[int]], list[int]]) -> list[Group]:
-    """Parts grouped by their padded width, longest first. `widths` maps descending lengths to widths.
+    """Group parts by their padded width, longest first. `widths` maps descending lengths to widths.
 
-    A part whose sample began in an earlier block (at most one per block) is a separate group.
+    A part whose sample began in an earlier block (at most one per block) forms its own group.
     """
     query_starts, key_starts = _sums(queries).tolist(), _sums(keys).tolist()
     result = []

@@ -23,7 +23,7 @@ from mtpctl.recipe.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a process group. master: `host:port` of the rendezvous store, which rank 0 hosts unless world_size is 1."""
+    """A rank of the world group. master: `host:port` of the rendezvous store, which rank 0 hosts unless world_size is 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,12 +33,12 @@ class Rank:
 
 
 class ProcessGroups:
-    """All process groups of a rank. They exist from construction until `close`; a process has one such object at a time."""
+    """All process groups of a rank, from construction until `close`. A process has at most one such object at a time."""
 
     def __init__(self, rank: Rank, parallel: ParallelConfig) -> None:
-        """Join the world group, and create the groups of tp, pp, cp, ep and dp.
+        """Join the world group and create the groups of tp, pp, cp, ep and dp.
 
-        Raises RuntimeError if the number of ranks does not match the layout, or the process has groups already.
+        Raises RuntimeError if the number of ranks does not match the layout, or if the process already has groups.
         """
         if rank.world_size != parallel.world_size:
             raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size}")
@@ -92,12 +92,13 @@ def _join(rank: Rank) -> None:
         timeout=datetime.timedelta(seconds=rank.deadline_s),
     )
     if cuda:
-        # NCCL allocates at a group's first collective. With one rank that would be a checkpoint's, when engines may have filled the GPU.
+        # NCCL allocates memory at a group's first collective. With a single rank that would happen at the first checkpoint, when engines
+        # may have filled the GPU.
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metric sums of the last pipeline stage, summed over dp, on every stage."""
+    """Sum the last pipeline stage's metric sums over dp and return them on every stage. Collective."""
     if dist.get_world_size() == 1:
         return sums
     names = sorted(sums)

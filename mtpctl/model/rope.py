@@ -30,7 +30,7 @@ class Rope:
     scaling: float = 1.0
 
     def on(self, device: torch.device) -> Rope:
-        """Move to a device, once: copying the frequencies in each pass would synchronize the host with the device."""
+        """Move to a device. Done once, because copying the frequencies in each pass would synchronize the host with the device."""
         return replace(self, inverse_frequencies=self.inverse_frequencies.to(device))
 
     def rotary(self, position_ids: Tensor) -> Rotary:
@@ -64,7 +64,7 @@ def rope_of(shape: ModelShape) -> Rope:
 
 
 def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate in between."""
     low, high, trained = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
     turns = trained * plain / (2 * math.pi)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)
@@ -72,7 +72,7 @@ def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
-    """Keep frequencies with over `beta_fast` turns in the trained length, divide those under `beta_slow`, and ramp between."""
+    """Keep frequencies with over `beta_fast` turns in the trained length, divide those with under `beta_slow`, and interpolate in between."""
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     dims = 2 * len(plain)
 

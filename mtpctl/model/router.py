@@ -1,12 +1,12 @@
-"""MoE routers and routing replay: their losses, expert loads, and routes to replay or record.
+"""MoE routers: router losses, expert loads, and routing replay.
 
 Upstream divides router losses by the tokens of a microbatch. Here every loss is divided by the tokens of the whole update, so routers get
 that number, and losses are attached here instead of upstream.
 
-With replay, tokens go to the experts that an earlier pass sent them to. Their probs are still computed from this router's own logits, and
-its gradient passes through them (arXiv 2510.11370, section 3). Upstream's replay stores routes in process-wide lists and looks up those of
-a backward pass by counting over all routers ever created. Here a layer passes routes to its router along with its tokens, so recomputation
-and pipelines need no special handling, and MTP layers get none.
+With replay, tokens go to the experts that an earlier pass selected. Their probs are still computed from this router's own logits, so the
+router gets a gradient (arXiv 2510.11370, section 3). Upstream's replay stores routes in process-wide lists and looks up those of a backward
+pass by counting over all routers ever created. Here a layer passes routes to its router with its tokens, so recomputation and pipelines
+need no special handling. MTP layers do not replay routes.
 
 Shape legend: T tokens, E experts, k experts per token.
 """
@@ -30,9 +30,9 @@ from mtpctl.model.packing import Packing
 
 
 class ExpertChoice:
-    """The experts of one pass: the router's own, or replayed ones. `own` and `chosen` [T, k] are set by the pass.
+    """The experts of one pass: selected by the router or replayed. The pass sets `own` (the router's) and `chosen` (those used), [T, k].
 
-    Has the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `chosen` will be read.
+    Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `chosen` is read.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
@@ -56,7 +56,7 @@ class ExpertChoice:
         return scores.gather(1, self.chosen), self.chosen
 
     def agreement(self) -> tuple[Tensor, Tensor]:
-        """Number of replayed experts that the router would have chosen as well, and of all replayed experts."""
+        """Number of replayed experts that the router would also have chosen, and of all replayed experts."""
         assert self.replay is not None
         same = (self.chosen[:, :, None] == self.own[:, None, :]).any(-1)
         replayed = self.replay.replayed
@@ -64,14 +64,15 @@ class ExpertChoice:
 
 
 class Router(TopKRouter):
-    """Upstream's weights and expert selection. Call `begin` before the passes of an update; `load` is complete after them.
+    """Router with upstream's weights and expert selection. Call `begin` before the passes of an update; `load` is complete after them.
 
-    load [E]: tokens of each expert. replayed [2]: replayed experts that the router would have chosen as well, and all replayed experts.
+    load [E]: tokens of each expert. replayed [2]: number of replayed experts that the router would also have chosen, and of all replayed
+    experts.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Upstream would update the bias before it is known whether the optimizer steps; `mtpctl.trainer.data_parallel` does so afterwards.
+        # Upstream would update the bias before it is known whether the optimizer steps; `mtpctl.trainer.data_parallel` updates it later.
         self.frozen_expert_bias = True
         self.passes = (config.mtp_num_layers or 1) if is_mtp_layer and config.mtp_use_repeated_layer else 1
         """Number of MTP depths that share this router, over which its losses are averaged."""
@@ -84,7 +85,7 @@ class Router(TopKRouter):
 
     @staticmethod
     def begin(routers: list[Router], tokens: int) -> None:
-        """Begin an update on `tokens` tokens of all ranks together."""
+        """Begin an update. tokens: its number of tokens on all ranks together."""
         for router in routers:
             router.tokens = tokens
         if routers:
@@ -100,7 +101,7 @@ class Router(TopKRouter):
         """logits [T, 1, E] → probs and routes (bool), both [T, E]. padding_mask [T]: set for padding tokens."""
         config = self.config
         logits = logits.view(-1, self.num_experts)
-        # With recomputed activations a pass runs twice, the first time without gradients.
+        # With activation recomputation a pass runs twice, the first time without gradients.
         trains = self.training and torch.is_grad_enabled()
         real = None if padding_mask is None else ~padding_mask.view(-1, 1)
         if trains and config.moe_z_loss_coeff:
@@ -132,7 +133,7 @@ class Router(TopKRouter):
         return probs, routes
 
     def _rule(self, logits: Tensor) -> RoutingRule | None:
-        """The rule for `mtpctl.kernels.routing`; None if it does not apply: on a CPU, with expert groups, or while recording routes."""
+        """The rule for `mtpctl.kernels.routing`; None if the kernel cannot be used: on a CPU, with expert groups, or to record routes."""
         config = self.config
         recorded = self.choice is not None and self.choice.recorded
         if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded:
@@ -149,13 +150,13 @@ class Router(TopKRouter):
         return replace(replay, counts=self.replayed) if replay is not None and trains else replay
 
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
-        """x, whose backward pass also backpropagates `loss`, a sum over tokens."""
+        """Return x such that its backward pass also backpropagates `loss`, a sum over tokens."""
         return MoEAuxLossAutoScaler.apply(x, loss / (self.tokens * self.passes))
 
     def _balance_loss_sum(self, logits: Tensor, load: Tensor, real: Tensor | None) -> Tensor:
         """This rank's part of the microbatch's E Σ f P (Switch, arXiv 2101.03961, equation 4) times its tokens.
 
-        f is the fraction of all rows at an expert, P its mean score over all tokens. Only P has a gradient.
+        f is the fraction of all rows routed to an expert, P its mean score over all tokens. Only P has a gradient.
         """
         if self.score_function == "softmax":
             scores = logits.softmax(-1, dtype=torch.float32)
@@ -178,10 +179,10 @@ def _z_loss_sum(logits: Tensor, real: Tensor | None) -> Tensor:
 
 
 class DecoderLayer(TransformerLayer):
-    """A decoder layer that replays or records routes. `moe_index`: its index among the MoE layers; None for a dense layer.
+    """A decoder layer that can replay or record routes. moe_index: its index among the MoE layers; None for a dense layer.
 
-    The packing is one of the layer's arguments and so passes through recomputation, where routes equal those of the forward pass. MTP
-    layers are upstream's `TransformerLayer`, whose routers get no routes.
+    The packing is an argument of the layer, so recomputation uses the same routes as the forward pass. MTP layers are upstream's
+    `TransformerLayer`, whose routers get no routes.
     """
 
     moe_index: int | None = None
@@ -213,7 +214,7 @@ class DecoderLayer(TransformerLayer):
 
 
 def number_moe_layers(model: torch.nn.Module, layers: tuple[int, ...]) -> None:
-    """Assign each decoder layer in `layers`, the MoE layers counted from 0, its index among them."""
+    """Assign each MoE layer its index in `layers`, the 0-based numbers of the MoE layers."""
     for module in model.modules():
         if isinstance(module, DecoderLayer):
             number = module.layer_number - 1
@@ -221,7 +222,7 @@ def number_moe_layers(model: torch.nn.Module, layers: tuple[int, ...]) -> None:
 
 
 def gather_recorded(packing: Packing, layer: DecoderLayer) -> Tensor:
-    """The experts [T, k] of the row's tokens in `layer`, from the ranks that share the row. Collective, after the pass."""
+    """Gather the experts [T, k] of the row's tokens in `layer` from the ranks that share the row. Collective; call after the pass."""
     assert packing.recorded is not None and layer.moe_index is not None
     experts = packing.recorded[layer.moe_index].int()  # gloo does not support int16
     if layer.config.sequence_parallel:

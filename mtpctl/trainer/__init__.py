@@ -1,4 +1,4 @@
-"""The code of a trainer process: actor, Megatron engine, microbatches, objectives, optimizer, weight sending.
+"""The trainer process: actor, Megatron engine, microbatches, objectives, optimizer, weight sending.
 
 Log-prob ranks use the same engine for scoring.
 """

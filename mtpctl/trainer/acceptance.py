@@ -1,14 +1,15 @@
-"""The acceptance rate that a drafter would have, estimated by the trainer from its own batches for sampled and for greedy drafts.
+"""Estimates a drafter's acceptance rate from the trainer's batches, for sampled and for greedy drafts.
 
-Per depth, over all tokens: the mean probability that a draft is accepted, given the tokens before it in the response. By position, as an
-engine counts it (`rollout/spec_accept_rate_k`): a draft is only reached if the drafts before it were accepted, and a step begins where the
-last one ended, after a rejected draft, or after all drafts and the bonus token.
+Rate per depth: the mean probability over all tokens that a draft is accepted, given the preceding tokens of the response.
 
-With x the sampled tokens, p the trunk's and q the head's distribution: if rejection sampling emitted x, it accepted a draft with
-probability w = min(1, q(x) / p(x)) for sampled drafts, and w = [x is the head's first choice] for greedy ones. From the begin of a step,
-draft d of k is reached with the product of w before it, and accepted with Σ min(p, q), or with p of the first choice. A rejection at d
-begins a step there. So the probability that a step begins at a token follows exactly from those of the tokens before it, in one pass over
-the response.
+Rate per position, as an engine counts it (`rollout/spec_accept_rate_k`): a draft is reached only if the drafts before it were accepted. A
+step begins where the previous step ended: after a rejected draft, or after all drafts and the bonus token.
+
+Let x be a sampled token, p the trunk's distribution and q the head's. Given that rejection sampling emitted x, it accepted a draft with
+probability w = min(1, q(x) / p(x)) for sampled drafts, and w = [x = argmax q] for greedy ones. Within a step, draft d is reached with the
+product of w over the drafts before it, and is accepted with probability Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is
+rejected, a step begins there. The probability that a step begins at a token therefore follows exactly from those of earlier tokens, in one
+pass over the response.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ KINDS = {"probabilistic": "", "greedy": "_greedy"}
 
 @dataclass
 class DepthChances:
-    """Probabilities of one depth over the R response tokens, by the kind of drafts.
+    """Probabilities of one depth over the R response tokens, by kind of draft.
 
-    measured: whether the token is measured. accepted: that a draft is accepted. kept: that a draft was accepted, given the sampled token.
+    measured: whether the token counts. accepted: probability that a draft is accepted. kept: probability that a draft was accepted, given
+    the sampled token (w in the module docstring).
     """
 
     measured: Tensor
@@ -39,13 +41,13 @@ class DepthChances:
 
 @dataclass
 class Walk:
-    """Expected steps, and expected accepted drafts by position, of one kind of drafts."""
+    """Expected steps, and expected accepted drafts by position, for one kind of draft."""
 
     steps: float = 0.0
     accepted: list[float] = field(default_factory=list)
 
     def add(self, accepted: list[list[float]], kept: list[list[float]], length: int) -> None:
-        """Add a turn of `length` tokens. accepted, kept: for each depth a probability per token; its first `depth` tokens are not read."""
+        """Add a turn of `length` tokens. accepted, kept: a probability per depth and token; depth d does not read its first d tokens."""
         depths = len(accepted)
         self.accepted = self.accepted or [0.0] * depths
         begins = [1.0] + [0.0] * length
@@ -65,9 +67,9 @@ class Walk:
 
 
 def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, drafts: int = 0) -> Sums:
-    """The sums behind `mtp/expected_*` over the first `tokens` response tokens of the microbatch, which are whole sequences.
+    """The sums behind `mtp/expected_*` over the first `tokens` response tokens of the microbatch, which must be whole sequences.
 
-    drafts: draft tokens per step, of which those at a trained depth are estimated; 0: one per depth.
+    drafts: draft tokens per step, estimated up to the number of depths; 0: one per depth.
     """
     device = micro.labels.device
     sums: dict[str, float | Tensor] = {}
@@ -93,7 +95,7 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, 
 
 
 def acceptance_metrics(sums: dict[str, float], depths: int) -> dict[str, float]:
-    """`mtp/expected_accept_k` of all depths, and `mtp/expected_rate_k` of the depths that draft; empty if nothing was measured."""
+    """`mtp/expected_accept_k` for all depths, and `mtp/expected_rate_k` for the depths that draft; empty if no token was measured."""
     metrics: dict[str, float] = {}
     for suffix in KINDS.values():
         for number in range(1, depths + 1):

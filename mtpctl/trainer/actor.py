@@ -43,7 +43,7 @@ def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
 
 
 class Parameters(TypedDict):
-    """Numbers of parameters of a rank, and of those that are trained."""
+    """Number of parameters on a rank: all, and those that are trained."""
 
     parameters: int
     trained: int
@@ -71,11 +71,11 @@ class TrainerRank(WeightSource):
             self.profile = UpdateProfile(self.recipe.run_path / "logs", rank)
 
     def here(self) -> ActorLocation:
-        """Where the rank runs. Returns after the preceding calls have ended."""
+        """Where the rank runs. Actor calls are ordered, so this returns after the preceding calls."""
         return current_location()
 
     def address(self) -> str:
-        """Start the store at which the ranks meet, and return its address."""
+        """Start the rendezvous store and return its address."""
         from mtpctl.cluster.rendezvous import address_of, host_store
 
         self.meeting = host_store()
@@ -126,8 +126,8 @@ class TrainerRank(WeightSource):
     def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
         """Start the stage `sft` or `rl` with a new optimizer.
 
-        RL with a KL penalty also stores a copy of the initial policy, in memory and at the path `reference`, from which a run that is
-        resumed within RL loads it. Raises UserError if the file is missing then.
+        RL with a KL penalty also stores a copy of the initial policy, in memory and at the path `reference`. A run that is resumed within RL
+        loads the copy from there; raises UserError if it is missing.
         """
         train = self.recipe.train
         if train.threads:
@@ -154,7 +154,7 @@ class TrainerRank(WeightSource):
         self.engine.restore(path)
 
     def sft_step(self, rows: Sequence[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
-        """One supervised update. A row has the token ids of a prompt and of its target, and the target's mask: 1 for trained tokens."""
+        """Run one supervised update. A row has the token ids of a prompt and its target, and the target's mask: 1 for trained tokens."""
         from mtpctl.trainer import batch
         from mtpctl.trainer.objective import NextToken
 
@@ -163,7 +163,7 @@ class TrainerRank(WeightSource):
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
 
     def rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
-        """One policy update of `train.rl.minibatches` optimizer steps on the samples of `table`, of which this rank has `share`.
+        """Run one policy update of `train.rl.minibatches` optimizer steps on the samples of `table`; `share` is this rank's part of them.
 
         version: the version of the weights before the update. Returns metrics. Raises RuntimeFailure if no response has a token.
         """
@@ -205,7 +205,7 @@ class TrainerRank(WeightSource):
         if replay == "off":
             sequences = [replace(s, routes=None) for s in sequences]
         # If old log-probs are not recomputed, the loss itself compares the behaviour policy with the trained one. It does so in the first
-        # minibatch only: after it, the weights are no published version.
+        # minibatch only: afterwards, the weights match no published version.
         same_weights = None if recompute else [each == (-1 if self.ahead else version) for each in versions]
         metrics_of = []
         for minibatch in share.minibatches:
@@ -236,7 +236,7 @@ class TrainerRank(WeightSource):
         reference: list[np.ndarray] | None,
         same_weights: list[npt.NDArray[np.bool_]] | None,
     ) -> list[batch.Sequence]:
-        """The sequences of a minibatch with the columns of the policy loss; a dummy sequence if this rank has none."""
+        """The sequences of a minibatch with the columns that the policy loss needs; a dummy sequence if this rank has none."""
         from mtpctl.trainer.objective import dummy_sequence, training_sequence
 
         rl = self.recipe.train.rl
@@ -267,7 +267,7 @@ class TrainerRank(WeightSource):
         ]
 
     def _score(self, sequences: list[batch.Sequence], replay: str) -> None:
-        """Add old log-probs under the current weights, and with `train.moe.replay: recompute` the routes of the pass. Collective."""
+        """Add old log-probs under the current weights and, if `train.moe.replay` is `recompute`, the routes of the pass. Collective."""
         record = replay == "recompute"
         inputs = [replace(s, routes=s.routes if replay == "rollout" else None) for s in sequences]
         scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, record=record, own=True)
@@ -277,7 +277,7 @@ class TrainerRank(WeightSource):
                 sequence.routes = score.routes
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that train, in which policy and reference differ."""
+        """The trained parameters; only these differ between policy and reference."""
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def _reference_logprobs(self, sequences: list[batch.Sequence]) -> list[np.ndarray]:
@@ -298,9 +298,9 @@ class TrainerRank(WeightSource):
     def _mismatch(
         self, sequences: list[batch.Sequence], versions: list[npt.NDArray[np.int32]], old_versions: npt.NDArray[np.int32], *, exact: bool
     ) -> dict[str, float]:
-        """`rollout_corr/*` over all tokens, and the mean difference over the tokens that the scoring weights sampled.
+        """`rollout_corr/*` over all tokens, and the mean difference over the tokens that were sampled with the scoring weights.
 
-        exact: False if the scoring weights were never published, so that they sampled no token.
+        exact: False if the scoring weights were never published, so no token was sampled with them.
         """
         import torch
 
@@ -328,14 +328,14 @@ class TrainerRank(WeightSource):
         return super().plan_weights(version, store, members, checksums, sections)
 
     def begin_save(self, path: str) -> str:
-        """Start writing a checkpoint of the engine. Returns the temporary folder; files that are added there become part of it."""
+        """Start writing a checkpoint of the engine. Returns its temporary folder; files added there become part of the checkpoint."""
         self.saving = self.engine.begin_save(Path(path), concurrent=self.recipe.train.async_save)
         return str(self.saving.folder)
 
     def finish_save(self, wait: bool, entries: Mapping[str, Entry]) -> bool:
-        """Rename the checkpoint to its final name if it is written; with `wait` once it is. Returns whether it was renamed.
+        """Rename the checkpoint to its final name if it is written, or with `wait`, as soon as it is. Returns whether it was renamed.
 
-        entries: sizes and checksums of the files that the controller has added.
+        entries: sizes and checksums of the files that the controller added.
         """
         if not wait and not self.saving.written():
             return False
@@ -351,9 +351,9 @@ class TrainerRank(WeightSource):
         self.engine.restore(Path(path))
 
     def publish_checkpoint(self, path: str, keep: int, needed: Sequence[str] = ()) -> None:
-        """Point `latest` to `path`, and delete older checkpoints except the `keep` newest and those whose names are in `needed`.
+        """Point `latest` to `path` and delete old checkpoints, except the `keep` newest and those named in `needed`. Rank 0 only.
 
-        Raises SaveFailed if these cannot be deleted.
+        Raises SaveFailed if a checkpoint cannot be deleted.
         """
         from mtpctl.checkpoint.finding import publish_checkpoint
 
