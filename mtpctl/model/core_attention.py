@@ -6,7 +6,7 @@ In training, the query of depth d at token i, from which an engine would draft, 
 
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
 
-The second part has a few keys per query. The parts are combined by their log-sum-exps. If the flash kernel's backward pass gets the combined
+The second part has a few keys per query. The parts are combined by their log-sum-exps. If a flash kernel's backward pass gets the combined
 output and log-sum-exp instead of the first part's, it returns the first part's gradients under the whole softmax (as in ring attention,
 arXiv 2310.01889).
 

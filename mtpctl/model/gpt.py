@@ -38,10 +38,10 @@ class Hidden:
 
 
 class VocabParallelEmbedding(UpstreamVocabParallelEmbedding):
-    """Ids [1, T] → [1, T, H], or [t, 1, H] with sequence parallelism. Megatron-Bridge maps its parameter by the class's name.
+    """Ids [1, T] → [1, T, H], or [t, 1, H] with sequence parallelism. Megatron-Bridge maps its parameter by the name of the class.
 
-    Adds its gradient to the weight's fp32 buffer row by row. Autograd would allocate, zero and add a gradient of the whole weight, which for
-    a large vocabulary takes longer than a layer's attention.
+    Adds its gradient to the weight's fp32 buffer row by row. Autograd would allocate, zero and add a gradient of the whole weight, which
+    for a large vocabulary takes longer than a layer's attention.
     """
 
     def forward(self, input_: Tensor) -> Tensor:

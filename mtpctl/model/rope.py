@@ -72,7 +72,7 @@ def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
-    """Keep frequencies with over `beta_fast` turns in the trained length, divide those with under `beta_slow`, and interpolate in between."""
+    """Keep frequencies with over `beta_fast` turns in the trained length, divide those with under `beta_slow`, interpolate in between."""
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     dims = 2 * len(plain)
 

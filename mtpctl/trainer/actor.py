@@ -126,8 +126,8 @@ class TrainerRank(WeightSource):
     def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
         """Start the stage `sft` or `rl` with a new optimizer.
 
-        RL with a KL penalty also stores a copy of the initial policy, in memory and at the path `reference`. A run that is resumed within RL
-        loads the copy from there; raises UserError if it is missing.
+        RL with a KL penalty also stores a copy of the initial policy, in memory and at the path `reference`. A run that is resumed within
+        RL loads the copy from there; raises UserError if it is missing.
         """
         train = self.recipe.train
         if train.threads:

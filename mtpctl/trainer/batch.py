@@ -1,6 +1,6 @@
-"""Sequences, and the packed microbatches that a forward pass reads.
+"""Sequences, and the packed microbatches of a forward pass.
 
-Sizes: T tokens of a microbatch, R response tokens among them, D MTP depths.
+Shape legend: T tokens of a microbatch, R response tokens among them, D MTP depths.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mtpctl.plan.flops import card_peak, step_flops
 from mtpctl.routes import Routes, RouteShape
 
 _ALIGNMENT = 16
-"""Arrays of one copy start at multiples of this many bytes, more than any kernel requires."""
+"""Alignment, in bytes, of the arrays that `in_one_copy` packs; more than any kernel requires."""
 
 
 @dataclass
 class Sequence:
-    """A prompt with its response. Anything that numpy converts to the arrays is accepted for them.
+    """A prompt with its response. Accepts anything that numpy can convert to the arrays.
 
-    loss_mask and the columns have one row per response token. A mask of 0 marks tokens that the policy did not sample (tool output), which
-    are excluded from all losses. routes: the experts of its first tokens (see `mtpctl.routes`). name: used in error messages.
+    loss_mask and the columns have one row per response token. A mask of 0 marks tokens that the policy did not sample (tool output); they
+    are excluded from all losses. routes: experts of the first tokens (see `mtpctl.routes`). name: used in error messages.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -69,17 +69,17 @@ class Sequence:
         return int(np.count_nonzero(self.loss_mask))
 
     def drafted(self, depth: int) -> int:
-        """Number of response tokens that `depth` drafts: all except the first `depth` of each turn.
+        """Number of response tokens that MTP depth `depth` drafts: all except the first `depth` of each turn.
 
-        A turn is a run of sampled tokens. The target samples its first token after prefilling what precedes it. The first draft is the
-        second token, and drafts of depth k start k - 1 tokens later.
+        A turn is a run of sampled tokens. The target samples its first token after prefill. Depth 1 drafts from the second token on, and
+        depth k starts k - 1 tokens later.
         """
         return sum(max(0, len(turn) - depth) for turn in self.loss_mask.tobytes().split(b"\0"))
 
 
 @dataclass
 class DraftRows:
-    """Rows of one MTP depth: hidden states at `rows` predict `labels`, which are entries `tokens` of the R response tokens."""
+    """Rows of one MTP depth: hidden states at `rows` predict `labels`; `tokens` are the labels' indices among the R response tokens."""
 
     rows: Tensor
     labels: Tensor
@@ -90,10 +90,10 @@ class DraftRows:
 class MicroBatch:
     """The input of one packed forward pass.
 
-    input_ids [T]; rows and labels [R]: the hidden state at `rows[r]` predicts `labels[r]`; mask [R]; seq_ids [R]: the sequence of each
-    response token within this microbatch; columns: name → [R, …]; order: indices of the sequences in the list that was packed; lengths:
-    response tokens of each; drafts: one `DraftRows` per depth. dummy: a rank without sequences computes this microbatch while others
-    work; it has no loss, and its scores are not used.
+    input_ids [T]. rows, labels [R]: the hidden state at `rows[r]` predicts `labels[r]`. mask [R]: the loss mask. seq_ids [R]: the sequence
+    of each response token within this microbatch. columns: name → [R, …]. order: indices of the sequences in the list that was packed.
+    lengths: response tokens of each. drafts: one `DraftRows` per depth. dummy: set for the microbatch that a rank computes when it has no
+    sequences; it has no loss, and its scores are not used.
     """
 
     input_ids: Tensor
@@ -110,7 +110,7 @@ class MicroBatch:
 
 
 def check(sequences: list[Sequence], shape: ModelShape) -> None:
-    """Raise UserError for token ids, experts or lengths that the model does not have: on a GPU they end the process without a message."""
+    """Raise UserError for token ids, experts or lengths out of the model's range. On a GPU they would end the process without a message."""
     experts = RouteShape.of(shape)
     for i, sequence in enumerate(sequences):
         if sequence.routes is not None:
@@ -130,14 +130,14 @@ def check(sequences: list[Sequence], shape: ModelShape) -> None:
 def pack(
     sequences: list[Sequence], order: list[int], depths: int, device: torch.device | str, *, cp_rank: int = 0, cp: int = 1, tp: int = 1
 ) -> MicroBatch:
-    """Pack `sequences[i] for i in order` into a microbatch, whose tokens divide over the blocks of `cp` ranks and a rank's over `tp`.
+    """Pack `sequences[i] for i in order` into a microbatch whose tokens divide evenly over the blocks of `cp` ranks and over `tp`.
 
-    If they do not divide, a padding sample of token 0 is appended, which is excluded from attention and losses.
+    If needed, appends a padding sample of token 0, which is excluded from the other samples' attention and from losses.
     """
     chosen = [sequences[i] for i in order]
     lengths = [len(s.token_ids) for s in chosen]
     responses = [len(s.loss_mask) for s in chosen]
-    # A response token is predicted at the row of the token before it, so the rows end one before the end of the sequence.
+    # A response token is predicted at the row of the preceding token, so rows end one before the end of the sequence.
     ends = np.cumsum(lengths)
     starts = np.cumsum(responses) - responses
     rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - starts, responses)
@@ -195,7 +195,7 @@ def _with_routes(packing: Packing, sequences: list[Sequence]) -> Packing:
 
 
 def dummy_batch(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
-    """The shortest of the sequences, packed as `pack` does, with an empty loss mask."""
+    """The shortest of the sequences with an empty loss mask, packed by `pack`."""
     shortest = min(sequences, key=lambda s: len(s.token_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     micro = pack([masked], [0], depths, device, **layout)
@@ -210,7 +210,7 @@ def to_device(arrays: Collection[np.ndarray], device: torch.device | str) -> lis
 
 
 def in_one_copy(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    """Like `to_device`, in one copy: launching a copy takes the host longer than transferring the bytes of a microbatch.
+    """Like `to_device`, in one copy. Launching a copy takes longer than transferring the bytes of a microbatch.
 
     The tensors share one storage.
     """
@@ -232,9 +232,9 @@ def in_one_copy(arrays: Collection[np.ndarray], device: torch.device | str) -> l
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts over all sequences of an update, by which losses are divided.
+    """Counts over all sequences of an update; losses are divided by them.
 
-    trained: response tokens in the loss; drafted: those of them that each MTP depth drafts.
+    trained: response tokens in the loss. drafted: the number of these that each MTP depth drafts.
     """
 
     sequences: int
@@ -248,7 +248,7 @@ class Totals:
         return cls(len(sequences), sum(len(s.token_ids) for s in sequences), sum(s.trained for s in sequences), drafted)
 
     def over_ranks(self) -> Totals:
-        """The counts summed over data-parallel ranks, each of which has different sequences. Collective."""
+        """Sum the counts over data-parallel ranks, each of which has different sequences. Collective."""
         sequences, tokens, trained, *drafted = map(int, summed([self.sequences, self.tokens, self.trained, *self.drafted]))
         return Totals(sequences, tokens, trained, tuple(drafted))
 

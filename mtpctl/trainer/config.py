@@ -16,9 +16,9 @@ from mtpctl.samples import Logprobs
 class EngineConfig:
     """Settings of an engine.
 
-    train: if False, no gradient buffers are created. random_seed: initialize random weights on the device instead of loading. lora: freeze
-    the trunk and train adapters, initialized from `adapter_seed`; MTP layers train as without. drafts: draft tokens per step whose
-    acceptance is estimated; 0: one per MTP depth.
+    train: if False, no gradient buffers are created. random_seed: initialize random weights on the device instead of loading them. lora:
+    freeze the trunk and train adapters, initialized from `adapter_seed`; MTP layers train as without LoRA. drafts: number of draft tokens
+    per step whose acceptance is estimated; 0: one per MTP depth.
     """
 
     parallel: ParallelConfig
@@ -39,7 +39,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """Options of one sequence. topk: number of most likely tokens to return; mtp: whether to score the MTP depths."""
+    """Scoring options of one sequence. topk: number of most likely tokens to return. mtp: whether to score the MTP depths."""
 
     temperature: float = 1.0
     topk: int = 0
@@ -48,9 +48,9 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class DraftScores:
-    """One MTP depth over the response: each token's log-prob, and whether greedy drafting would have proposed it.
+    """Scores of one MTP depth over the response: each token's log-prob, and whether greedy drafting would have proposed it.
 
-    None for tokens that are not drafted: the first tokens of each turn, up to the depth, and tokens outside the mask.
+    None for tokens that are not drafted: the first `depth` tokens of each turn, and tokens outside the mask.
     """
 
     logprobs: list[float | None]
@@ -59,10 +59,10 @@ class DraftScores:
 
 @dataclass(slots=True)
 class TokenScores:
-    """Scores of one sequence, an entry per response token: log-prob, and entropy of the distribution (nats).
+    """Scores of one sequence, with an entry per response token: log-prob, and entropy of the distribution (nats).
 
-    topk_ids and topk_logprobs [tokens, k]: most likely tokens first; drafts: one per depth; routes: those of the pass. They are empty or
-    None unless requested.
+    topk_ids, topk_logprobs [tokens, k]: most likely tokens first. drafts: one per depth. routes: the experts selected in the pass. These
+    are empty or None unless requested.
     """
 
     logprobs: Logprobs

@@ -1,4 +1,4 @@
-"""Gradient buffers and router loads, and their reduction over ranks."""
+"""Gradient buffers and expert loads, and their reduction over ranks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mtpctl.trainer.offload import allocate, release
 
 
 class Gradients:
-    """The fp32 buffers of all gradients, which the pipeline schedule reduces after its last backward pass.
+    """The fp32 buffers of all gradients. The pipeline schedule reduces them after its last backward pass.
 
-    In each update the first gradients of linear layers, experts and head overwrite their buffers, which saves zeroing and reading memory
-    that is larger than anything else that a microbatch reads. The buffers of all other weights are zeroed at the start of an update.
+    In each update the first gradients of linear layers, experts and LM head overwrite their buffers, which saves zeroing and reading them:
+    buffers are larger than anything else that a microbatch reads. The buffers of other weights are zeroed at the start of an update.
     """
 
     def __init__(self, module: MtpModel, config: TransformerConfig, *, distributed_optimizer: bool, head_by_kernels: bool) -> None:
         """head_by_kernels: all gradients of the head's weight are written by `mtpctl.kernels`, none by autograd."""
-        # A weak reference: Megatron-Bridge caches configs that it has exported with, which must not keep the process groups alive.
+        # A weak reference, because Megatron-Bridge caches the configs it exports with, which must not keep the process groups alive.
         config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -45,7 +45,7 @@ class Gradients:
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
         layers = [part for part in _linear_layers(module) if part.weight not in of_experts and is_buffered(part.weight)]
-        # Layers split by tp run upstream's backward pass, which calls this function; `ReplicatedLinear` has its own.
+        # Layers split by tp use upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
         fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
         self._overwritten: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
         """Buffers that the first gradients overwrite, except those of experts."""
@@ -60,7 +60,7 @@ class Gradients:
         return [buffer.grad_data for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]]
 
     def clear(self) -> None:
-        """Start an update: discard the previous gradients. Allocates buffers that `release` has freed."""
+        """Start an update: discard the previous gradients, and allocate buffers again that `release` freed."""
         allocate(self._buffers)
         stacks = [stack for experts in self._experts for stack in experts.stacks()]
         for stack in stacks:
@@ -85,7 +85,7 @@ class Gradients:
             finalize_model_grads(model, None, **options)
 
     def _buffers_to_zero(self, stacks: list[WeightStack]) -> list[Tensor]:
-        """The parts of the buffers that are not overwritten. Computed again only if the buffers were reallocated."""
+        """The parts of the buffers that first gradients do not overwrite. Cached until the buffers are reallocated."""
         buffers = self._buffers
         key = (len(stacks), *(buffer.data_ptr() for buffer in buffers))
         if key != self._zeroed_key:
@@ -108,12 +108,12 @@ def _zero(tensors: list[Tensor]) -> None:
 
 
 def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear | ReplicatedLinear]:
-    """The linear layers whose gradients `accumulate_weight_grad` adds to buffers. The head's are added by its own kernels."""
+    """The linear layers whose gradients `accumulate_weight_grad` adds to buffers. The LM head's kernels add their own."""
     return [part for part in module.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)]
 
 
 def _outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """The parts of a flat buffer outside of these ranges of (address, bytes), which are sorted by address."""
+    """The parts of a flat buffer outside `ranges`, which are (address, bytes) sorted by address."""
     start, size = buffer.data_ptr(), buffer.element_size()
     inside = [((at - start) // size, nbytes // size) for at, nbytes in ranges if 0 <= at - start < buffer.nbytes]
     ends = [0, *(at + length for at, length in inside)]
@@ -121,11 +121,8 @@ def _outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[Tensor]:
     return [buffer[end:begin] for end, begin in zip(ends, starts, strict=True) if begin > end]
 
 
-# How an update's tokens spread over the experts: metrics, and the routers' biases that follow them.
-
-
 class Balance:
-    """Metrics of how an update's tokens spread over the experts, and the router biases that follow from them. Methods are collective."""
+    """Expert load balance of an update: metrics, and updates of the router biases. Methods are collective."""
 
     def __init__(self, model: torch.nn.Module, bias_update: float) -> None:
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -138,17 +135,17 @@ class Balance:
 
     @torch.no_grad()
     def finish(self, *, applied: bool) -> dict[str, float]:
-        """Metrics of the update; empty without experts. Biases are updated if the optimizer's step was applied."""
+        """Update the biases if the optimizer step was applied, and return metrics (empty without experts)."""
         loads = self._loads()
         if applied and self.bias_update:
             for router, load in zip(self.routers, loads, strict=True):
                 # Experts above the mean load become less likely, those below become more likely (DeepSeek-V3, arXiv 2412.19437, section
-                # 2.1.2). A router that this update did not use has no load, and keeps its bias.
+                # 2.1.2). A router that was not used in this update has no load and keeps its bias.
                 router.expert_bias += self.bias_update * (load.mean() - load).sign().float()
         return self._metrics(loads) | self._agreement()
 
     def _agreement(self) -> dict[str, float]:
-        """`moe/replay_agreement`: the share of replayed experts that the routers would have chosen too. Empty if nothing was replayed."""
+        """`moe/replay_agreement`: fraction of replayed experts that the routers would also have chosen. Empty without replay."""
         counts = torch.zeros(2, dtype=torch.long, device=torch.cuda.current_device())
         for router in self.routers:
             counts += router.replayed
@@ -171,7 +168,7 @@ class Balance:
         relative = loads / loads.mean(1, keepdim=True).clamp(min=1)
         expected = torch.tensor([router.topk * router.passes * self.tokens for router in self.routers], device=loads.device)
         used = rows > 0  # MTP layers that do not train are not computed.
-        # torch warns about the deviation of an empty tensor, which a stage without routers would have.
+        # On a stage without routers, torch would warn about the deviation of an empty tensor.
         deviation = relative.std(1, correction=0) if self.routers else rows
         parts = [relative.amax(1), deviation, used.double(), used * expected.double(), rows]
         sums = torch.stack(parts).sum(1)

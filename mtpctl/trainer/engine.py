@@ -38,9 +38,9 @@ from mtpctl.trainer.update_loss import UpdateLoss
 
 
 class MegatronEngine:
-    """A model on this rank, its optimizer and its scoring. Methods are collective.
+    """The model on this rank, with its optimizer and scoring. Methods are collective.
 
-    All ranks pass the same arguments, except for sequences: a dp rank may pass its own only.
+    All ranks pass the same arguments, except that a dp rank may pass only its own sequences.
     """
 
     def __init__(self, folder: HfFolder, config: EngineConfig, rank: Rank | None = None) -> None:
@@ -115,7 +115,7 @@ class MegatronEngine:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Numbers of parameters of this rank, and of those that are trained."""
+        """Number of parameters on this rank: all, and those that are trained."""
         sizes = [(p.numel(), p.requires_grad) for p in self.module.parameters()]
         return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
@@ -156,11 +156,12 @@ class MegatronEngine:
         total_steps: int = 1,
         passes: Passes | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on these sequences. Returns metrics.
+        """Run one optimizer step on these sequences. Returns metrics.
 
-        passes: the microbatches if the sequences are this dp rank's only, the same number on every dp rank; sequences in none of them are
-        not trained on. None if every rank passes all sequences. `skipped` is 1 if loss or gradients were not finite: nothing was applied,
-        and metrics that are not finite are dropped.
+        passes: the microbatches, if `sequences` are this dp rank's own; every dp rank has the same number. Sequences in no microbatch are
+        not trained on. None if every rank passes all sequences.
+
+        The metric `skipped` is 1 if the loss or gradients were not finite. Then nothing is applied, and non-finite metrics are dropped.
         """
         assert self.optimizer is not None, "set_optimizer comes first"
         began = time.perf_counter()
@@ -177,7 +178,7 @@ class MegatronEngine:
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        # Wait for copies of offloaded state, so that their time is not attributed to the weight sync, during which engines wait.
+        # Wait for copies of offloaded state, so that their time is not attributed to the weight sync, when engines wait.
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
@@ -207,7 +208,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         passes: Passes | None = None,
     ) -> dict[str, float]:
-        """Compute the gradients of all losses into the gradient buffers. Returns metrics."""
+        """Compute the gradients of all losses and write them to the gradient buffers. Returns metrics."""
         depths = self.depths if self.trains_mtp else 0
         totals = Totals.of(_in(sequences, passes), depths)
         if passes is not None:
@@ -234,8 +235,9 @@ class MegatronEngine:
     ) -> list[TokenScores]:
         """Log-probs and entropy of the response tokens, in the order of `sequences`; every rank gets all of them.
 
-        options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`. record:
-        return the routes of the pass too. own: sequences and result are this dp rank's only; a rank without sequences still calls.
+        options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
+        record: also return the routes of the pass.
+        own: sequences and result are this dp rank's own; a rank without sequences must still call.
         """
         if not sequences and not own:
             return []
@@ -288,7 +290,7 @@ class MegatronEngine:
             yield from export_adapter(self.bridge, [self.module], self.config.lora)
 
     def load(self, path: Path) -> None:
-        """Load the weights of another folder of the same model. Adapters are kept, and apply to the new base weights."""
+        """Load weights from another folder of the same model. Adapters are kept and apply to the new base weights."""
         with self.resident():
             self.bridge.load([self.module], path)
             if self.config.lora is not None:
@@ -304,7 +306,7 @@ class MegatronEngine:
         self.begin_save(path, state).finish()
 
     def begin_save(self, path: Path, state: dict[str, object] | None = None, *, concurrent: bool = False) -> sharded.Save:
-        """Start writing a checkpoint, until all ranks call `finish` on the result. concurrent: training continues in the meantime."""
+        """Start writing a checkpoint. All ranks must call `finish` on the result. concurrent: training continues in the meantime."""
         with self.resident():
             # Offloaded parameters leave the device when this block ends, so they must be copied as well.
             return sharded.Save(path, self._contents(), state or {}, concurrent=concurrent or self.host is not None)
@@ -312,7 +314,7 @@ class MegatronEngine:
     def restore(self, path: Path) -> dict[str, object]:
         """Load a checkpoint of any parallel layout. Returns the `state` it was saved with.
 
-        The optimizer is restored if one is set, and keeps its learning rates and clips. Raises UserError if the checkpoint is incomplete or
+        If an optimizer is set, its state is restored; its learning rates and clips stay. Raises UserError if the checkpoint is incomplete,
         of another model, or has adapters for other base weights.
         """
         with self.resident():
@@ -335,5 +337,5 @@ class MegatronEngine:
 
 
 def _in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
-    """The sequences in the microbatches: all if the ranks distribute them."""
+    """The sequences in the microbatches `passes`; all if None."""
     return sequences if passes is None else [sequences[i] for part in passes for i in part]

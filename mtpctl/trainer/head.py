@@ -1,9 +1,9 @@
 """The LM head over the hidden states of a microbatch: log-probs of response tokens, and their losses.
 
-A loss is separable if the term of each token depends on that token's log-prob only. A separable loss is computed in one pass over slices of
-rows, in which logits, loss and the gradients of states and head take three matrix products (`linear_policy_loss`). MTP depths that learn
-the trunk's distribution use those logits in the same pass. A loss that couples tokens needs all log-probs first, and its backward pass
-recomputes the logits that the workspace did not keep: a fourth product.
+A loss is separable if the term of each token depends on that token's log-prob only. A separable loss takes one pass over slices of rows,
+with three matrix products for the logits and the gradients of states and LM head (`linear_policy_loss`). MTP depths that learn the trunk's
+distribution use those logits in the same pass. A loss that couples tokens needs all log-probs first. Its backward pass recomputes the
+logits that did not fit the workspace, which is a fourth product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mtpctl.trainer.batch import DraftRows
 from mtpctl.trainer.objective import Sums
 
 HITS = "hits"
-"""Metric sum of a loss: the number of tokens that greedy drafting would have proposed, since no token is more likely."""
+"""Metric sum of a loss: the number of tokens that greedy drafting would have proposed."""
 
 
 class _KernelOptions(TypedDict):
@@ -47,8 +47,8 @@ class _KernelOptions(TypedDict):
 class Head:
     """Log-probs and losses under the LM head, with one engine's kernels and layout. Results are the same on all tp and cp ranks.
 
-    state [t, H]: this rank's hidden states; weight [vocab / tp, H]: its rows of the head; rows [R], labels [R]: of the whole microbatch;
-    temperature: a number or [R].
+    state [t, H]: this rank's hidden states. weight [vocab / tp, H]: its rows of the LM head. rows, labels [R]: those of the whole
+    microbatch. temperature: a number or [R].
     """
 
     def __init__(self, kernels: KernelsConfig, shape: ModelShape, parallel: ParallelConfig, *, sequence_parallel: bool) -> None:
@@ -68,7 +68,7 @@ class Head:
         topk: int = 0,
         detach_weight: bool = False,
     ) -> LogProbOut:
-        """Log-probs of the labels under the states at `rows`, and the other fields of `LogProbOut` that are requested."""
+        """Log-probs of the labels under the states at `rows`, and the requested other fields of `LogProbOut`."""
         state, total = self._gather_sequence(state), len(rows)
         rows, labels, temperature, index = self._local(packing, rows, labels, temperature)
         out = linear_logprob(
@@ -114,8 +114,8 @@ class Head:
     ) -> tuple[Tensor, Sums]:
         """The sum of `token_loss` over the tokens times `scale`, and its metric sums, with `HITS` if `hit` is set.
 
-        Call `backward` on the loss without a further factor: its gradients are computed for that. If cp ranks share the tokens, the loss is
-        this rank's part, and the sums are those of the whole microbatch.
+        Call `backward` on the loss without another factor, because its gradients are already computed for a factor of 1. If cp ranks share
+        the tokens, the loss is this rank's part, and the sums are those of the whole microbatch.
         """
         if couples_tokens or self.kernels.linear_logprob not in ONE_PASS:
             scores = self.logprob(packing, state, weight, rows, labels, temperature, entropy=entropy, hit=hit, detach_weight=detach_weight)
@@ -145,7 +145,7 @@ class Head:
     def candidate_loss(
         self, state: Tensor, weight: Tensor, rows: Tensor, term: CandidateTerm, temperature: float, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The loss of `term` at the R response tokens times `scale`, and the divergence [R]; without context parallelism.
+        """The loss `term` over the R response tokens times `scale`, and the divergence [R]. Does not support context parallelism.
 
         Call `backward` as for `loss`.
         """
@@ -159,13 +159,13 @@ class Head:
             group=options["group"],
             valid_vocab=options["valid_vocab"],
             workspace_bytes=options["workspace_bytes"],
-            # Other backends leave the weight's gradient to autograd, and Megatron reads either that or its buffer.
+            # Other backends return the weight gradient to autograd, and Megatron reads either that gradient or its buffer.
             main_grad=options["main_grad"] and self.kernels.linear_logprob in ONE_PASS,
         )
         return out.loss_sum * scale, out.divergence
 
     def teaches_drafts(self, *, couples_tokens: bool) -> bool:
-        """Whether `loss_with_drafts` applies: the loss computes logits once, and each token's are on the rank that drafts it."""
+        """Whether `loss_with_drafts` can be used: the loss is computed in one pass, and a draft's teacher logits are on the same rank."""
         return not couples_tokens and self.kernels.linear_logprob in ONE_PASS and self.parallel.cp == 1
 
     def loss_with_drafts(
@@ -181,10 +181,10 @@ class Head:
         scale: float,
         entropy: bool = False,
     ) -> tuple[Tensor, Sums, list[DraftLossOut]]:
-        """Like `loss`, with the losses of MTP depths against the trunk's distribution, each times its weight and `scale`.
+        """Like `loss`, plus the losses of MTP depths against the trunk's distribution, each times its weight and `scale`.
 
-        drafts: the rows of each depth, and a draft whose `hidden` has all of this rank's states [t, H]. Also returns the statistics of the
-        tokens of each depth.
+        drafts: the rows of each depth, and a draft whose `hidden` has all of this rank's states [t, H]. Also returns each depth's token
+        statistics.
         """
         out = linear_policy_loss(
             distinct_rows(self._gather_sequence(state), rows),
@@ -218,10 +218,10 @@ class Head:
         scale: float,
         detach_weight: bool,
     ) -> tuple[Tensor, DraftLossOut]:
-        """The loss of an MTP depth against the trunk's distribution, times `scale`, and the statistics of its tokens on all cp ranks.
+        """The loss of an MTP depth against the trunk's distribution times `scale`, and the statistics of its tokens on all cp ranks.
 
-        The trunk's logits are computed again for it. state, trunk [t, H]: states of the depth and of the trunk; targets [n]: rows of the
-        trunk that the draft's labels were sampled from, `depth` tokens after its own rows. Call `backward` as for `loss`.
+        Recomputes the trunk's logits. state, trunk [t, H]: states of the depth and of the trunk. targets [n]: trunk rows that the draft's
+        labels were sampled from, `depth` tokens after the draft's rows. Call `backward` as for `loss`.
         """
         state = self._gather_sequence(state)
         with torch.no_grad():
@@ -254,7 +254,7 @@ class Head:
     def _local(
         self, packing: Packing, rows: Tensor, labels: Tensor, temperature: float | Tensor
     ) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
-        """The rows, labels and temperatures of this context-parallel rank, and their indices among all rows; None without such ranks."""
+        """This context-parallel rank's rows, labels and temperatures, and their indices among all rows (None without CP)."""
         if self.parallel.cp == 1:
             return rows, labels, temperature, None
         own = packing.local_index[rows]
@@ -272,17 +272,17 @@ class Head:
             "valid_vocab": self.shape.vocab,
             "workspace_bytes": self.kernels.workspace_bytes,
             "implementation": self.kernels.linear_logprob,
-            # A tied head shares the embedding's weight. On one pipeline stage both add to the same buffer; Megatron marks the weight with
-            # `zero_out_wgrad`. On several stages autograd returns the head's part, rounding a half-precision gradient at every slice.
+            # A tied head shares the embedding's weight. With one pipeline stage both add to the same buffer, and Megatron sets the weight's
+            # `zero_out_wgrad`. With several stages autograd returns the head's part, which rounds a half-precision gradient at every slice.
             "main_grad": not self.shape.tied or getattr(weight, "zero_out_wgrad", False),
         }
 
 
 class _GatherOverRanks(torch.autograd.Function):
-    """Values [r, ...] of this rank → [total, ...] of all context-parallel ranks; `index` [r]: their rows in the result.
+    """Values [r, ...] of this rank → [total, ...] of all context-parallel ranks. index [r]: the rows of the values in the result.
 
-    An all-reduce over disjoint rows combines them. In the backward pass each rank takes the gradient of only its rows, so that the sum
-    over ranks counts every token once.
+    An all-reduce over disjoint rows combines them. In the backward pass each rank selects the gradient of its own rows, so the sum over
+    ranks counts every token once.
     """
 
     @staticmethod
@@ -300,10 +300,10 @@ class _GatherOverRanks(torch.autograd.Function):
 
 
 def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The trunk's states [t, H] at `targets` [n], rows of the microbatch that are `depth` tokens after rows of this rank. No gradient.
+    """Select trunk states from `state` [t, H] at `targets` [n], microbatch rows `depth` tokens after rows of this rank. No gradient.
 
-    With context parallelism a target may be at the start of the next block, on another rank. So the first `depth` states of every block but
-    the first are exchanged. Collective over `group`.
+    With context parallelism a target may be at the start of the next block, on another rank. The first `depth` states of every block except
+    the first are therefore exchanged. Collective over `group`.
     """
     state = state.detach()
     if group is None:

@@ -1,7 +1,7 @@
 """Losses of the trunk: the protocol that the engine calls, next-token prediction, and the policy loss.
 
-An objective is a pure function of the log-probs of any subset of tokens. It returns sums; the denominators are global (all microbatches, dp
-and cp ranks), so the gradient does not depend on how a batch is divided.
+An objective is a pure function of the log-probs of any subset of tokens. It returns sums, which the engine divides by global denominators
+(over all microbatches, dp and cp ranks), so the gradient does not depend on how a batch is split.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ Sums = dict[str, Tensor]
 class Objective(Protocol):
     """A loss over response tokens.
 
-    couples_tokens: the term of a token depends on the log-probs of other tokens. All log-probs of a microbatch are then computed before its
-    loss, which costs a fourth matrix product of the head in the backward pass.
+    couples_tokens: a token's term depends on the log-probs of other tokens. All log-probs of a microbatch are then computed before its
+    loss, which costs a fourth matrix product of the LM head in the backward pass.
     """
 
     needs_entropy: bool
     couples_tokens: bool
 
     def denominator(self, *, tokens: int, sequences: int) -> float:
-        """The divisor of the summed loss, for the numbers of trained tokens and of sequences."""
+        """The divisor of the summed loss. tokens: number of trained tokens."""
 
     def candidates(self, micro: MicroBatch) -> CandidateTerm | None:
-        """An additional term over the log-probs of chosen tokens at each response token, if any."""
+        """An additional loss on the log-probs of candidate tokens at each response token, if any."""
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
-        """A function of the log-probs [r], entropies [r] (None unless needed) and indices of any of the R response tokens.
+        """A function of log-probs [r], entropies [r] (None unless needed) and indices of a subset of the R response tokens.
 
-        It returns their loss sum (scalar, differentiable) and metric sums. If tokens are coupled, it is called with all of them.
+        It returns their loss sum (scalar, differentiable) and metric sums. If tokens are coupled, it is called with all R tokens.
         """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Metrics from those sums, added over all microbatches and ranks."""
+        """Metrics from the metric sums of `token_loss`, added over all microbatches and ranks."""
 
 
 class NextToken:
@@ -79,8 +79,8 @@ class NextToken:
 class PolicyObjective:
     """The RL loss of sequences from `training_sequence`.
 
-    max_tokens: the longest response, by which `aggregate: constant` divides. trajectories: those of the optimizer step on all ranks,
-    including those without a trained token; None if each sequence is one.
+    max_tokens: maximum response length, the divisor of `aggregate: constant`. trajectories: number of trajectories of the optimizer step on
+    all ranks, including those without a trained token; None if each sequence is one.
     """
 
     needs_entropy = True
@@ -95,7 +95,7 @@ class PolicyObjective:
         return float(loss_denominator(self.config, tokens=tokens, trajectories=trajectories, max_tokens=self.max_tokens))
 
     def candidates(self, micro: MicroBatch) -> CandidateTerm | None:
-        """The KL over a teacher's candidates, times `coef` and the weight of the token in the policy loss."""
+        """The KL divergence over a teacher's candidates, times `coef` and the token's weight in the policy loss."""
         teacher = self.config.teacher
         if teacher is None or not teacher.topk:
             return None
@@ -114,7 +114,7 @@ class PolicyObjective:
 
         if self.couples_tokens:
             return coupled
-        # The old log-probs are placeholders: the terms of a separable loss do not depend on the current ones.
+        # The terms of a separable loss do not depend on the current log-probs; the old ones are placeholders.
         terms = token_terms(self._inputs(micro, micro.columns["old"], None), self.config)
 
         def separable(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
@@ -144,9 +144,9 @@ class PolicyObjective:
 
 
 def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
-    """The advantage of each sample of an update, from rewards after overlong shaping. Every rank computes the same.
+    """The advantage of each sample of an update, from rewards after overlong shaping. Identical on all ranks.
 
-    The samples of a trajectory share an advantage. A trajectory counts once in its group, with the lowest of its shaped rewards.
+    The samples of a trajectory share one advantage. A trajectory counts once in its group, with the lowest of its shaped rewards.
     """
     limits = np.minimum(max_tokens, context - table.prompts).tolist()
     rows = zip(table.rewards.tolist(), table.responses.tolist(), limits, strict=True)
@@ -174,11 +174,11 @@ def training_sequence(
     teacher: TeacherConfig | None = None,
     trajectory_tokens: int | None = None,
 ) -> Sequence:
-    """A scored sequence of a share with the columns that `PolicyObjective` reads.
+    """A scored sequence with the columns that `PolicyObjective` reads.
 
-    reference: log-probs for the KL penalty. same_weights: marks tokens that the weights in training sampled. teacher: without `topk`,
-    `coef` times `teacher_gain` is added to each token's advantage. trajectory_tokens: the sampled tokens of the sample's trajectory, if
-    the loss weighs tokens by them.
+    reference: log-probs for the KL penalty. same_weights: mask of tokens that were sampled with the weights being trained. teacher: without
+    `topk`, `coef` times `teacher_gain` is added to each token's advantage. trajectory_tokens: number of sampled tokens of the sample's
+    trajectory, if the loss weighs tokens by it.
     """
     assert "old" in sequence.columns, f"{sequence.name} was not scored"
     tokens = len(sequence.loss_mask)

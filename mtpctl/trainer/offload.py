@@ -1,7 +1,7 @@
-"""Offloading: the device memory of tensors is freed between uses, while host memory stores their values.
+"""Offloads tensors to host memory and frees their device memory between uses.
 
-An offloaded tensor keeps its identity, shape and views; only its storage is empty. So parameters, optimizer state and views of one buffer
-stay valid. On a CPU the same happens from memory to memory.
+An offloaded tensor keeps its identity, shape and views; only its storage is empty. Parameters, optimizer state and views of one buffer thus
+stay valid. On a CPU, tensors are copied from memory to memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _ALIGN = 256  # bytes
 
 
 class HostMemory:
-    """Host memory for the storages of some tensors, as one block of exactly their size; pinned if there is a GPU.
+    """One block of host memory for the storages of some tensors; pinned if there is a GPU.
 
-    A tensor whose storage is empty already counts as offloaded, with values of 0.
+    A tensor whose storage is already empty counts as offloaded, with values of 0.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -32,7 +32,7 @@ class HostMemory:
                 end += -(-nbytes // _ALIGN) * _ALIGN
         self._block = torch.zeros(end, dtype=torch.uint8)
         if torch.cuda.is_available() and end:
-            # PyTorch's own pinned allocator rounds up to a power of two.
+            # PyTorch's pinned allocator would round the size up to a power of two.
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), end, 0))
             weakref.finalize(self, _unpin, self._block)
 
@@ -41,7 +41,7 @@ class HostMemory:
         for storage in _storages(tensors):
             if storage.nbytes():
                 self._host_bytes(storage).copy_(_bytes(storage), non_blocking=True)
-                storage.resize_(0)  # The allocator gives the memory to nothing that runs before the copy.
+                storage.resize_(0)  # Safe: the allocator reuses the memory in stream order, after the copy.
 
     def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy these tensors back to the device; resident tensors are skipped."""
@@ -52,7 +52,7 @@ class HostMemory:
                 _bytes(storage).copy_(host, non_blocking=True)
 
     def host(self, tensor: Tensor) -> Tensor:
-        """A view of an offloaded tensor's values in host memory; `load` copies what is written to it to the device."""
+        """A view of an offloaded tensor's values in host memory. `load` copies values written there to the device."""
         host = self._host_bytes(tensor.untyped_storage())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -71,7 +71,7 @@ def release(tensors: Iterable[Tensor]) -> None:
 
 
 def allocate(tensors: Iterable[Tensor]) -> None:
-    """Allocate memory for those of these tensors that were released, with arbitrary values. Each must be the whole of its storage."""
+    """Allocate memory for released tensors, with undefined values. Each tensor must cover its whole storage; others are skipped."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(tensor.nbytes)

@@ -1,7 +1,7 @@
-"""The optimizer: megatron-core's Adam, with a separate gradient norm and clip for the MTP head; and its state for checkpoints.
+"""The optimizer: megatron-core's Adam with a separate gradient norm and clip for the MTP head, and its state for checkpoints.
 
-megatron-core's own optimizer checkpoints number parameter groups rank by rank, so another pipeline layout cannot load them. Here the
-moments (and, for bf16, the fp32 master) are named after their parameter, and hyperparameters come from the recipe.
+megatron-core's optimizer checkpoints number parameter groups rank by rank, so another pipeline layout cannot load them. Here the moments
+(and the fp32 master weights for bf16) are named after their parameter, and hyperparameters come from the recipe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mtpctl.trainer.offload import HostMemory, release
 
 @dataclass
 class StepResult:
-    """Result of an optimizer step. Norms are before clipping; a step with a norm that is not finite is skipped."""
+    """Result of an optimizer step. Norms are before clipping. applied: False if a norm was not finite and the step was skipped."""
 
     applied: bool
     grad_norm: float
@@ -37,9 +37,9 @@ class StepResult:
 
 
 class Optimizer:
-    """Adam over two groups of parameters, the trunk's and the MTP head's, each with its own clip and learning rate.
+    """Adam for two groups of parameters, the trunk's and the MTP head's, each with its own clip and learning rate.
 
-    Weight decay does not apply to norms and biases. With `mtp_frozen` the MTP head's parameters have a learning rate of 0.
+    Norms and biases have no weight decay. With `mtp_frozen` the MTP head's parameters have a learning rate of 0.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Optimizer:
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=distributed,
         )
-        # Overrides replace the standard ones (no decay of norms and biases), which are therefore added here.
+        # Passing overrides replaces the standard ones (no decay of norms and biases), so these are included here.
         overrides: dict[ParamKey, dict[str, float]] = dict(get_standard_config_overrides(settings))
         mtp_lr = 0.0 if mtp_frozen else config.mtp_lr
         if mtp_lr is not None:
@@ -90,7 +90,7 @@ class Optimizer:
         return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
 
     def slots(self) -> list[Slot]:
-        """The moments and master of each parameter; in host memory if they are offloaded."""
+        """The moments and master weight of each parameter; in host memory if they are offloaded."""
         result = list(slots(self.model, self.inner))
         if self.host is not None:
             for slot in result:
@@ -98,13 +98,13 @@ class Optimizer:
         return result
 
     def reload(self) -> None:
-        """Copy parameters that were loaded into the fp32 masters."""
+        """Update the fp32 master weights after the model's parameters were loaded."""
         with self._masters():
             self.inner.reload_model_params()
 
     @contextmanager
     def _masters(self) -> Iterator[None]:
-        """Load the fp32 masters to the device. Adam steps on these, or on the model's parameters if they are fp32."""
+        """Load the fp32 master weights to the device. Adam updates these, or the model's parameters if they are fp32."""
         if self.host is None:
             yield
             return
@@ -135,7 +135,7 @@ class Optimizer:
             for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
                 if clip and norms[name] > clip:
                     parameters = [p for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
-                    # A pipeline stage without MTP layers has none of theirs, nor does a rank with a shard of other parameters.
+                    # A rank may have no gradients of a group: its pipeline stage has no MTP layers, or its shard has other parameters.
                     if grads := [p.grad for p in parameters if p.grad is not None]:
                         torch._foreach_mul_(grads, clip / norms[name])
             self._apply()
@@ -150,7 +150,7 @@ class Optimizer:
                 state["step"].fill_(steps)
 
     def _apply(self) -> None:
-        """Run Adam on a slice of the parameters at a time, which bounds its temporaries and the offloaded moments on the device."""
+        """Run Adam on a slice of the parameters at a time, which bounds temporaries and the moments loaded to the device."""
         parts = self._parts()
         groups = [part.optimizer.param_groups for part in parts]
         with self._masters():
@@ -166,14 +166,14 @@ class Optimizer:
                         if self.host is not None:
                             self.host.offload(moments)
                 adam.param_groups = []
-            # Adam's groups are empty now, so this only copies masters to parameters, and gathers parameters that are sharded.
+            # Adam's groups are empty now, so this only copies master weights to parameters and gathers sharded parameters.
             self.inner.step_with_ready_grads()
             for part, part_groups in zip(parts, groups, strict=True):
                 part.optimizer.param_groups = part_groups
 
     def _norm(self, group: str | None) -> float:
         squares = 0.0
-        for part in self._parts():  # Experts are a separate part, over other ranks.
+        for part in self._parts():  # Experts are a separate part, sharded over other ranks.
             grads = part.get_grads_for_grad_norm(group)
             squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
         return squares**0.5
@@ -195,7 +195,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]:
-    """The slots of every parameter of `model` that the optimizer updates, in the same order on all ranks of a dp group."""
+    """The slot of every parameter of `model` that the optimizer updates, in the same order on all ranks of a dp group."""
     owners: dict[int, Tensor] = {id(getattr(p, "main_param", p)): p for p in model.parameters()}
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
@@ -205,7 +205,7 @@ def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]
 
 
 def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> None:
-    """Create zero moments if Adam has not stepped yet, as it would itself. offloaded: without device memory."""
+    """Create zero moments, as Adam does in its first step, unless they exist. offloaded: without device memory."""
     assert isinstance(adam, torch.optim.Adam), f"the slots of {type(adam).__name__} are not known"
     for group in adam.param_groups:
         for parameter in group["params"]:

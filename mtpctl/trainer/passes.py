@@ -29,7 +29,7 @@ Passes = list[list[int]]
 
 
 def passes_of(sequences: list[Sequence], config: EngineConfig) -> Passes:
-    """The microbatches of sequences that only this dp rank has. Collective."""
+    """Divide this dp rank's own sequences into microbatches. Collective; with expert parallelism every rank gets the same number."""
     parts = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, 1)[0] if sequences else []
     if config.parallel.ep > 1:
         parts += [[] for _ in range(largest(len(parts)) - len(parts))]
@@ -46,10 +46,10 @@ def micro_batches(
     sequence_parallel: bool,
     passes: Passes | None = None,
 ) -> list[MicroBatch]:
-    """The microbatches of this dp rank, with the rows that predict drafts of the first `depths` MTP depths.
+    """Pack the microbatches of this dp rank, with the rows of the first `depths` MTP depths.
 
-    passes: the microbatches if the sequences are this rank's only; None if all ranks have the same sequences, which are then distributed.
-    Raises UserError for a sequence that the model cannot read.
+    passes: the microbatches, if the sequences are this rank's own. None if all ranks have the same sequences, which are then distributed.
+    Raises UserError for a sequence that the model cannot process.
     """
     check(sequences, shape)
     parts = passes
@@ -59,8 +59,8 @@ def micro_batches(
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     layout = {"cp_rank": cp_rank, "cp": cp, "tp": config.parallel.tp if sequence_parallel else 1}
     if config.parallel.ep == 1:
-        # A rank may finish its passes before the others, and then joins the collectives at the end. With expert parallelism every pass has
-        # collectives, so all ranks need the same number of microbatches.
+        # Ranks may have different numbers of microbatches, because collectives follow the last pass. With expert parallelism every pass has
+        # collectives, so the numbers must be equal.
         parts = [part for part in parts if part] or [[]]
     idle = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
     return [pack(sequences, part, depths, device, **layout) if part else dummy_batch(idle, depths, device, **layout) for part in parts]
@@ -69,7 +69,7 @@ def micro_batches(
 def run_passes(
     model: MtpModel | DistributedDataParallel, micros: list[MicroBatch], loss: MicroBatchLoss, *, tokens: int, forward_only: bool
 ) -> Sums:
-    """Forward passes over the microbatches of at most `tokens` tokens, and backward passes unless `forward_only`.
+    """Run forward passes over microbatches of at most `tokens` tokens, and backward passes unless `forward_only`.
 
     Returns the metric sums of `loss` over all microbatches and dp ranks.
     """

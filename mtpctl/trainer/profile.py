@@ -1,8 +1,8 @@
-"""`telemetry.profile`: the times of an update, and its plan of collectives.
+"""`telemetry.profile`: timings of an update, and its plan of collectives.
 
-Ranks of a process group must run the same collectives on it in the same order; otherwise they wait for each other until a deadline. The
-plan lists the collectives of a rank in order, as text that can be compared across ranks. It is recorded from torch's dispatcher, so it
-includes those of Megatron-core and of backward passes. Recording slows all operations down.
+Ranks of a process group must run the same collectives in the same order; otherwise they wait for each other until a timeout. The plan lists
+a rank's collectives in order, as text that can be compared across ranks. It is recorded in torch's dispatcher, so it includes the
+collectives of Megatron-core and of backward passes. Recording slows down all operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.profiler_util import EventList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PLANNED_UPDATE, PROFILED_UPDATE = 2, 3
-"""The updates of a stage of which `telemetry.profile` records the collectives and the times, after shapes and caches have settled."""
+"""Numbers of the updates in a stage whose collectives and timings are recorded. Earlier ones compile kernels and fill caches."""
 _PHASE = "mtpctl/"
 _LISTED_OPERATIONS = 20
 
@@ -28,8 +28,8 @@ class UpdateProfile:
     """Profiles one update of each stage on this rank.
 
     Writes `profile-STAGE-rankN.json.gz` (Chrome trace) and `profile-STAGE-rankN.txt` (two tables) to `folder`, and with several ranks
-    `collectives-STAGE-rankN.txt` (`CollectivePlan`). Phases are the ranges named `mtpctl/…`; they nest, so their times do not add up. On a
-    GPU the device time of a phase is that of its kernels.
+    `collectives-STAGE-rankN.txt` (`CollectivePlan`). Phases are the profiler ranges named `mtpctl/…`. They nest, so their times do not add
+    up. On a GPU, a phase's device time is the time of its kernels.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -38,7 +38,7 @@ class UpdateProfile:
 
     @contextmanager
     def update(self, stage: str) -> Iterator[None]:
-        """Wraps one update of `stage`."""
+        """Wrap one update of `stage`."""
         count = self._updates[stage] = self._updates.get(stage, 0) + 1
         if count == PLANNED_UPDATE and dist.is_initialized() and dist.get_world_size() > 1:
             with CollectivePlan() as plan:
@@ -96,7 +96,7 @@ class Collective:
 
 
 class CollectivePlan(TorchDispatchMode):
-    """Records the collectives of this rank in a `with` block. As text it has a line per collective, to compare with the other ranks'."""
+    """Records this rank's collectives in a `with` block. `str(plan)` has a line per collective, to compare across ranks."""
 
     def __init__(self) -> None:
         super().__init__()
