@@ -1,4 +1,4 @@
-"""Configs of some hub models and of a toy, so that plans and models with random weights need no download."""
+"""Configs of some hub models and of a toy model, so that plans and models with random weights need no download."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ _TOY: dict[str, object] = {
 
 
 def toy_config(**changes: object) -> dict[str, object]:
-    """The config.json fields of a MiMo model with two layers and one MTP layer, with `changes`, such as vocabulary and context.
+    """The config.json fields of a MiMo model with two layers and one MTP layer, updated with `changes`, such as vocabulary and context.
 
     Its `model_type` is one that vLLM reads without `mtpctl.compat.mimo_config`.
     """

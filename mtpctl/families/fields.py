@@ -1,12 +1,12 @@
-"""Read and check fields of a Hugging Face config: typed access, rotary embeddings, and fields that the trainer does not support.
+"""Reads and checks fields of a Hugging Face config: typed access, rotary embeddings, and fields that the trainer does not support.
 
 Rotary embeddings are read as transformers and the engines read them. A config may have `rope_scaling` (the older name) and
-`rope_parameters`. If both are present, `rope_scaling` replaces `rope_parameters` as a whole. Fields that the remaining object lacks are
-read from the config itself.
+`rope_parameters`. If both are present, `rope_scaling` replaces `rope_parameters` as a whole. Fields missing in that object are read from
+the config itself.
 
-Fields that change what a model computes, and that the trainer does not implement, are rejected: an engine that applies such a field would
-serve another policy than the trained one. A field that neither transformers nor the engines read in the model's family is rejected as well,
-because they do not compute the model that the config describes.
+A field is rejected if it changes what a model computes and the trainer does not implement it: an engine that applies the field would serve
+another policy than the trained one. A field that neither transformers nor the engines read in the model's family is rejected as well,
+because they would not compute the model that the config describes.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ MAGNITUDES = ("mscale", "mscale_all_dim")
 """Optional numbers of YaRN for which 0 means unset."""
 
 LAYER_KINDS = ("full_attention", "linear_attention", "sliding_attention", "chunked_attention")
-"""Keys of a config with different rotary embeddings for each kind of layer."""
+"""Keys under which a config defines separate rotary embeddings for each kind of layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeFields:
-    """theta: base of the wavelengths; fraction: rotated share of a head; positions: maximum sequence length."""
+    """Rotary embedding of a config. theta: base of the wavelengths. fraction: rotated fraction of a head. positions: maximum length."""
 
     theta: float
     scaling: RopeScaling | None
@@ -92,7 +92,7 @@ class RopeFields:
 def rope_fields(family: Family, config: Mapping[str, object], positions: int) -> RopeFields:
     """Read the rotary embedding of a config whose `max_position_embeddings` is `positions`.
 
-    Raises UserError for a scaling that the trainer does not compute, and if a number is missing or of another type.
+    Raises UserError if the trainer does not support the scaling, or if a number is missing or of another type.
     """
     rope, above = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
     if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
@@ -149,7 +149,7 @@ def _check_latent(family: Family, kind: str, rope: Fields) -> None:
 
 
 def _covered(scaling: RopeScaling, positions: int) -> int:
-    """The positions for which engines have rotary embeddings. `max_position_embeddings` includes the scaling, unless it is linear."""
+    """Number of positions for which engines have rotary embeddings. `max_position_embeddings` includes all scalings except linear."""
     if scaling["rope_type"] == "linear":
         return int(positions * scaling["factor"])
     if scaling["rope_type"] == "yarn":
@@ -182,7 +182,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "dual_chunk_attention_config": (*OFF, {}),
     "rope_interleave": (None, True),
 }
-"""Accepted values of each field, which do not change the model. 1 equals 1.0 here, and 0 equals false."""
+"""Accepted values of each field, with which it does not change the model. 1 equals 1.0 here, and 0 equals false."""
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 

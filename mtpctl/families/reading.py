@@ -1,4 +1,4 @@
-"""Read a Hugging Face config into a `ModelShape`, and check it for what an engine refuses or computes differently from the trainer."""
+"""Reads a Hugging Face config into a `ModelShape`, and rejects what an engine refuses or computes differently from the trainer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = 32768
-"""The trained length of MiMo-7B, from which its published config files differ."""
+"""Context length that MiMo-7B was trained with. Its published config files have other values."""
 
 CPU_LATENT = 576
-"""Latent cache width per token that vLLM 0.32's CPU kernel is compiled for: that of DeepSeek-V3."""
+"""Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The family of a config, by `architectures`, or by `model_type` if there are none. Raises UserError for an unknown family."""
+    """The family of a config, by its `architectures`, or by its `model_type` if it lists none. Raises UserError for an unknown family."""
     architectures = _architectures(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
@@ -197,7 +197,7 @@ def unsupported_by_vllm_cpu(shape: ModelShape, dtype: str) -> Iterator[str]:
 
 
 def check_importable(config: Mapping[str, object]) -> None:
-    """Raise EnvironmentMissing if a package that vLLM's module of the model's family imports is not installed."""
+    """Raise EnvironmentMissing if a package that vLLM imports for the model's family is not installed."""
     family = family_of(config)
     for package in family.imports:
         if find_spec(package) is None:

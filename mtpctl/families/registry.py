@@ -13,9 +13,9 @@ Flag = bool | str
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
-    """The experts of a family. `dense`: whether the first layers are dense, or all but every n-th.
+    """The experts of a family. dense: which layers are dense, the first ones or all except every n-th.
 
-    `unnormalised_topk`: whether routing weights may have any sum (`norm_topk_prob: false`).
+    unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
@@ -30,9 +30,9 @@ class Family:
     """The common properties of a family's models, and the config fields in which they differ.
 
     output_biases: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
-    required_values: config fields with the only value that the trainer supports. Engines have another default, so the config must have
-    the field. head_dim: default of the config field; None: the hidden size divided by the heads. imports: packages that vLLM's module of
-    the family needs in addition to vLLM's own.
+    required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
+    have the field. head_dim: default of the config field; None: the hidden size divided by the number of heads. imports: packages that
+    vLLM imports for the family in addition to its dependencies.
     """
 
     name: str

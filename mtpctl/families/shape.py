@@ -31,11 +31,11 @@ class RopeScaling(TypedDict, total=False):
 class MtpConvention:
     """The tensor names and the inputs of a family's MTP layers.
 
-    Names are templates: `{k}` counts MTP layers from 0, `{n}` from the number of decoder layers. A template without a placeholder is a
+    Names are templates: `{k}` numbers MTP layers from 0, `{n}` from the number of decoder layers. A template without a placeholder names a
     tensor that all depths share. `layer` is the prefix of the transformer layer.
 
-    `reads_prenorm`: the first depth reads the trunk's state before the final norm. `recycles_prenorm`: later depths read the state before
-    the final norm of the previous depth. `blanks_first`: at position 0 engines replace the embedding by zeros in the first depth.
+    `reads_prenorm`: the first depth reads the trunk's state before the final norm. `recycles_prenorm`: later depths read the previous
+    depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
     """
 
     layer: str
@@ -86,7 +86,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Gated delta net, the linear attention of Qwen3-Next and Qwen3.5. `fp32_state`: engines store its state in fp32."""
+    """Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5. `fp32_state`: engines store its state in fp32."""
 
     key_heads: int
     value_heads: int

@@ -31,7 +31,7 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
 
 
 def aliases(shape: ModelShape) -> dict[str, str]:
-    """Names of tensors that equal another tensor, with that tensor's name: a tied head, and MTP copies of embedding and head."""
+    """Map the name of each duplicate tensor to its original's name: a tied head, and MTP copies of embedding and head."""
     embedding = f"{shape.prefix}embed_tokens.weight"
     head = embedding if shape.tied else "lm_head.weight"
     names = {"lm_head.weight": embedding} if shape.tied else {}

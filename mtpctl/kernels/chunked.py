@@ -1,4 +1,4 @@
-"""Portable backend in plain PyTorch. Processes the vocabulary in chunks; the backward pass recomputes logits that did not fit one chunk.
+"""Portable backend in plain PyTorch. Processes the vocabulary in chunks; the backward pass recomputes logits unless they fit one chunk.
 
 Chunks split the vocabulary rather than the rows, so that one product completes a chunk's part of the weight gradient and no second copy of
 the gradient is needed. The hidden gradient accumulates over chunks in fp32.

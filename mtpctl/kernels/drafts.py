@@ -114,7 +114,7 @@ class DraftTerm:
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def process(self, backend: Backend, span: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
-        """Add the draft's rows `span`, which belong to a trunk slice. Returns whether the weight gradient was written."""
+        """Compute results, loss and gradients of the draft rows `span` of a slice. Returns whether the weight gradient was written."""
         if span.start >= span.stop:
             return False
         rows = None if self.trunk_row is None else self.trunk_row[span] - trunk.start

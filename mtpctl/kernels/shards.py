@@ -27,7 +27,7 @@ class Shard:
 
 
 def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: int | None) -> Shard:
-    """The shard of `weight` [V, H]. V must be the same on all ranks. Raises ValueError if `valid_vocab` exceeds their sum."""
+    """The shard of `weight` [V, H]. V must be equal on all ranks. Raises ValueError if `valid_vocab` is not 1 to their sum."""
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     columns = weight.shape[0]
     total = columns * world if valid_vocab is None else valid_vocab

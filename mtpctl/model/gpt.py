@@ -109,9 +109,9 @@ class MtpLayer(MultiTokenPredictionLayer):
 class MtpModel(GPTModel):
     """`GPTModel` whose last stage returns `Hidden`.
 
-    Set by the family: `mtp_reads_prenorm` (MiMo's head reads the trunk's state before the final norm, DeepSeek's after it) and
-    `mtp_blanks_first` (whether the first depth reads 0 instead of the embedding at position 0). Set by the recipe: `mtp_isolated` detaches
-    the trunk's state and the embeddings at the first depth only, so that gradients flow along the chain of depths.
+    Set per model family: `mtp_reads_prenorm` (MiMo's MTP head reads the trunk's state before the final norm, DeepSeek's after it) and
+    `mtp_blanks_first` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth only). Set by
+    the recipe: `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through the depths.
     """
 
     mtp_reads_prenorm: bool = False

@@ -52,7 +52,7 @@ class ColumnParallelLinear(UpstreamColumnParallelLinear):
     """[..., in] → [..., out / tp], and the bias if the caller adds it.
 
     A layer that is not split and has a gradient buffer bypasses upstream's forward pass. Upstream checks for collectives, mixed precision
-    and offloading in each call and uses three autograd functions, which dominates small layers that are launch-bound.
+    and offloading in each call and runs three autograd functions, a large part of a layer's time if the GPU is launch-bound.
     """
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:

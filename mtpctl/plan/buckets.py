@@ -1,7 +1,7 @@
 """The tensors of a weight update, and their layout in buckets of bounded size.
 
-The plan depends only on names, shapes and dtypes, so both ends of a transport compute the same one. Tensors keep their order. A tensor that
-fits a bucket is never split. A larger one starts a new bucket and spans as many as it needs, and the next tensor follows its last part.
+The plan depends only on names, shapes and dtypes, so both ends of a transport compute the same plan. Tensors keep their order. A tensor
+that fits a bucket is never split. A larger one starts a new bucket and spans as many as it needs; the next tensor follows its last part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
 
 ALIGNMENT = 256
-"""Bytes. Entries start at multiples, so that a bucket can be viewed as any dtype and copied in wide words."""
+"""Alignment of entries in bytes, so that a bucket can be viewed as any dtype and copied in wide words."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -85,7 +85,7 @@ class Entry:
     """A tensor, or a part of one, in a bucket.
 
     `offset` and `nbytes` are bytes in the bucket. `part_start` and `part_stop` are element indices of the flattened tensor, which has shape
-    `shape`. `aliases` are further names of the same tensor (tied weights), which are not sent again.
+    `shape`. `aliases` are other names of the same tensor (tied weights), which are not sent again.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Entry:
 
     @property
     def whole(self) -> bool:
-        """Whether the entry holds all of its tensor."""
+        """Whether the entry is a complete tensor."""
         return self.part_start == 0 and self.last
 
     @property
@@ -123,7 +123,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class _BucketBuilder:
-    """Fills one bucket after another; `closed` are the full ones."""
+    """Fills one bucket after another. closed: the full buckets."""
 
     closed: list[Bucket] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -148,11 +148,11 @@ class _BucketBuilder:
 def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int, aliases: Mapping[str, str] | None = None) -> list[Bucket]:
     """Lay out `tensors` in order in buckets of at most `bucket_bytes` bytes, each tensor once.
 
-    `aliases` maps a name to the name of the same tensor. An alias is listed on that tensor's entries and not sent, whether or not it is
-    among `tensors`.
+    `aliases` maps a name to another name of the same tensor. An alias is listed in that tensor's entries and is not sent, whether or not it
+    is among `tensors`.
 
-    Raises ValueError for a duplicate name, an alias of an unknown tensor or of itself or with another shape or dtype, an unknown dtype, and
-    a `bucket_bytes` under `ALIGNMENT`.
+    Raises ValueError for a duplicate name, an unknown dtype, a `bucket_bytes` under `ALIGNMENT`, and an alias that refers to itself, to an
+    unknown tensor, or to one with another shape or dtype.
     """
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"a bucket needs at least {ALIGNMENT} bytes, got {bucket_bytes}")
@@ -181,7 +181,7 @@ def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int, aliases: Mapp
 
 
 def _alias_groups(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The names that are sent, each with its aliases."""
+    """The names to send, each with its aliases."""
     groups: dict[str, list[str]] = {name: [] for name in specs if name not in aliases}
     for alias in aliases:
         owner, chain = alias, {alias}
@@ -209,7 +209,7 @@ def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec
 
 
 def adapted_weights(shape: ModelShape, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Weights `[rows, columns]` of every trunk layer in `train.lora.targets`."""
+    """Names and shapes `[rows, columns]` of the weights of every trunk layer in `targets` (see `train.lora.targets`)."""
     leaves = {leaf for target in targets for leaf in ADAPTED[target]}
     return {
         name: size
@@ -233,7 +233,7 @@ def _dtype(recipe: Recipe) -> str:
 
 
 def base_weight_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Bytes of the base weights, which the first sync sends with an adapter; 0 if no adapter is synced."""
+    """Bytes of the base weights, which the first sync sends in addition to the adapter; 0 if no adapter is synced."""
     return sum(spec.nbytes for spec in wire_tensors(shape, "target", _dtype(recipe))) if "adapter" in recipe.sync.sections else 0
 
 

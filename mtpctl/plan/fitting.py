@@ -1,7 +1,7 @@
-"""Check whether each rank of a run fits into its share of a card, and suggest settings that make it fit.
+"""Checks whether each rank of a run fits its share of a card, and suggests settings that make it fit.
 
-A rank's shortfall is the memory that it needs minus the memory that it has, in bytes. The gain of a setting is the reduction of the
-shortfall. Both are estimated as in the memory plan (`mtpctl.plan.memory`).
+A rank's shortfall is the memory it needs minus the memory it has, in bytes. The gain of a setting is the reduction of the shortfall. Both
+are estimated with `mtpctl.plan.memory`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mtpctl.recipe.schema import Recipe
 
 Rank = Literal["trainer_rank", "rollout_rank", "logprob_rank", "shared_card"]
 Change = Mapping[str, object]
-"""Values by dotted key, as `--set` takes them."""
+"""Values by dotted key, as for `--set`."""
 Shortfall = Callable[[Recipe], int]
 HIGHEST_SHARE = 0.95
 """Maximum `rollout.gpu_memory` to suggest. CUDA graphs and the CUDA context take the rest."""
@@ -32,7 +32,7 @@ HIGHEST_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the recipe and the bytes that it gains. `fits`: the rank fits with it; `cards`: it needs more cards."""
+    """A change of the recipe and the bytes it gains. fits: whether the rank then fits. cards: whether the change needs more cards."""
 
     change: Change
     gain: int
@@ -47,8 +47,8 @@ class Remedy:
 class Misfit:
     """A rank that does not fit: its error, the missing bytes, and remedies in descending order of their gain.
 
-    `together` are remedies that suffice in combination, if possible without more cards. It is empty if a single remedy suffices, or if not
-    even all of them do.
+    together: remedies that suffice in combination, if possible without more cards. Empty if a single remedy suffices, or if even all of
+    them do not.
     """
 
     rank: Rank
@@ -59,7 +59,7 @@ class Misfit:
 
 
 def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
-    """Yield every rank that does not fit the card of `cluster.gpu_gib`. Without that size, only a cache in bytes is checked."""
+    """Yield every rank that does not fit a card of `cluster.gpu_gib`. If that is not set, only `rollout.kv_cache_bytes` is checked."""
     card = recipe.cluster.gpu_gib
     if card is not None and (missing := _trainer(recipe, shape)) > 0:
         room = card * recipe.train.gpus
@@ -89,7 +89,7 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
 
 
 def card_needed(recipe: Recipe, shape: ModelShape) -> float:
-    """Minimum GiB of a card for the fullest rank of the recipe, with a cache of at least one sample in each engine."""
+    """Minimum size of a card in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
     needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
     if "rl" in recipe.train.stages:
         rollout = recipe.rollout
@@ -100,7 +100,7 @@ def card_needed(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def changed(recipe: Recipe, change: Change) -> Recipe:
-    """The recipe with these values, without the checks that span several sections."""
+    """The recipe with these values. Skips the checks that span several sections."""
     for key, value in change.items():
         recipe = _with(recipe, key.split("."), value)
     return recipe
@@ -134,7 +134,7 @@ def _shared(recipe: Recipe) -> int:
 
 
 def _shared_with_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
-    """For the fullest card with an engine, the used share, and the shares of the other ranks by recipe field."""
+    """The used share of the fullest card with an engine, and the shares of the other ranks on it by recipe field."""
     shares = {"train.gpus": recipe.train.gpus}
     if recipe.logprob.standalone:
         shares["logprob.gpus"] = recipe.logprob.gpus
@@ -151,7 +151,7 @@ def _card(recipe: Recipe) -> float:
 
 
 def _engine_needs(recipe: Recipe, shape: ModelShape) -> int:
-    """The minimum bytes of an engine: its weights and a cache for one sample of full length."""
+    """Minimum bytes of an engine: its weights and a cache for one sample of full length."""
     memory = engine_memory(recipe, shape)
     return memory.weights + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
 
@@ -207,7 +207,7 @@ def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
 
 
 def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
-    """Remedies that suffice in combination, selected greedily by their additional gain; empty if all of them do not suffice."""
+    """Remedies that suffice in combination, selected greedily by their additional gain; empty if all together do not suffice."""
     left, taken = list(remedies), []
     while left and shortfall(recipe) > 0:
         best = min(left, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
@@ -235,7 +235,7 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes.append({**wider, "train.distributed_optimizer": True})
     else:
         changes.append({"train.parallel.dp": 2 * parallel.dp})
-    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # A longer sample would be a microbatch by itself.
+    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # A sample over the limit would be a microbatch of its own.
         changes.append({"train.tokens_per_microbatch": train.tokens_per_microbatch // 2})
     if train.precision == "fp32":
         changes.append({"train.precision": "bf16"})

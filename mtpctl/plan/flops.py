@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a training step, for FLOP/s and utilization of a card."""
+"""Counts the floating-point operations of a training step, to compute a card's FLOP/s and utilization."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def delta_weights(shape: ModelShape) -> int:
 
 
 def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
-    """Weights of one layer's MLP that one token uses: all of a dense MLP; router, selected and shared experts of an MoE layer."""
+    """Weights that a token uses in one layer's MLP: all of a dense MLP; router, selected and shared experts of an MoE layer."""
     if not sparse or (moe := shape.moe) is None:
         return 3 * shape.hidden * shape.ffn
     experts = 3 * shape.hidden * (moe.experts_per_token * moe.ffn + moe.shared_ffn)
@@ -61,7 +61,7 @@ def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
 
 
 def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
-    """Forward operations of one layer's causal attention over samples of these lengths: half of the square for scores and values."""
+    """Forward operations of one layer's causal attention over samples of these lengths; causal masking halves them."""
     values = shape.latent.value_dim if shape.latent else shape.head_dim
     return sum(2 * shape.heads * (shape.head_dim + values) * length * length // 2 for length in lengths)
 
@@ -69,8 +69,8 @@ def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
 def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool) -> int:
     """Forward and backward operations of one step, without recomputation.
 
-    lengths: tokens of each packed sample; rows: tokens with a log-prob; mtp_rows: the same for each MTP depth. An isolated MTP head
-    computes no gradient of the LM head's weight. Only the experts that a token is routed to count.
+    lengths: tokens of each packed sample. rows: number of tokens with a log-prob. mtp_rows: the same for each MTP depth. An isolated MTP
+    head computes no gradient of the LM head's weight. Of the experts, only those that a token is routed to count.
     """
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)

@@ -1,7 +1,7 @@
-"""Estimate the memory of a trainer rank, a rollout engine and a log-prob rank.
+"""Estimates the memory of a trainer rank, a rollout engine and a log-prob rank.
 
-Included are weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state of linear
-attention. The CUDA context, NCCL's buffers and fragmentation are not included: leave a tenth of the card for them.
+The estimates include weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state
+of linear attention. They do not include the CUDA context, NCCL's buffers and fragmentation: leave a tenth of the card for these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIMIZER_SLICE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes on the fullest trainer rank. Offloaded parameters and gradients are included, since they are on the device at its peak.
+    """Bytes on the fullest trainer rank. Offloaded parameters and gradients are included, because they are on the device at peak usage.
 
     reference: the reference policy's copy of the trained parameters. step: temporaries of an optimizer step, which runs when activations
     and workspace are free. host: host memory for offloading.
@@ -57,7 +57,7 @@ class EngineMemory:
     """Bytes on one rank of a rollout engine.
 
     kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state of one
-    sequence of any length. states: that of all sequences in flight, which is part of the cache.
+    sequence, which does not depend on its length. states: the state of all sequences in flight, which is part of the cache.
     """
 
     weights: int
@@ -68,7 +68,7 @@ class EngineMemory:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that fit into the cache in addition to the states of all sequences in flight."""
+        """Number of tokens that fit the cache in addition to the states of all sequences in flight."""
         return None if self.kv_cache is None or not self.kv_token else max(0, self.kv_cache - self.states) // self.kv_token
 
 
@@ -88,14 +88,14 @@ class LogprobMemory:
 
 
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
-    """The fullest trainer rank of the recipe, over all stages of training."""
+    """Memory of the recipe's fullest trainer rank, over all training stages."""
     pipeline = list(enumerate(_stages(recipe, shape, recipe.train.parallel)))
     ranks = [_trainer_stage(recipe, shape, index, stage, training) for training in recipe.train.stages for index, stage in pipeline]
     return max(ranks, key=lambda memory: memory.total)
 
 
 def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
-    """One rank of a rollout engine. Its cache is negative if the weights exceed the engine's share of the card."""
+    """Memory of one rank of a rollout engine. `kv_cache` is negative if the weights exceed the engine's share of the card."""
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
@@ -113,7 +113,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
 
 
 def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
-    """The fullest rank of a log-prob server: weights without gradients, and one layer's activations at a time."""
+    """Memory of a log-prob server's fullest rank: weights without gradients, and one layer's activations at a time."""
     server, lora = recipe.logprob, recipe.train.lora
     width = WEIGHT_BYTES[recipe.train.precision]
     adapted = adapted_weights(shape, lora.targets) if lora is not None and "adapter" in recipe.sync.sections else {}
@@ -127,15 +127,15 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements per token that a decoder layer saves for its backward pass: a layer with full attention, and experts if there are any.
+    """Elements per token that a decoder layer with full attention, and experts if there are any, saves for its backward pass.
 
-    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP,
-    minus the tensors that the backward pass recomputes (`mtpctl.model.layers`).
+    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP, minus the
+    tensors that the backward pass recomputes (`mtpctl.model.layers`).
 
-    - Split over tp only with sequence parallelism: the inputs of both norms, and the parts of a latent that all heads share.
+    - Split over tp only with sequence parallelism: the inputs of both norms, and the parts of latent attention that all heads share.
     - Always split over tp: q, k, v, the attention's output, gate and up.
-    - Replicated: a latent's sine and cosine (other attention has one table for all layers), three indices and a weight for each selected
-      expert, and the tokens that ranks gather if tp splits each expert.
+    - Replicated: the sine and cosine of latent attention (other attention has one table for all layers), three indices and a weight for
+      each selected expert, and the tokens that ranks gather if tp splits each expert.
     - With expert parallelism also the rows from other ranks, assumed to be as many as this rank sends.
     """
     latent, moe = shape.latent, shape.moe
@@ -155,10 +155,10 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements per token of a layer's temporaries, not in `activation_width`: the normed input and the product of gate and up.
+    """Elements per token of a layer's temporaries, in addition to `activation_width`: the normed input and the product of gate and up.
 
-    Routed experts need most in the backward pass of their first product: rows (copies of their tokens' states), the rows' gradients, gate
-    and up; with expert parallelism the received rows a third time. Routing is assumed to be even.
+    Routed experts peak in the backward pass of their first product, with rows (copies of their tokens' states), the rows' gradients, and
+    gate and up; with expert parallelism also with the received rows. Routing is assumed to be even.
     """
     width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     if not shape.moe:
@@ -170,7 +170,7 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
-    """Bytes of one token's key-value cache on one rank. A latent is replicated on all ranks."""
+    """Bytes of one token's key-value cache on one rank. Latent attention's cache is replicated on all ranks."""
     layers = shape.full_attention_layers + (shape.mtp_layers if drafting else 0)
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
@@ -178,9 +178,9 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool
 
 
 def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
-    """Bytes of linear attention's state of one sequence on one rank of an engine: the convolution's inputs and the state of each layer.
+    """Bytes of linear attention's state of one sequence on one engine rank: the convolution's inputs and the recurrent state of all layers.
 
-    vLLM stores one copy for the sequence, one for each draft (which may be rejected), and with prefix caching one at the last block
+    vLLM stores one copy for the sequence, one for each draft (which may be rejected) and, with prefix caching, one at the last block
     boundary.
     """
     delta, rollout = shape.delta, recipe.rollout
@@ -200,13 +200,13 @@ def _attention_width(shape: ModelShape) -> float:
     if shape.latent:
         return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # QK norms save the tensor that the heads are split from; a gate is saved in addition to its input.
+    # QK norms save the tensor that the heads are split from. An output gate saves itself and its input.
     mixed = q + 2 * kv + (q if shape.gated_attention else 0)
     return 2 * q + 2 * kv + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
 
 
 def _ffn_width(shape: ModelShape) -> float:
-    """Hidden width of the MLP, or of the experts of one token."""
+    """Hidden width of the MLP, or of a token's experts together."""
     moe = shape.moe
     return moe.experts_per_token * moe.ffn + moe.shared_ffn if moe else shape.ffn
 
@@ -216,7 +216,7 @@ def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list
 
 
 def _depths(recipe: Recipe, shape: ModelShape) -> int:
-    """MTP depths that trainer and log-prob server build."""
+    """Number of MTP depths of the trainer and the log-prob server."""
     return shape.mtp_layers * recipe.mtp.repeat if recipe.mtp.mode != "off" else 0
 
 
@@ -232,7 +232,7 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
     gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
     if trains_mtp or (buffered and train.distributed_optimizer):
-        # A distributed optimizer has state for every gradient buffer, including those of frozen MTP layers.
+        # A distributed optimizer has state for all gradient buffers, including those of frozen MTP layers.
         moved, experts = moved + stage.mtp, experts + stage.mtp_experts
     shards, expert_shards = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
     stepped = (moved - experts) // shards + experts // expert_shards
@@ -259,7 +259,7 @@ def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, de
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     saved = width * layers if train.recompute != "full" else entry * layers
     once = transient if train.recompute != "full" else width + transient
-    in_flight = parallel.pp - index  # One forward, one backward: a stage waits for the later ones.
+    in_flight = parallel.pp - index  # 1F1B schedule: microbatches in flight at this stage.
     return int(train.tokens_per_microbatch / parallel.cp * (saved * in_flight + once) * WEIGHT_BYTES[train.precision])
 
 
@@ -269,7 +269,7 @@ def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: Paralle
 
 
 def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
-    """LoRA parameters on one rank, and the part of routed experts: rank × (inputs + outputs) of each target."""
+    """Number of LoRA parameters on one rank, and of those the routed experts' part: LoRA rank × (inputs + outputs) of each target."""
     lora, parallel = recipe.train.lora, recipe.train.parallel
     assert lora is not None
     modules = [(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets]
@@ -278,7 +278,7 @@ def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]
 
 
 def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs plus outputs of a decoder layer's routed experts in this target, on one rank."""
+    """Inputs plus outputs of a decoder layer's routed experts that match this target, on one rank."""
     moe = shape.moe
     if moe is None or layer in moe.dense_layers or target not in ("linear_fc1", "linear_fc2"):
         return 0
@@ -286,7 +286,7 @@ def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: Parallel
 
 
 def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
-    """Inputs plus outputs of a decoder layer's other modules in this target, on one rank."""
+    """Inputs plus outputs of a decoder layer's other modules that match this target, on one rank."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
         sparse = moe is not None and layer not in moe.dense_layers
@@ -301,7 +301,7 @@ def _inner(target: str, ffn: int) -> int:
 
 
 def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """For each linear layer of attention, the replicated width, and the width that tp splits."""
+    """For each linear layer of attention, the sides (input, output) that are replicated, and those that tp splits, in elements."""
     hidden = shape.hidden
     if shape.layer_kinds[layer] == "linear_attention":
         delta = shape.delta
@@ -324,7 +324,7 @@ def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class RouteBytes:
-    """Bytes of the routes of a token, of the longest sample, and of a batch of such samples."""
+    """Bytes of routes: of a token, of the longest sample, and of a batch of longest samples."""
 
     replay: Replay
     token: int
@@ -333,7 +333,7 @@ class RouteBytes:
 
 
 def route_bytes(recipe: Recipe, shape: ModelShape) -> RouteBytes | None:
-    """The size of routes in samples, None if samples carry none."""
+    """The size of the routes that samples contain, or None if they contain none."""
     replay, routes, rl = recipe.replay(shape), RouteShape.of(shape), recipe.train.rl
     if replay == "off" or routes is None:
         return None

@@ -1,4 +1,4 @@
-"""Assign sequences to microbatches of data-parallel ranks."""
+"""Assigns sequences to microbatches of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 _MOST_TOGETHER = 16
-"""The largest k that `_least` tries. If a larger one would give a better bound, `partition` only needs more attempts."""
+"""Maximum k that `_least` tries. If a larger k would give a better bound, `partition` only needs more attempts."""
 
 
 def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
     """Assign sequences to microbatches: for each dp rank a list of microbatches, each a list of indices into `lengths`.
 
     Every rank gets the same number of microbatches, the last of which may be empty. Sequences are assigned longest first, each to the least
-    loaded microbatch, with the smallest multiple of dp of microbatches that keeps each within the budget. A sequence longer than the budget
-    is alone. Deterministic. Raises ValueError if there is no sequence.
+    loaded microbatch. The number of microbatches is the smallest multiple of dp that keeps each within the budget; a sequence longer than
+    the budget gets its own. Deterministic. Raises ValueError if there are no sequences.
     """
     if not lengths:
         raise ValueError("there is no sequence to pack")
@@ -39,7 +39,7 @@ def _least(lengths: np.ndarray, budget: int) -> int:
 def _dealt(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
     """Assign the sequences in this order, each to the least loaded of `count` microbatches. None if one overflows."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    # A heap of load * count + index, so that the first of equally loaded microbatches is the least. This range is a heap already.
+    # A heap of load * count + index, so that the first of equally loaded microbatches is the smallest. This range already is a heap.
     loads = list(range(count))
     alone = count >= len(lengths)
     for i in order:

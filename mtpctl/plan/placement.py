@@ -1,7 +1,7 @@
-"""Place the ranks of trainer, rollout engines, log-prob server and teacher on hosts with CPUs and GPUs.
+"""Places the ranks of trainer, rollout engines, log-prob server and teacher on hosts with CPUs and GPUs.
 
-Ranks are placed in order, each group on the first host with capacity. A tensor-parallel group of the trainer is on one host if it fits one.
-An engine never spans hosts, and a share of a card never spans cards.
+Ranks are placed in order, each group on the first host with capacity. A tensor-parallel group of the trainer stays on one host if a host is
+large enough. An engine never spans hosts, and a share of a card never spans cards.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One rank: `index` counts engines or servers, `rank` the processes of each. `gpus` is a fraction if a card is shared.
+    """One rank. index: number of its engine or server. rank: its rank therein. gpus: a fraction if it shares a card.
 
-    `cards`: indices of its cards among those that the plan uses on the host.
+    cards: indices of its cards among those that the plan uses on the host.
     """
 
     role: Role
@@ -44,7 +44,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """CPUs and GPUs to reserve together on one host, for ranks that share cards, or for all ranks of an engine."""
+    """CPUs and GPUs to reserve together on one host: for ranks that share cards, or for all ranks of an engine."""
 
     host: int
     actors: tuple[Actor, ...]
@@ -102,11 +102,11 @@ def _joined(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
 
 
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int | None = None) -> Placement:
-    """Place a recipe's actors, with the minimum number of rollout engines, or with `engines` of them.
+    """Place a recipe's actors, with `engines` rollout engines (default: the minimum of the recipe).
 
-    `hosts` are those of a running cluster. Without them, assume this machine for CPU, and for CUDA one host of `cluster.num_gpus` if set,
-    else as many hosts of `cluster.gpus_per_node` cards as needed. Raises ClusterResources if the hosts are too small, and UserError for an
-    engine that no host can hold, or for GPU counts that Ray cannot allocate.
+    hosts: the hosts of a running cluster. None assumes this machine for CPU. For CUDA it assumes one host of `cluster.num_gpus` cards if
+    set, else as many hosts of `cluster.gpus_per_node` cards as needed. Raises ClusterResources if the hosts are too small, and UserError if
+    an engine fits no host, or if Ray cannot allocate the GPU counts.
     """
     device = recipe.device
     engines = recipe.rollout.replica_range.min if engines is None else engines
@@ -126,7 +126,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
 
 
 def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
-    """The number of rollout engines within the recipe's bounds that fit these hosts. Raises the error of `place` for the minimum."""
+    """Maximum number of rollout engines within the recipe's bounds that fits these hosts. Raises like `place` if the minimum does not."""
     bounds = recipe.rollout.replica_range
     place(recipe, hosts)
     for engines in range(bounds.max, bounds.min, -1):
@@ -139,12 +139,12 @@ def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
 
 
 def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
-    """Whether an empty host can hold this many ranks."""
+    """Whether this many ranks fit one of the hosts when it is empty."""
     return any(allocate([capacity], ranks, cpus, gpus) is not None for capacity in capacities(hosts, ranks * math.ceil(gpus)))
 
 
 def _take_group(free: list[Capacity], ranks: int, cpus: float, gpus: float, *, apart: bool) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Host and cards of each rank, all on one host unless `apart`; None if there is no capacity."""
+    """Allocate a host and cards for each rank, all on one host unless `apart`. Returns None if there is no capacity."""
     parts: list[Allocation | None] = [allocate(free, 1, cpus, gpus) for _ in range(ranks)] if apart else [allocate(free, ranks, cpus, gpus)]
     taken: list[tuple[int, tuple[int, ...]]] = []
     for part in parts:

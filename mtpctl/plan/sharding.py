@@ -1,4 +1,4 @@
-"""Count the parameters of one rank under a parallel layout."""
+"""Counts the parameters of one rank under a parallel layout."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One rank of a pipeline stage: its decoder layers, and the parameters of trunk and MTP layers.
+    """One rank of a pipeline stage: its decoder layers, and its number of parameters in the trunk and the MTP layers.
 
-    `trunk_experts` and `mtp_experts` are the parts of these in routed experts.
+    trunk_experts, mtp_experts: the number of these that belong to routed experts.
     """
 
     layers: range
@@ -41,9 +41,9 @@ class Stage:
 
 
 def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int]:
-    """Decoder layers of each pipeline stage: `pp_layout`, or an even split that counts MTP depths as layers of the last stage.
+    """Number of decoder layers of each pipeline stage: `pp_layout`, or an even split that counts MTP depths as layers of the last stage.
 
-    Raises UserError if `pp_layout` does not add up to `layers`.
+    Raises UserError if `pp_layout` does not fit `pp` stages and `layers` layers, or if there are more stages than layers.
     """
     if parallel.pp_layout is not None:
         if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
@@ -59,10 +59,10 @@ def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int
 
 
 def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Container[str] | None = None) -> list[Stage]:
-    """Parameters of one rank of each stage.
+    """Count the parameters of one rank of each pipeline stage.
 
-    The first stage has the embedding. The last has the final norm, the head, the MTP layers, and a copy of the embedding if the MTP layers
-    or a tied head read it. depths: MTP depths; 0 excludes the MTP layers. only: names of the tensors to count; default: all.
+    The first stage has the embedding. The last stage has the final norm, the LM head, the MTP layers, and a copy of the embedding if the
+    MTP layers or a tied head read it. depths: number of MTP depths; 0 excludes the MTP layers. only: names of the tensors to count.
     """
     skipped, tensors = aliases(shape), tensor_shapes(shape)
     embedding = f"{shape.prefix}embed_tokens.weight"
@@ -96,7 +96,7 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Number of ranks that share an expert: 1 with expert parallelism."""
+    """Number of tensor-parallel ranks that share an expert; 1 with expert parallelism."""
     return 1 if parallel.ep > 1 else parallel.tp
 
 

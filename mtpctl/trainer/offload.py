@@ -71,7 +71,7 @@ def release(tensors: Iterable[Tensor]) -> None:
 
 
 def allocate(tensors: Iterable[Tensor]) -> None:
-    """Allocate memory for released tensors, with undefined values. Each tensor must cover its whole storage; others are skipped."""
+    """Allocate memory, with undefined values, for those tensors that were released. Each must cover its whole storage."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(tensor.nbytes)

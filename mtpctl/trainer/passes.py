@@ -59,8 +59,8 @@ def micro_batches(
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     layout = {"cp_rank": cp_rank, "cp": cp, "tp": config.parallel.tp if sequence_parallel else 1}
     if config.parallel.ep == 1:
-        # Ranks may have different numbers of microbatches, because collectives follow the last pass. With expert parallelism every pass has
-        # collectives, so the numbers must be equal.
+        # Dp ranks may have different numbers of microbatches, because their collectives follow the last pass. With expert parallelism every
+        # pass has collectives, so the numbers must be equal.
         parts = [part for part in parts if part] or [[]]
     idle = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
     return [pack(sequences, part, depths, device, **layout) if part else dummy_batch(idle, depths, device, **layout) for part in parts]

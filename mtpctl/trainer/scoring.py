@@ -1,6 +1,7 @@
 """Scoring in a forward pass: log-probs and entropy, the k most likely tokens, the MTP depths' drafts, and expert routes.
 
-Options apply to a sequence, so that requests of any kind share a packed microbatch. Sizes: R response tokens of a microbatch.
+Options are per sequence, so that requests with different options can share a packed microbatch. Shape legend: R response tokens of a
+microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mtpctl.trainer.objective import Sums
 
 
 class Scorer:
-    """Scores microbatches as the `MicroBatchLoss` of a forward-only pass, and stores the scores by sequence.
+    """Scores microbatches and stores the scores by sequence. Called as the `MicroBatchLoss` of a forward-only pass.
 
     options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
     """
@@ -42,7 +43,7 @@ class Scorer:
         if self.options is not None:
             options = [self.options[i] for i in micro.order]
             temperature = torch.tensor([each.temperature for each in options], device=labels.device)[micro.seq_ids]
-            # Tokens outside the mask keep their rows, but get no logits.
+            # Tokens outside the mask keep their rows, but their logits are not computed.
             labels = labels.masked_fill(micro.mask == 0, IGNORE_INDEX)
             topk = max(each.topk for each in options)
         out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
@@ -68,13 +69,13 @@ class Scorer:
                     score.drafts.append(draft_scores)
 
     def gather(self, count: int, *, own: bool) -> list[TokenScores]:
-        """The scores of all `count` sequences: of all ranks, or with `own` of this dp rank. Collective."""
+        """The scores of all `count` sequences, from all ranks or, with `own`, from this dp rank. Collective."""
         scores = _gathered(self.scores, own=own)
         return [scores[i] for i in range(count)]
 
 
 def _gathered[K, V](values: dict[K, V], *, own: bool) -> dict[K, V]:
-    """The values of all ranks, or with `own` of the pipeline stages of this dp rank. Collective."""
+    """Merge the values of all ranks or, with `own`, of this dp rank's pipeline stages. Collective."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages == 1 and (own or parallel_state.get_data_parallel_world_size() == 1):
         return values
@@ -95,7 +96,7 @@ def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogPr
 
 
 def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[DraftScores]:
-    """By sequence, the results of `tokens` among the R response tokens, and None for the others."""
+    """Scores by sequence: values for `tokens` (indices among the R response tokens), None for other tokens."""
     assert out.hit is not None
     drafted = torch.zeros(len(micro.labels), dtype=torch.bool, device=tokens.device)
     drafted[tokens] = True
@@ -122,15 +123,15 @@ def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
 
 
 def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
-    """The same microbatches, for a pass that records its routes."""
+    """The same microbatches, set to record routes."""
     return [replace(micro, packing=replace(micro.packing, recorded={})) for micro in micros]
 
 
 @torch.no_grad()
 def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int, *, own: bool) -> list[Routes]:
-    """The routes of all `count` sequences after a pass over microbatches of `recording`; of all ranks, or with `own` of this dp rank.
+    """The routes of all `count` sequences after a pass over microbatches from `recording`. Collective.
 
-    Collective.
+    own: the sequences are this dp rank's own.
     """
     local: dict[tuple[int, int], Routes] = {}
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.moe_index is not None]
@@ -144,7 +145,7 @@ def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape
                 # Copied, so that the rest of the row is freed. The routes of the last token are not used.
                 local[index, layer.moe_index] = row[start : start + length - 1].copy()
                 start += length
-    # Ranks that share a row have the same routes; if all ranks are gathered, one of them sends.
+    # Ranks that share a row have the same routes, so only one of them sends if all ranks are gathered.
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     alone = own or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
     routes = _gathered(local if first or alone else {}, own=own)

@@ -1,4 +1,4 @@
-"""A trainer rank's part in a weight update: all ranks export, because an export is collective; rank 0 plans, packs and sends."""
+"""A trainer rank's part in a weight sync: all ranks export, because exporting is collective; rank 0 plans, packs and sends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ type Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class ExportingEngine(Protocol):
-    """The interface of `MegatronEngine` for exports."""
+    """The part of `MegatronEngine`'s interface that exports weights."""
 
     @property
     def folder(self) -> HfFolder: ...
@@ -37,7 +37,7 @@ class ExportingEngine(Protocol):
 
 
 class WeightSource:
-    """The weights of `engine`. A `WeightUpdate` calls each method on all ranks, and uses the result of rank 0."""
+    """Sends the weights of `engine`. A `WeightUpdate` calls each method on all ranks and uses the result of rank 0."""
 
     engine: ExportingEngine
 
@@ -52,7 +52,8 @@ class WeightSource:
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """Return the manifest of `version`: its sections and buckets, and how receivers get them.
 
-        With `shm`, the buckets are in `store` when this returns. Otherwise nothing was sent yet, and `members` names the receivers.
+        With the transport `shm`, the buckets are in `store` when this returns. With others, nothing has been sent yet, and `members` names
+        the receivers.
         """
         self._sections = sections
         if self.rank == 0:
@@ -70,11 +71,11 @@ class WeightSource:
         return self._pusher.announce(version, members, sums) if self.rank == 0 else None
 
     def transfer_weights(self) -> Sent | None:
-        """Send the planned buckets, while the receivers receive them."""
+        """Send the planned buckets. Receivers must receive concurrently."""
         return self._on_rank_0(lambda export: self._pusher.send(export))
 
     def persist_weights(self) -> None:
-        """Copy the sent buckets for the version store, to which a thread writes them while training continues."""
+        """Copy the sent buckets; a thread writes the copies to the version store while training continues."""
         self._on_rank_0(lambda export: self._pusher.persist(export))
 
     @property
@@ -92,7 +93,7 @@ class WeightSource:
         return self._sender
 
     def _new_sender(self, store: str) -> Publisher | Sender:
-        """The sender of the recipe's transport. The first version must have all sections."""
+        """Create the sender for the recipe's transport. The first version must have all sections."""
         from mtpctl.families.tensors import section_of
         from mtpctl.plan.buckets import ADAPTER_PREFIX
         from mtpctl.sync.packing import PackingOptions
@@ -118,13 +119,13 @@ class WeightSource:
             collections.deque(export, maxlen=0)
 
     def _section(self, section: Section) -> Tensors:
-        """The tensors of one section. If the adapter is sent separately, the target consists of the base weights."""
+        """The tensors of one section. If the adapter is sent separately, the target section has the base weights."""
         if section == "adapter":
             return self.engine.export_adapter()
         return self.engine.export(sections=(section,), merged="adapter" not in self.recipe.sync.sections)
 
     def _plan_from(self, export: Tensors, *, checksums: bool = False) -> Checksums:
-        """Plan the buckets unless they are planned, and set the config of an adapter. Returns checksums if requested."""
+        """Plan the buckets if they are not planned yet, and set the adapter's config. Returns checksums if requested."""
         from mtpctl.convert.adapters import peft_config
         from mtpctl.families.tensors import aliases
 

@@ -1,8 +1,8 @@
-"""The path of an update's samples to the trainer ranks: `Sample` → `Share` of a data-parallel rank → `Sequence`.
+"""Distributes an update's samples to the trainer ranks: `Sample` → `Share` of a data-parallel rank → `Sequence`.
 
-A share stores the tokens of its samples in one array per field. It is written to Ray's object store once; the tensor-, pipeline- and
-context-parallel ranks of a data-parallel rank read the same memory, and their sequences are views of it. Every rank also gets a table
-with one entry per sample of the update, from which it computes advantages and minibatches.
+A share stores the tokens of its samples in one array per field. It is written to Ray's object store once. The tensor-, pipeline- and
+context-parallel ranks of a data-parallel rank read the same memory, and their sequences are views of it. Every rank also gets a table with
+one entry per sample of the update, from which it computes advantages.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class BatchTable:
-    """An entry per sample of an update, ordered by group.
+    """Columns with an entry per sample of an update, ordered by group.
 
-    groups, trajectories: the sample's group and trajectory, which may consist of several samples. prompts, responses: token counts.
-    sampled: response tokens that the policy sampled. scored: whether the sample has old log-probs. steps: the optimizer step that trains
-    on the sample. A step has whole groups, and the numbers of groups per step differ by at most one.
+    groups: number of the sample's group. trajectories: number of its trajectory, which may consist of several samples. prompts, responses:
+    token counts. sampled: number of response tokens that the policy sampled. scored: whether the sample has old log-probs. steps: the
+    optimizer step that trains on the sample. A step has whole groups, and the numbers of groups per step differ by at most one.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -83,7 +83,7 @@ class BatchTable:
 
     @property
     def trajectory_tokens(self) -> Ints:
-        """For each sample, the sampled tokens of its whole trajectory."""
+        """For each sample, the number of sampled tokens of its whole trajectory."""
         totals = np.zeros(int(self.trajectories.max(initial=-1)) + 1, np.int32)
         np.add.at(totals, self.trajectories, self.sampled)
         return totals[self.trajectories]
@@ -93,8 +93,8 @@ class BatchTable:
 class Minibatch:
     """This rank's part of an optimizer step.
 
-    members: indices of samples in the share; passes: its microbatches, as indices into `members`. trajectories: those of the whole step on
-    all ranks, including trajectories without a trained token.
+    members: indices of samples in the share. passes: microbatches, as indices into `members`. trajectories: number of trajectories of the
+    whole step on all ranks, including those without a trained token.
     """
 
     members: list[int]
@@ -107,8 +107,8 @@ class Share:
     """The non-empty samples of one data-parallel rank.
 
     indices: of the samples in the batch, ascending. trajectory_tokens: see `BatchTable`. ids: each prompt followed by its response. Other
-    token arrays hold response tokens only; old and teacher log-probs are those of the samples that have them. spans: number of version
-    spans of each sample, which together cover its response; span_lengths and span_versions: an entry per span.
+    token arrays have response tokens only; those with old or teacher log-probs have only the samples with `scored` or `taught` set. spans:
+    number of version spans of each sample, which together cover its response. span_lengths, span_versions: an entry per span.
     """
 
     dp_rank: int
@@ -173,7 +173,7 @@ class Share:
         return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
 
     def sequences(self) -> list[batch.Sequence]:
-        """The samples as the engine reads them.
+        """The samples as sequences for the engine.
 
         Columns: `behaviour`, and `old`, `teacher`, `candidates` [tokens, k] and `candidate_logprobs` [tokens, k] of samples that have them.
         """
@@ -197,7 +197,7 @@ class Share:
         return sequences
 
     def versions(self) -> list[Ints]:
-        """For each sample, the weight version that sampled each response token."""
+        """For each sample, the weight version with which each response token was sampled."""
         lengths, versions, starts = _Reader(self.span_lengths), _Reader(self.span_versions), self.spans.tolist()
         return [np.repeat(versions.next(count), lengths.next(count)) for count in starts]
 
@@ -205,11 +205,11 @@ class Share:
 def deal(
     samples: Sequence[Sample], *, minibatches: int, tokens_per_microbatch: int, dp: int
 ) -> tuple[BatchTable, list[Callable[[], Share]]]:
-    """The table of an update's samples, and for each of `dp` ranks a function that creates its share.
+    """Return the table of an update's samples, and for each of `dp` ranks a function that creates its share.
 
-    The samples of each optimizer step are distributed by `partition`. Empty responses are only in the table: they count in their groups
-    and in the number of trajectories. A step without sampled tokens is dropped. Shares are created one at a time, because each copies the
-    tokens of its samples.
+    `partition` distributes the samples of each optimizer step. Samples with an empty response are in the table only: they count in their
+    groups and in the number of trajectories. A step without sampled tokens is dropped. Shares are created one at a time, because each
+    copies the tokens of its samples.
     """
     table = BatchTable.of(samples, minibatches)
     lengths, trajectory_tokens = table.prompts + table.responses, table.trajectory_tokens
@@ -253,7 +253,7 @@ def _check_logprobs(sample: Sample) -> None:
 
 
 def _joined[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
-    """The arrays concatenated."""
+    """Concatenate the arrays."""
     return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.zeros(0, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The loss of one update: the objective's on the trunk, and one of each MTP depth that trains."""
+"""The loss of an update: the objective's loss on the trunk, and a loss for each trained MTP depth."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
 
 MEASURED_TOKENS = 8192
-"""Minimum number of response tokens of a rank and update, in whole sequences, from which acceptance is estimated. The estimate takes the
-trunk's distribution, which `mtp.loss: ce` does not need, and a pass over each response on the host."""
+"""Number of response tokens per rank and update from which acceptance is estimated, rounded up to whole sequences.
+
+Bounded, because the estimate needs the trunk's distribution, which `mtp.loss: ce` does not compute, and a host pass over each response."""
 
 
 class UpdateLoss:
-    """The `MicroBatchLoss` of a training pass: the objective's loss on the trunk, and a loss of each MTP depth that trains.
+    """The `MicroBatchLoss` of a training pass: the objective's loss on the trunk, and a loss for each trained MTP depth.
 
     totals: counts over all sequences of the update. Every term is divided by a global count, so the gradient does not depend on how the
-    batch is divided.
+    batch is split.
     """
 
     def __init__(self, head: Head, config: EngineConfig, objective: Objective, totals: Totals, *, temperature: float) -> None:
@@ -44,17 +45,17 @@ class UpdateLoss:
         else:
             total, sums = self._separate_passes(micro, hidden)
         if self.config.parallel.cp > 1:
-            # A rank without a trained token still takes part in the collectives of the other ranks' backward pass.
+            # A rank without a trained token must still take part in the collectives of the backward pass.
             for state in states:
                 total = total + 0.0 * state.sum()
         if not finite:
-            # A NaN loss passes through all collectives, and its gradients make every rank skip the step.
+            # A NaN loss still runs all collectives, and its gradients make every rank skip the step.
             total = torch.nan * torch.stack([state.sum() for state in states]).sum()
             sums = {name: torch.nan * value for name, value in sums.items()}
         return total, sums
 
     def _one_pass(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
-        """The losses of the trunk and the MTP depths, which learn from the logits that the trunk's loss computes."""
+        """The losses of the trunk and of the MTP depths, which learn from the logits computed for the trunk's loss."""
         mtp, scale = self.config.mtp, 1 / self.denominator
         drafts = [
             (
@@ -84,7 +85,7 @@ class UpdateLoss:
 
     def _separate_passes(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The losses of the trunk and of each MTP depth, each with its own logits."""
-        # MTP first: the one-pass kernels add the head's gradients in this order, and the order determines how sums are rounded.
+        # MTP first, because the one-pass kernels add the LM head's gradients in this order, and the order affects rounding.
         draft_losses, sums = self._drafts(micro, hidden)
         candidate_losses, candidate_sums = self._candidates(micro, hidden)
         loss, loss_sums = self.head.loss(
@@ -102,7 +103,7 @@ class UpdateLoss:
         return torch.stack([loss, *draft_losses, *candidate_losses]).sum(), sums | loss_sums | candidate_sums
 
     def _candidates(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
-        """The objective's term over candidates, and the sum of its divergences; both empty without one."""
+        """The objective's candidate loss and the sum of its divergences; both empty if it has none."""
         term = self.objective.candidates(micro)
         if term is None:
             return [], {}
@@ -116,7 +117,7 @@ class UpdateLoss:
         return self.config.mtp.loss_scale / (self.drafts[depth - 1] * len(self.drafts))
 
     def _drafts(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
-        """The loss of each MTP depth, deepest first, and their sums."""
+        """The loss of each MTP depth, deepest first, and their metric sums."""
         if not self.drafts:
             return [], {}
         mtp = self.config.mtp
@@ -125,7 +126,7 @@ class UpdateLoss:
         chances: list[DepthChances] = []
         measured = self._measured(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
-            # Rounded to fp32, like the gradient that autograd will pass: the kernels check that the two are equal.
+            # Rounded to fp32, like the gradient that autograd will pass, because the kernels check that the two are equal.
             scale = torch.tensor(self._scale(depth)).item()
             compared = draft
             if mtp.loss == "ce":
@@ -173,7 +174,7 @@ class UpdateLoss:
         )
 
     def _measured(self, micro: MicroBatch) -> int:
-        """The number of response tokens of the microbatch, in whole sequences, from which acceptance is estimated."""
+        """Number of response tokens of the microbatch from which acceptance is estimated, in whole sequences."""
         tokens = 0
         for length in [] if micro.dummy else micro.lengths:
             if self._to_measure <= 0:
@@ -182,7 +183,7 @@ class UpdateLoss:
         return tokens
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """The objective's metrics, and loss and acceptance of each MTP depth, from sums over the whole batch."""
+        """The objective's metrics, and the loss and acceptance of each MTP depth, from sums over the whole batch."""
         values = {name: float(value) for name, value in sums.items()}
         metrics = self.objective.metrics({name: value for name, value in values.items() if not name.startswith("mtp/")})
         for depth, drafts in enumerate(self.drafts, start=1):
@@ -202,7 +203,7 @@ def _depth_sums(depth: int, output: DraftLossOut) -> Sums:
 
 
 def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthChances:
-    """The probabilities of a depth's tokens among the microbatch's `count` response tokens; 0 from index `measured` on."""
+    """A depth's probabilities for the microbatch's `count` response tokens; 0 for tokens not drafted and from index `measured` on."""
     chosen = draft.tokens < measured
     tokens = draft.tokens[chosen]
 
