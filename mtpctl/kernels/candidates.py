@@ -66,8 +66,8 @@ def candidate_loss(
 ) -> CandidateLossOut:
     """Compute the loss `term` from hidden states `hidden` [N, H] and this rank's rows of the LM head, `weight` [V, H].
 
-    group: ranks that share the vocabulary. All pass the same hidden and term, and all get the complete gradient of hidden.
-    Other arguments: as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`.
+    group: ranks that share the vocabulary. All pass the same hidden and term, and all get the complete gradient of hidden. Other arguments:
+    as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`.
     """
     if term.ids.dim() != 2 or len(term.ids) != len(hidden):
         raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")

@@ -1,10 +1,10 @@
-"""`linear_policy_loss`: a policy loss and its gradients from hidden states, in one pass and three matrix products. `linear_draft_loss`.
+"""`linear_policy_loss` and `linear_draft_loss`: losses and their gradients from hidden states, in one pass over the rows.
 
-The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the loss with respect to the token's log-prob
-and entropy. If the loss is separable (each token's term depends on that token alone), both are known once the row's logits are. Rows are
-therefore processed in slices. Each slice computes the logits, their statistics, the loss and its two derivatives, the logit gradient (which
-overwrites the logits), and the two products with it. Nothing is computed twice, and only gradients and a few numbers per row outlive a
-slice.
+A policy loss takes three matrix products. The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the
+loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token alone), both are
+known once the row's logits are. Rows are therefore processed in slices. Each slice computes the logits, their statistics, the loss and its
+two derivatives, the logit gradient (which overwrites the logits), and the two products with it. Nothing is computed twice, and only
+gradients and a few numbers per row outlive a slice.
 
 A draft adds to each slice its own logits, the sums over both distributions, its logit gradient, and the two products with it. Learning from
 the trunk's whole distribution thus takes as many products as learning from the sampled tokens.
