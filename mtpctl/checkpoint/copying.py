@@ -144,8 +144,7 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
         The name of the checkpoint; None if the copy has none.
 
     Raises:
-        UserError: if all checkpoints are damaged.
-        Damaged: if another folder of the copy is damaged.
+        UserError: if all checkpoints, or another folder of the copy, are damaged.
         StoreFailed: if the store fails.
     """
     checkpoints = _checkpoints(store)
@@ -157,8 +156,11 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
             report(f"{name} in {store.url} is damaged: {damage}")
             continue
         for other in _ONCE:
-            if (listing := _listing(store, other)) is not None and not (run_dir / other).exists():
-                _fetch_folder(store, other, listing, run_dir)
+            try:
+                if (listing := _listing(store, other)) is not None and not (run_dir / other).exists():
+                    _fetch_folder(store, other, listing, run_dir)
+            except Damaged as damage:
+                raise UserError(f"{FIELD}: {store.url}/{other}/{damage}; restore the file, or name another URL") from damage
         for text in _TEXTS:
             if (contents := store.read(text)) is not None:
                 (run_dir / text).write_bytes(contents)

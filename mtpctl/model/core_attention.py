@@ -224,7 +224,7 @@ def _pad_widths(*tensors: Tensor) -> list[Tensor]:
 def _append_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Append later depths' keys and values [depths, samples, heads, queries, width] to those of the first [samples, heads, keys, width].
 
-    Returns keys, values and the mask: each query attends to the later keys of its own token only.
+    Returns keys, values and the mask: each query attends to the later keys of the same token only.
     """
     depths, queries = later[0].shape[0], later[0].shape[3]
     if mask is None:

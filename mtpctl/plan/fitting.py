@@ -235,7 +235,7 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes.append({**wider, "train.distributed_optimizer": True})
     else:
         changes.append({"train.parallel.dp": 2 * parallel.dp})
-    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # A sample over the limit would be a microbatch of its own.
+    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # A sample over the limit would be a separate microbatch.
         changes.append({"train.tokens_per_microbatch": train.tokens_per_microbatch // 2})
     if train.precision == "fp32":
         changes.append({"train.precision": "bf16"})

@@ -281,7 +281,7 @@ class Head:
 class _GatherOverRanks(torch.autograd.Function):
     """Values [r, ...] of this rank → [total, ...] of all context-parallel ranks. index [r]: the rows of the values in the result.
 
-    An all-reduce over disjoint rows combines them. In the backward pass each rank selects the gradient of its own rows, so the sum over
+    An all-reduce over disjoint rows combines them. In the backward pass each rank selects the gradient of its rows, so the sum over
     ranks counts every token once.
     """
 

@@ -219,6 +219,14 @@ def test_fetch_skips_damaged_checkpoints(run: Path, tmp_path: Path, file: str, d
             fetched(store, tmp_path / "back")
 
 
+def test_damaged_model_folder_of_a_copy_is_reported_in_one_line(run: Path, tmp_path: Path) -> None:
+    store = Faltering()
+    CopyWriter(store, run, 2).copy(make_checkpoint(run, "rl-000002"))
+    store.write("model/config.json", b"[]")
+    with pytest.raises(UserError, match=r"train.checkpoint_copy: memory://\S+/model/config.json .*; restore the file, or name another URL"):
+        fetched(store, tmp_path / "back")
+
+
 def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> None:
     got = list[str]()
 
