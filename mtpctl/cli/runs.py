@@ -71,7 +71,7 @@ def clean(as_json: Json = False) -> None:
     for path in unknown:
         answer(f"skipped: {path} does not name its owner; remove it by hand once no run uses it")
     for path in elsewhere:
-        answer(f"left alone: {path} was made elsewhere, in another container or before this boot; remove it by hand once no run uses it")
+        answer(f"skipped: {path} was created elsewhere, in another container or before this boot; remove it by hand once no run uses it")
 
 
 def report(

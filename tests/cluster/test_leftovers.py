@@ -113,7 +113,7 @@ def test_a_folder_of_another_container_is_listed_and_kept(
     assert leftovers.elsewhere() == [folder] and leftovers.unknown() == []
     with pytest.raises(SystemExit):
         main(["clean"])
-    assert f"left alone: {folder} was made elsewhere" in capsys.readouterr().out
+    assert f"skipped: {folder} was created elsewhere" in capsys.readouterr().out
 
 
 def test_shared_memory_of_an_earlier_boot_is_removed(run: subprocess.Popen[str], memory: Path) -> None:
@@ -289,4 +289,4 @@ def test_clean_prints_the_removed_folders(run: subprocess.Popen[str], memory: Pa
         assert (
             not ended.value.code and len(lines) == len(said) and all(line.startswith(text) for line, text in zip(lines, said, strict=True))
         )
-        assert last.startswith(f"left alone: {memory / 'mtpctl-ipc-x'} does not tell whose it is")
+        assert last.startswith(f"skipped: {memory / 'mtpctl-ipc-x'} does not name its owner")

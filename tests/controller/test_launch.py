@@ -93,7 +93,7 @@ def test_completed_run_prints_its_summary_and_starts_nothing(
     assert launch.run(trained) == launch.run(recipe(home, *SFT, "reward.function=math")) == 0
     first, second = (line for line in capsys.readouterr().out.splitlines() if "has ended" in line)
     assert "recipe's" not in first
-    assert second.endswith("; its reward.function was not this recipe's: give this one a `name` of its own to train by it")
+    assert second.endswith("; its reward.function was not this recipe's: give this one another `name` to train with it")
     RunDirectory(home).recipe.unlink()
     with pytest.raises(TypeError):  # the stand-in for what starts a run
         launch.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
