@@ -35,7 +35,7 @@ from typing import Any, cast
 import psutil
 
 from harness import parser
-from mtpctl.cluster.process import settle_heap
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
@@ -192,7 +192,7 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
 
     async with contextlib.AsyncExitStack() as stack:
         rewards = await start_rewards(recipe, stack, report=print, log=folder / "reward.log")
-        settle_heap()  # As in a run.
+        freeze_heap()  # As in a run.
         state = RunState(folder, recipe.train)
         stage = RlStage(recipe, prepared, trainer, cast(Generator, engines), sync, rewards, cast(Telemetry, rows), state, engines.score)
         add = stage.buffer.add

@@ -25,7 +25,7 @@ from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.policy import linear_draft_loss, linear_policy_loss
 from mtpctl.plan.memory import GIB
 
-MOST_RATIO, MOST_GIB = 1.25, 0.5
+MAX_RATIO, MAX_GIB = 1.25, 0.5
 ALONE, STEP = "alone", "with a policy loss"
 LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
 
@@ -75,7 +75,7 @@ def main() -> None:
     x = make_inputs(shape, torch.bfloat16, device, seed=0)
     noise = torch.randn(x.hidden.shape, device=device, generator=torch.Generator(device=device).manual_seed(1))
     state = (0.6 * x.hidden.detach().float() + 0.8 * noise).to(x.hidden.dtype).requires_grad_()
-    workspace = int(shape.scale * MOST_GIB * GIB)
+    workspace = int(shape.scale * MAX_GIB * GIB)
 
     runs: dict[tuple[str, str, str], Callable[[], Output]] = {}
     for mode, detach in (("isolated", True), ("joint", False)):
@@ -102,10 +102,10 @@ def main() -> None:
         of_depth = ("–", "–") if name == "none" else (f"{cost(mode, where, name):.2f}", f"{ratio:.2f}")
         rows.append((mode, name, where, spread(taken, ".2f"), *of_depth, number(peak, ".2f")))
         if (where, name, device) == (STEP, "tv", "cuda"):
-            if ratio > MOST_RATIO:
-                misses.append(f"{mode} tv: {ratio:.2f} × ce, bound {MOST_RATIO}")
-            if peak is not None and peak > MOST_GIB * shape.scale:
-                misses.append(f"{mode} tv: {peak:.2f} GiB, bound {MOST_GIB * shape.scale:.2f}")
+            if ratio > MAX_RATIO:
+                misses.append(f"{mode} tv: {ratio:.2f} × ce, bound {MAX_RATIO}")
+            if peak is not None and peak > MAX_GIB * shape.scale:
+                misses.append(f"{mode} tv: {peak:.2f} GiB, bound {MAX_GIB * shape.scale:.2f}")
     print_environment()
     print(f"{shape}. The timer covers: {TIMER}\n")
     print(markdown(("head", "depth's loss", "where", "ms (fastest–slowest)", "the depth's ms", "× ce", "GiB"), rows))

@@ -28,8 +28,8 @@ import aiohttp
 from harness import finish, parser, print_environment
 from mtpctl.bench.cycle_model import answer
 from mtpctl.bench.report import spread
-from mtpctl.bench.rollout_engines import Bench, Options, known_shape
-from mtpctl.cluster.process import settle_heap
+from mtpctl.bench.rollout_engines import Bench, Options, parse_shape
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.data.tokenizers import load_byte_tokenizer, make_byte_tokenizer
 from mtpctl.environments.gateway.answers import AnswerReader
 from mtpctl.environments.gateway.server import Gateway
@@ -192,7 +192,7 @@ def main() -> None:
         context, vocab = (bench.context, bench.shape.vocab) if bench else (1 << 20, None)
         async with engine(bench, options.tokens, options.step_ms / 1e3) as generate:
             measurement = Measurement(generate, tokenizer, context, pipe, vocab)
-            settle_heap()
+            freeze_heap()
             for batch in batches:
                 talk, warmup = (Talk(batch, turns, options.question, options.tokens) for turns in (options.turns, 1))
                 await measurement.direct(warmup)
@@ -211,7 +211,7 @@ def main() -> None:
         if options.shape:
             prompt = options.turns * options.question + (options.turns - 1) * options.tokens
             folder = options.model or Path(scratch) / "model"
-            settings = Options(known_shape(options.shape), folder, batches, prompt, options.tokens, 1, 1.0, options.rounds, device)
+            settings = Options(parse_shape(options.shape), folder, batches, prompt, options.tokens, 1, 1.0, options.rounds, device)
             bench = Bench(settings, print, at_once=1)
         pipe, remote = multiprocessing.Pipe()
         multiprocessing.get_context("spawn").Process(target=run_clients, args=(remote,), daemon=True).start()

@@ -26,8 +26,8 @@ from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.plan.memory import GIB
 
-MOST_OF_TORCH = 1.5
-MOST_FORWARD = 5e-5
+MAX_OF_TORCH = 1.5
+MAX_FORWARD = 5e-5
 """Bound on the error of log-probs by the Triton kernels, whose logits are fp32."""
 ROWS_AT_ONCE, SAMPLED = 512, 128
 Errors = dict[str, float | None]
@@ -172,11 +172,11 @@ def main() -> None:
         for what, error in errors.items():
             bound = of_torch.get(what)
             # `not <=`, so that NaN is a miss.
-            if error is not None and bound is not None and not error <= MOST_OF_TORCH * bound:
+            if error is not None and bound is not None and not error <= MAX_OF_TORCH * bound:
                 misses.append(f"{work}, {name}: {what} error {error:.1e}, torch's {bound:.1e}")
         forward = errors.get("log-prob")
-        if forward is not None and "triton" in name and not forward <= MOST_FORWARD:
-            misses.append(f"{work}, {name}: log-prob error {forward:.1e}, bound {MOST_FORWARD:.0e}")
+        if forward is not None and "triton" in name and not forward <= MAX_FORWARD:
+            misses.append(f"{work}, {name}: log-prob error {forward:.1e}, bound {MAX_FORWARD:.0e}")
     print(f"{shape}, errors (and those of plain torch):\n")
     print(markdown(("what", "case", *names), rows))
     finish(misses)

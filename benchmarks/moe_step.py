@@ -21,7 +21,7 @@ import torch
 
 from harness import parser, print_environment
 from mtpctl.bench.report import spread
-from mtpctl.bench.train_step import matmul_tflops, named_config, samples, shape_folder, with_layers
+from mtpctl.bench.train_step import create_config_folder, matmul_tflops, named_config, samples, with_layers
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -60,7 +60,7 @@ def own_step(config: dict[str, Any], tokens: int, trace: Path | None) -> tuple[l
         random_seed=0,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        folder = shape_folder(config, Path(scratch))
+        folder = create_config_folder(config, Path(scratch))
         engine = MegatronEngine(folder, settings)
     batch = samples(folder.shape.vocab, tokens, SAMPLES, 0.02)
     times = timed(lambda: engine.forward_backward(batch, NextToken()))

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from harness import parser, print_environment, print_spread
-from mtpctl.bench.train_step import named_config, samples, shape_folder, synchronize
+from mtpctl.bench.train_step import create_config_folder, named_config, samples, synchronize
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -57,7 +57,7 @@ def main() -> None:
         offload=OffloadConfig.model_validate(dict.fromkeys(offloaded, True)),
     )
     with tempfile.TemporaryDirectory() as scratch:
-        engine = MegatronEngine(shape_folder(named_config(options.model), Path(scratch)), config)
+        engine = MegatronEngine(create_config_folder(named_config(options.model), Path(scratch)), config)
         engine.set_optimizer(OptimizerConfig())
         assert engine.optimizer is not None
         step, optimizer_ms = engine.optimizer.step, list[float]()

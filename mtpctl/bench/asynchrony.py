@@ -16,7 +16,7 @@ from typing import Literal
 from mtpctl.bench.arms import Arm, Experiment, Outcome, share_of
 from mtpctl.bench.report import markdown
 from mtpctl.telemetry.history import History
-from mtpctl.telemetry.summary import LATE, Point, area, held_at, late_mean, measure
+from mtpctl.telemetry.summary import LATE, Point, area, late_mean, measure, sustained_from
 
 _NO_SERVER = "logprob.standalone=false"
 SYNCHRONOUS, PARTIAL, PARTIAL_SERVER = "synchronous", "partial", "partial-server"
@@ -251,7 +251,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         return statistics.mean(values) if values else 0.0
 
     def held(points: list[Point]) -> float | None:
-        return None if level is None else held_at(points, level, tolerance)
+        return None if level is None else sustained_from(points, level, tolerance)
 
     return Result(
         name=outcome.arm.name,

@@ -48,10 +48,10 @@ TIMER = (
     "bare: MegatronEngine.score in the replica's process, from token lists to lists of numbers, packing included; "
     "server: from the caller's `score` to its answer, in the caller's process; HTTP: from the request's first byte to the decoded answer"
 )
-LEAST_SHARE = 0.85
-MOST_LOGITS_GIB = 1.0
-MOST_ADDED_MS = 5.0
-MOST_SYNC_COPY = 0.5
+MIN_SHARE = 0.85
+MAX_LOGITS_GIB = 1.0
+MAX_ADDED_MS = 5.0
+MAX_SYNC_COPY = 0.5
 """Maximum additional memory of an update relative to the model's weights: an update needs no second copy of them."""
 PROMPT_SHARE = 0.25
 BUCKET_BYTES = 1 << 28
@@ -260,8 +260,8 @@ class Bench:
         self._add("bare", tokens / statistics.median(bare), "tokens/s")
         self._add("through the server", tokens / statistics.median(served), "tokens/s", detail=f"{load.in_flight} in flight")
         share = statistics.median(bare) / statistics.median(served)
-        self._add("share of the bare pass", share, "", LEAST_SHARE, at_least=True, detail=f"by round {shares}")
-        self._add("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MOST_LOGITS_GIB)
+        self._add("share of the bare pass", share, "", MIN_SHARE, at_least=True, detail=f"by round {shares}")
+        self._add("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MAX_LOGITS_GIB)
 
     async def latency(self) -> None:
         """Measure the latency that the server and HTTP add to the bare pass, for single requests to an idle server."""
@@ -286,7 +286,7 @@ class Bench:
         self._add(f"bare, {self.load.single} tokens", median["bare"], "ms")
         for name in ("server", "HTTP"):
             detail = f"{median[name]:.2f} ms in all; least {min(times[name]) - min(times['bare']):+.2f}"
-            self._add(f"added by the {name}", median[name] - median["bare"], "ms", MOST_ADDED_MS, detail=detail)
+            self._add(f"added by the {name}", median[name] - median["bare"], "ms", MAX_ADDED_MS, detail=detail)
 
     async def update(self, scratch: Path) -> None:
         """Measure a weight update while requests are queued."""
@@ -308,7 +308,7 @@ class Bench:
         self._add("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
         self._add("update, serving paused", report.stall_seconds, "s")
         self._add("publishing before it", published, "s")
-        self._add("memory beyond the weights in an update", more, "GiB", MOST_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
+        self._add("memory beyond the weights in an update", more, "GiB", MAX_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
 
     async def _bare(self, requests: list[ScoreRequest]) -> float:
         """Seconds of a bare pass over the requests."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from mtpctl.bench.report import number
 from mtpctl.bench.rollout_engines import Bench, Load, Offline, Options, Run, Send, enter_all
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.process import settle_heap
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpeculationState
 
@@ -217,7 +217,7 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
         managers += [bench.offline()] if path else []
         managers += [bench.pool(options.drafts)] if speculation else []
         async with enter_all(*managers) as engines:
-            settle_heap()
+            freeze_heap()
             pools = [engine for engine in engines if isinstance(engine, ReplicaPool)]
             offlines = [engine for engine in engines if not isinstance(engine, ReplicaPool)]
             for offline in offlines:

@@ -34,7 +34,7 @@ from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 START_S = 420.0
-CARD_SHARE = 0.9
+GPU_MEMORY_FRACTION = 0.9
 """Share of GPU memory for all engines together."""
 
 
@@ -185,7 +185,7 @@ class Options:
     eager: bool = False
 
 
-def known_shape(text: str) -> Literal["mimo7b", "tiny"]:
+def parse_shape(text: str) -> Literal["mimo7b", "tiny"]:
     """Check the name of a shape. Raises UserError if it is unknown."""
     if text == "mimo7b":
         return "mimo7b"
@@ -250,7 +250,7 @@ class Bench:
         if options.device == "cuda":
             room = most * (options.prompt + options.tokens + 32)
             rollout["kv_cache_bytes"] = room * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
-            rollout["gpu_memory"] = CARD_SHARE / self.at_once
+            rollout["gpu_memory"] = GPU_MEMORY_FRACTION / self.at_once
             if not options.eager:
                 counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
                 mixed = range(most, 2 * most + 1, max(1, most // 4))

@@ -39,9 +39,9 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
-    from mtpctl.trainer.sending import WeightSource
+    from mtpctl.trainer.sending import WeightExporter
 
-    class BenchSource(WeightSource):
+    class BenchSource(WeightExporter):
         """Sends the trainer's weights. The transport can be changed."""
 
         def use(self, transport: str) -> None:

@@ -57,7 +57,7 @@ class TwoPasses(Head):
         return super().loss(*args, couples_tokens=True, **options)
 
 
-class Materialised(TwoPasses):
+class MaterializedLogits(TwoPasses):
     """The baseline: materializes all logits, and uses PyTorch's log-softmax."""
 
     def logprob(
@@ -86,10 +86,10 @@ class Materialised(TwoPasses):
         return LogProbOut(chosen, entropies, hits, None)
 
 
-HEADS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": Materialised}
+HEADS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": MaterializedLogits}
 
 
-class TokensWithEntropy(NextToken):
+class NextTokenWithEntropy(NextToken):
     """Cross-entropy that also requests the entropy, so that the work is that of a policy update."""
 
     needs_entropy = True
@@ -205,7 +205,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
                     torch.cuda.reset_peak_memory_stats()
                     buffers[name] = torch.cuda.memory_allocated() / GIB
                 began = time.perf_counter()
-                metrics = engine.forward_backward(batch, TokensWithEntropy())
+                metrics = engine.forward_backward(batch, NextTokenWithEntropy())
                 synchronize(device)
                 milliseconds = largest(1000 * (time.perf_counter() - began))
                 if step >= 0:
@@ -329,7 +329,7 @@ def named_config(model: str) -> dict[str, object]:
     return config
 
 
-def shape_folder(config: dict[str, object], at: Path) -> HfFolder:
+def create_config_folder(config: dict[str, object], at: Path) -> HfFolder:
     """Create a folder with a config but no weights, for which the engine initializes random weights on its device."""
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps(config))

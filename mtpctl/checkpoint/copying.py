@@ -26,18 +26,18 @@ from mtpctl.checkpoint.listing import (
     entry_of,
     files_in,
     flush,
-    point_to,
     pointer_of,
     read_listing,
     save_listing,
+    write_latest,
 )
 from mtpctl.checkpoint.object_store import FIELD, Absent, ObjectStore
 from mtpctl.errors import UserError
 
 CHECKPOINTS = "checkpoints"
-_ONCE = ("model", "tokenizer", "start", "reference")
+_STATIC_FOLDERS = ("model", "tokenizer", "start", "reference")
 """Folders that do not change after a run has written them."""
-_TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "replicas.json")
+_RUN_FILES = ("recipe.resolved.yaml", "metrics.jsonl", "replicas.json")
 
 
 type Stamp = tuple[int, int, int]
@@ -64,8 +64,8 @@ class CopyWriter:
             OSError: if a file cannot be read, or is replaced while it is copied.
             Damaged: if the checkpoint differs from its listing.
         """
-        sent = sum(self._folder(name, 0) for name in _ONCE if (self.run_dir / name).is_dir())
-        for name in _TEXTS:
+        sent = sum(self._folder(name, 0) for name in _STATIC_FOLDERS if (self.run_dir / name).is_dir())
+        for name in _RUN_FILES:
             if (file := self.run_dir / name).is_file():
                 text = file.read_bytes()
                 # An incomplete last line is not copied yet.
@@ -155,16 +155,16 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
         except Damaged as damage:
             report(f"{name} in {store.url} is damaged: {damage}")
             continue
-        for other in _ONCE:
+        for other in _STATIC_FOLDERS:
             try:
                 if (listing := _listing(store, other)) is not None and not (run_dir / other).exists():
                     _fetch_folder(store, other, listing, run_dir)
             except Damaged as damage:
                 raise UserError(f"{FIELD}: {store.url}/{other}/{damage}; restore the file, or name another URL") from damage
-        for text in _TEXTS:
+        for text in _RUN_FILES:
             if (contents := store.read(text)) is not None:
                 (run_dir / text).write_bytes(contents)
-        point_to(run_dir / CHECKPOINTS / name)
+        write_latest(run_dir / CHECKPOINTS / name)
         return name
     if checkpoints:
         raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another URL")

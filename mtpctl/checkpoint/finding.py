@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, point_to, read_listing
+from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, read_listing, write_latest
 from mtpctl.checkpoint.reading import METADATA, shard_sizes
 from mtpctl.errors import UserError
 
@@ -50,7 +50,7 @@ class Choice:
         return lines
 
 
-def saved_in(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """All checkpoints under `root`, newest first; some may be damaged. Excludes those being written and those set aside."""
     return sorted(_folders(root), key=order_of, reverse=True)
 
@@ -61,7 +61,7 @@ def choose(root: Path, *, contents: bool) -> Choice:
     Raises UserError if every checkpoint is damaged.
     """
     damaged: list[tuple[Path, Damaged]] = []
-    for path in saved_in(root):
+    for path in list_checkpoints(root):
         try:
             return Choice(path, damaged, check(path, contents=contents, of_run=True))
         except Damaged as damage:
@@ -126,7 +126,7 @@ def settle(root: Path) -> Choice:
     for path, _ in choice.damaged:
         set_aside(path)
     if choice.path is not None:
-        point_to(choice.path)
+        write_latest(choice.path)
     return choice
 
 
@@ -135,9 +135,9 @@ def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -
 
     Checkpoints that are newer than `path`, or were set aside as damaged, are never deleted.
     """
-    point_to(path)
+    write_latest(path)
     flush(path.parent)
-    others = [other for other in saved_in(path.parent) if other != path and is_older(other, path)]
+    others = [other for other in list_checkpoints(path.parent) if other != path and is_older(other, path)]
     for old in [other for other in others[keep - 1 :] if other.name not in needed]:
         shutil.rmtree(old)
     for aside in path.parent.glob(f"*{REPLACED}"):

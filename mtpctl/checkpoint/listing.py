@@ -211,7 +211,7 @@ def pointer_of(root: Path) -> Path:
     return root / "latest"
 
 
-def point_to(path: Path) -> None:
+def write_latest(path: Path) -> None:
     """Atomically write the name of `path` to `latest` in its folder. Errors are ignored."""
     pointer = pointer_of(path.parent)
     aside = pointer.with_name(f"{pointer.name}.partial")

@@ -36,7 +36,7 @@ from mtpctl.errors import SaveFailed, UserError
 _FORMAT = 1
 _INDEX_BYTES = 16 << 20
 """Upper bound on the size of a checkpoint's metadata files."""
-_MOST_RANKS = 64
+_MAX_TP = 64
 """Maximum number of tp ranks over which a vocabulary is sharded."""
 
 
@@ -208,7 +208,7 @@ class Save:
         error = self._error
         if dist.get_rank() == 0 and error is None:
             try:
-                _try_space(self.folder)
+                _check_disk_space(self.folder)
             except OSError as failure:
                 error = failure
         _agree(self.path, error)
@@ -247,7 +247,7 @@ class Save:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _try_space(folder: Path) -> None:
+def _check_disk_space(folder: Path) -> None:
     """Raise OSError if the disk is too full for the metadata that rank 0 writes last: a failure then would leave other ranks waiting."""
     trial = folder / "space"
     try:
@@ -267,7 +267,7 @@ def _replace(path: Path, complete: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_record_of_weights(folder: Path) -> None:
+def write_weights_only_record(folder: Path) -> None:
     """Write `engine.json` for a checkpoint that contains only weights."""
     _write_record(folder, {"format": _FORMAT, "number": 1, "steps": 0, "optimizer": False, "adapter": None, "state": {}})
 
@@ -401,6 +401,6 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
 
 def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return `saved` if both shapes differ only in the rows that pad a vocabulary for tp, else `wanted`."""
-    if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MOST_RANKS:
+    if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MAX_TP:
         return saved
     return wanted

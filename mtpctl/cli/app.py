@@ -42,7 +42,7 @@ COMMANDS = {
 }
 """Each command: its module and function, imported on use, and its line in the list of commands."""
 
-ANYWHERE = ("--debug", "--verbose", "-v")
+GLOBAL_OPTIONS = ("--debug", "--verbose", "-v")
 """Options that may appear anywhere on the line. Each of them also shows warnings that are known to be harmless."""
 
 
@@ -107,7 +107,7 @@ def _version(requested: bool) -> None:
 
 
 @app.callback()
-def _everywhere(
+def _global_options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what libraries log, and their warnings. May stand anywhere on the line.")
@@ -130,8 +130,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if os.getpid() == 1:
         fork_command()
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = [option for option in ANYWHERE if option in arguments]
-    arguments = [*options, *(argument for argument in arguments if argument not in ANYWHERE)]
+    options = [option for option in GLOBAL_OPTIONS if option in arguments]
+    arguments = [*options, *(argument for argument in arguments if argument not in GLOBAL_OPTIONS)]
     if not options:
         # megatron-core warns of missing optional packages. Warnings of its compiled code name a path instead of a module.
         warnings.filterwarnings("ignore", module=r"(.*/)?megatron[./]")
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 END_S = 10.0
 """Seconds to wait for the other processes of the container after the command has ended."""
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 def fork_command() -> None:
@@ -172,7 +172,7 @@ def fork_command() -> None:
     # The watchdog of the command may still be running.
     deadline = time.monotonic() + END_S
     while _reap_one() is not None and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     sys.stdout.flush()
     os._exit(code)
 

@@ -88,7 +88,7 @@ def train_step(
 
     config = bench.named_config(model)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.shape_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
+        folder = bench.create_config_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
         if not folder.shape.mtp_layers:
             trained = MtpConfig(mode="off")
         parallel = bench.layout(tp, cp, ep, folder)
@@ -126,10 +126,10 @@ def rollout(
 
     from mtpctl.bench import rollout as bench
     from mtpctl.bench.report import describe, machine, to_json
-    from mtpctl.bench.rollout_engines import Options, known_shape
+    from mtpctl.bench.rollout_engines import Options, parse_shape
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    named = known_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
+    named = parse_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
     if named == "mimo7b" and device == "cpu":
         raise UserError("--shape: mimo7b has 7.8 billion parameters, which need a GPU; use tiny")
 
@@ -253,12 +253,12 @@ def logprob(
     except ValueError:
         raise UserError(f"--lengths: {lengths} is not LEAST:MOST, as in 512:4096") from None
     from mtpctl.bench import logprob as bench
-    from mtpctl.bench.train_step import named_config, shape_folder
+    from mtpctl.bench.train_step import create_config_folder, named_config
     from mtpctl.cluster.local import cluster
 
     config = named_config(model) if model or cuda else bench.TOY
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        folder = shape_folder(config, Path(scratch) / "model")
+        folder = create_config_folder(config, Path(scratch) / "model")
         positions = folder.shape.max_positions
         if not 2 <= least <= most <= positions:
             raise UserError(f"--lengths: {least}:{most} must lie between 2 and the model's {positions} positions, the least first")

@@ -32,11 +32,11 @@ def _named(folder: str, incomplete: str) -> list[str]:
     from mtpctl.recipe.loading import RECIPES, available
 
     names = [path.stem for path in available(RECIPES.parent / folder)]
-    files = [f"{path}/" if path.is_dir() else str(path) for path in sorted(Path().glob(f"{incomplete}*")) if _leads_on(path)]
+    files = [f"{path}/" if path.is_dir() else str(path) for path in sorted(Path().glob(f"{incomplete}*")) if _is_candidate(path)]
     return [name for name in names if name.startswith(incomplete)] + files
 
 
-def _leads_on(path: Path) -> bool:
+def _is_candidate(path: Path) -> bool:
     return not path.name.startswith(".") and (path.is_dir() or path.suffix in (".yaml", ".yml"))
 
 

@@ -64,7 +64,7 @@ def sync_weights(
         _print(_plan(loaded), as_json)
         return
     # Imports torch, which a plan of the recipe's own model does not need.
-    from mtpctl.jobs.sync import Source, render, sync_by_hand
+    from mtpctl.jobs.sync import Source, render, sync_manually
     from mtpctl.jobs.sync import as_json as results_as_json
 
     weights = Source.parse(source)
@@ -73,7 +73,7 @@ def sync_weights(
         return
     if not as_json:
         answer(_rendered(_plan(loaded)))
-    results = sync_by_hand(loaded, weights, to or [], verify=verify, repeat=repeat)
+    results = sync_manually(loaded, weights, to or [], verify=verify, repeat=repeat)
     answer(results_as_json(results) if as_json else render(results))
 
 

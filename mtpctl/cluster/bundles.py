@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 READY_S = 20.0
 """Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job reserves it first."""
-LOOK_S = 0.5
+POLL_S = 0.5
 """Polling interval while waiting for capacity, in seconds."""
 NODE_LABEL = "ray.io/node-id"
 
@@ -260,7 +260,7 @@ class Bundles:
         """Return the bundles of these actors, all on one host. If that host is lost, wait until another one has capacity for all."""
         with self.awaiting(actors):
             while (bundles := await self.try_take(actors, together=len(actors))) is None:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         return bundles
 
     @contextmanager

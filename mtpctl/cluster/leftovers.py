@@ -118,7 +118,7 @@ def unknown() -> list[Path]:
 def elsewhere() -> list[Path]:
     """Folders whose process id cannot be looked up here: it is from another container or, on disk, from an earlier boot."""
     owners = [(folder, _owner(folder)) for folder in _folders() if not _abandoned(folder)]
-    return [folder for folder, owner in owners if owner is not None and not _counts_here(owner)]
+    return [folder for folder, owner in owners if owner is not None and not _same_namespace(owner)]
 
 
 def remove(*, wait: bool = False) -> list[Leftover]:
@@ -205,7 +205,7 @@ def _owner(folder: Path) -> Owner | None:
     return owner if isinstance(owner, dict) and Owner.__required_keys__ <= owner.keys() else None
 
 
-def _counts_here(owner: Owner) -> bool:
+def _same_namespace(owner: Owner) -> bool:
     """Whether the process id of the mark can be looked up here."""
     here = _origin()
     return owner["boot"] == here["boot"] and owner["namespace"] == here["namespace"]
@@ -216,7 +216,7 @@ def _abandoned(folder: Path) -> bool:
     owner = _owner(folder)
     if owner is None:
         return False
-    if not _counts_here(owner):
+    if not _same_namespace(owner):
         # Shared memory belongs to this machine, and no process survives a reboot. A disk may be shared with another machine.
         return folder.parent == SHARED_MEMORY and owner["boot"] != _origin()["boot"]
     try:

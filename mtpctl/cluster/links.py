@@ -110,7 +110,7 @@ def slow(links: Sequence[Link]) -> list[Link]:
     return [link for link in links if link.error or link.rate < SLOW_SHARE * rate or link.latency_s > bound]
 
 
-async def try_links() -> list[Link]:
+async def measure_links() -> list[Link]:
     """Measure the link between each pair of hosts of the Ray cluster of this process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -41,7 +41,7 @@ def on_one_host() -> bool:
     return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
 
 
-def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
+def check_capacity(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
     """Raise ClusterResources if a local cluster would have too few CPUs or GPUs."""
     if config.address is not None:
         return
@@ -56,10 +56,10 @@ def check_room(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
             )
     for name, need, have, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, cards, "num_gpus")):
         if have is not None and need > have:
-            raise _too_few(name, need, have, field)
+            raise _capacity_error(name, need, have, field)
 
 
-def _too_few(name: str, need: float, have: float, field: str) -> ClusterResources:
+def _capacity_error(name: str, need: float, have: float, field: str) -> ClusterResources:
     return ClusterResources(
         f"cluster.{field}: the recipe's actors need {need:g} {name}s, but the cluster has {have:g}; "
         f"use fewer replicas or ranks, or set cluster.{field} to share them"
@@ -169,7 +169,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
     their output to files in the folder `logs` (`cluster/process.py`). The handler of SIGTERM is not changed. Raises ClusterResources if
     there are fewer CPUs or GPUs, and EnvironmentMissing if shared memory is full, or Ray does not start or does not answer at the address.
     """
-    check_room(config, cpus=cpus, gpus=gpus)
+    check_capacity(config, cpus=cpus, gpus=gpus)
     if tidy:
         leftovers.remove()
     import ray
@@ -197,7 +197,7 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
         have = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
             if need > have.get(name, 0):
-                raise _too_few(name, need, have.get(name, 0), field)
+                raise _capacity_error(name, need, have.get(name, 0), field)
         yield daemons
 
 

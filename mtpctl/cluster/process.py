@@ -103,7 +103,7 @@ def empty_if_large(path: Path, file: int) -> None:
         print(f"{path} cannot be truncated: {error}", file=sys.stderr)
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Exclude all current objects from garbage collection. Call it when all permanent objects are loaded.
 
     A collection of the oldest generation visits every object. With the modules of torch, transformers and vLLM it blocks the process for

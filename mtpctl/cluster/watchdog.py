@@ -23,7 +23,7 @@ from mtpctl.cluster import leftovers
 END_S = 15.0
 """Seconds to wait for killed processes to disappear."""
 _CLOSED = b"closed"
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _PAUSE_S = 0.02
 
 
@@ -118,7 +118,7 @@ def watch(command: int, started: int) -> None:
     """Read the pipe on stdin until the command (given by process id and start time) closes it or ends. Then end the daemons."""
     text = b""
     while True:
-        if select.select([0], [], [], _LOOK_S)[0]:
+        if select.select([0], [], [], _POLL_S)[0]:
             part = os.read(0, 1 << 16)
             text += part
             if not part or text.endswith(_CLOSED + b"\n"):

@@ -170,7 +170,7 @@ class SampleBuffer:
         """Forget the groups of updates up to `step`, which a checkpoint contains."""
         self._taken = [(of, group) for of, group in self._taken if of > step]
 
-    async def take_back(self) -> int:
+    async def restore_taken(self) -> int:
         """Put the groups of updates that no checkpoint contains back into the buffer. Returns the number of groups.
 
         If `ordered`, all prompts are sent out again instead, under the weights that sampled them before, so that the updates are the same.

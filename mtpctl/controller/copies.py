@@ -18,12 +18,12 @@ from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 
-FIRST_S, MOST_S = 1.0, 60.0
+FIRST_S, MAX_S = 1.0, 60.0
 """Initial and maximum delay between two attempts, in seconds."""
 END_S = 300.0
 """How long a run that is ending retries a failing store, in seconds."""
 FETCH_TRIES = 5
-LOOK_S = 0.05
+POLL_S = 0.05
 
 Report = Callable[[str], None]
 
@@ -77,7 +77,7 @@ class Copies:
             self._ending = time.monotonic() + END_S
             self._changed.notify_all()
         while self._thread.is_alive():  # Polls, because a second Ctrl-C would wait for a join in `to_thread`.
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         if self._error is not None:
             raise self._error
         if self._behind:
@@ -117,7 +117,7 @@ class Copies:
                 self._changed.wait_for(lambda: self._waiting is not None, pause if self._ending is None else min(pause, FIRST_S))
                 if self._waiting is not None or (self._ending is not None and time.monotonic() > self._ending):
                     return
-            pause = min(2 * pause, MOST_S)
+            pause = min(2 * pause, MAX_S)
 
     def _note_failure(self, error: Exception) -> None:
         with self._changed:
@@ -208,7 +208,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
     raise AssertionError("the last try returns or raises")
 
 
-def copies_of(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> Copies | None:
+def start_copier(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> Copies | None:
     """Start copying for a run, first the checkpoint that it resumes from. None if the recipe configures no copies."""
     store = store_of(recipe)
     if store is None:

@@ -23,7 +23,7 @@ from mtpctl.rollout.routing import Membership
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Interval between checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
 """Seconds that another actor waits for a host to join before a replica above the minimum leaves to make room for it."""
@@ -91,7 +91,7 @@ class ElasticRollout:
                     alive, drained = await in_thread(lambda: (living(), draining()))
                     if self._membership is not None:
                         self._check(self._membership, alive, drained)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         except Exception as error:
             self._report(f"replicas neither join nor leave any more: {one_line(error)}")
             raise

@@ -13,13 +13,13 @@ from mtpctl.checkpoint.finding import BUFFER, choose
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.hosts import Host
-from mtpctl.cluster.local import Daemons, check_room, cluster
-from mtpctl.cluster.process import settle_heap
+from mtpctl.cluster.local import Daemons, check_capacity, cluster
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.copies import Copies, check_copies, copies_of, fetch_if_lost
+from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost, start_copier
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, prepare, store_in
-from mtpctl.controller.resuming import REFERENCE, Start, changed_old_logprobs, check_drawn, find_start, report_ended
+from mtpctl.controller.resuming import REFERENCE, Start, changed_old_logprobs, check_random_init, find_start, report_ended
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
 from mtpctl.controller.sft import SftStage
@@ -69,10 +69,10 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         # No host can join a cluster that the run starts itself, so it needs room for the maximum number of engines.
         most = place(recipe, engines=recipe.rollout.replica_range.max)
         cpus, gpus = most.cpus, most.gpus
-    check_room(recipe.cluster, cpus=cpus, gpus=gpus)
+    check_capacity(recipe.cluster, cpus=cpus, gpus=gpus)
     fresh = not recipe.run_path.exists()
     check_stages(checkpoint, resumed, recipe.train.stages)
-    check_drawn(recipe, earlier)
+    check_random_init(recipe, earlier)
     changed = changed_old_logprobs(recipe, earlier)
     text = dump_resolved(recipe)
     # Actors get absolute paths: in a joined cluster they have another working directory.
@@ -167,7 +167,9 @@ class Run:
             if self.status is not None:
                 await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replica_counts), self.status))
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
-            if (copies := copies_of(self.recipe, self.directory, self.start.checkpoint, partial(self.telemetry.event, "copy"))) is not None:
+            if (
+                copies := start_copier(self.recipe, self.directory, self.start.checkpoint, partial(self.telemetry.event, "copy"))
+            ) is not None:
                 self.state.copies = copies
                 stack.push_async_callback(self._finish_copies, copies)
             reserved = await reserve_bundles(self.recipe, self.waits, self.state.stopping)
@@ -328,7 +330,7 @@ class Run:
                 )
             )
             teacher = await self.services.start_teacher(stack, server)
-            settle_heap()
+            freeze_heap()
             stage = RlStage(recipe, prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher)
             if self.elastic is not None:
                 self.elastic.on_wait = stage.rollout.progressed

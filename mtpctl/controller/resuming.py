@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from mtpctl.checkpoint.copying import newest_copy
 from mtpctl.checkpoint.finding import check, choose, settle
 from mtpctl.checkpoint.listing import Damaged
-from mtpctl.controller.copies import copies_of, store_of
+from mtpctl.controller.copies import start_copier, store_of
 from mtpctl.controller.state import SavedState, check_stages, resumed_from
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
@@ -104,7 +104,7 @@ def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
     changed = changed_task(recipe, directory)
     hint = _hint_for_another_task(changed) if changed else _hint_to_continue(recipe, state["stage"])
     show_ended(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
-    if (copies := copies_of(recipe, directory, checkpoint, report)) is not None:
+    if (copies := start_copier(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copies.finish())
     return True
 
@@ -162,13 +162,13 @@ def _linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
+def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
     """Raise UserError if the run began with random weights of another model or seed than the recipe's."""
     folder = run.path / "model"
     if not recipe.model.drawn or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return
-    earlier = _drawn_from(tree)
-    current = _drawn_from(recipe.model_dump(mode="json", by_alias=True))
+    earlier = _init_keys(tree)
+    current = _init_keys(recipe.model_dump(mode="json", by_alias=True))
     for key in [*current, *earlier]:
         if (before := earlier.get(key)) != (now := current.get(key)):
             raise UserError(
@@ -176,7 +176,7 @@ def check_drawn(recipe: Recipe, run: RunDirectory) -> None:
             )
 
 
-def _drawn_from(tree: Mapping[str, object]) -> dict[KeyPath, object]:
+def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     """The values of a resolved recipe that determine its random weights, by key."""
     values = flatten(tree)
     drawn = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}

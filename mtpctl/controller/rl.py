@@ -278,7 +278,7 @@ class RlStage:
         if self._replaying:
             self._replaying = False
             self.buffer.saved(self.state.step)
-            await self.buffer.take_back()
+            await self.buffer.restore_taken()
         # Groups of this interval that were trained on before the stop. Nonzero only if a resumed run publishes between two syncs.
         trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.published(version, trained)

@@ -83,13 +83,13 @@ def swings(updates: Sequence[Update]) -> bool:
 
     A run that learns within a few updates does not follow a parabola either, but its reward does not drop.
     """
-    if not came_down(updates):
+    if not has_dropped(updates):
         return False
     errors = residuals([u.mean for u in updates])
     return min(autocorrelation(errors, lag) for lag in range(2, len(errors) // 2 + 1)) < -SWING_CORRELATION
 
 
-def came_down(updates: Sequence[Update]) -> bool:
+def has_dropped(updates: Sequence[Update]) -> bool:
     """Whether the mean of two consecutive updates fell below the best earlier one by more than sampling explains."""
     pairs = [(a.mean + b.mean) / 2 for a, b in itertools.pairwise(updates)]
     drops = [best - value for best, value in zip(itertools.accumulate(pairs, max), pairs, strict=True)]

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.cluster.bundles import LOOK_S, Bundles, BundleSpec, BundlesUnavailable, Claim, ray_hosts
+from mtpctl.cluster.bundles import POLL_S, Bundles, BundleSpec, BundlesUnavailable, Claim, ray_hosts
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.scoring import Hint, ServedAtUrl, ServedInRun, Source, Teacher
@@ -51,7 +51,7 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
         return reserved
     with waits.on("cluster: no room for the run just now, waiting for it"):
         while not stopping.is_set():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             if (reserved := await _try_reserve(recipe, began)) is not None:
                 return reserved
     return None

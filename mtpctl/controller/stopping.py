@@ -21,7 +21,7 @@ from mtpctl.signals import StopRequested, exit_code, stop_signals
 
 GIVE_UP_S = 8.0
 """Time for a run to end after a second signal, in seconds. Then its process exits, and the watchdog kills the others."""
-LOOK_S = 0.5
+POLL_S = 0.5
 LOST_S = 45.0
 """Time for a run to end after its cluster was lost, in seconds. Ray kills processes that have missed the GCS server for 60 s."""
 SHOW_CURSOR = "\x1b[?25h"
@@ -81,7 +81,7 @@ class Stops:
         Runs in a thread, because a Ray call that needs the lost server blocks the event loop until Ray kills the process without a message.
         """
         while (lost := self._lost()) is None:
-            if over.wait(LOOK_S):
+            if over.wait(POLL_S):
                 return
         if over.is_set():
             return

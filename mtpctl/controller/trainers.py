@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, Protocol
 
 from mtpctl.checkpoint.finding import settle
 from mtpctl.checkpoint.listing import Entry
-from mtpctl.cluster.bundles import LOOK_S, ActorLocation, Bundles, Options
+from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import one_line, within
 from mtpctl.cluster.process import name_for_one
 from mtpctl.cluster.replicas import FORGET_S
@@ -44,7 +44,7 @@ class TrainerLost(RuntimeFailure):
     """A trainer rank has died or does not answer. The others cannot continue without it."""
 
 
-class HostGone(TrainerLost):
+class HostLost(TrainerLost):
     """A host was found to be lost while ranks were starting on it. It does not count as a new loss of the trainer.
 
     It is part of the previous loss, because Ray detects lost hosts late.
@@ -210,16 +210,16 @@ class TrainerGroup:
         return await self._call_each(TrainerRank.build, lambda rank: (str(folder), master), deadline)
 
     async def _wait_for_ranks(self, deadline_s: float) -> None:
-        """Wait until every rank has started, and check its bundle. Raises HostGone if a host is lost meanwhile."""
+        """Wait until every rank has started, and check its bundle. Raises HostLost if a host is lost meanwhile."""
         if self.bundles is None:
             return
         waits: list[asyncio.Future[ActorLocation]] = [
             asyncio.ensure_future(within(rank.here.remote(), deadline_s, f"trainer rank {i}, start")) for i, rank in enumerate(self.ranks)
         ]
         try:
-            while (await asyncio.wait(waits, timeout=LOOK_S))[1]:
+            while (await asyncio.wait(waits, timeout=POLL_S))[1]:
                 if lost := self.bundles.lost(self.names):
-                    raise HostGone(f"{lost[0]}: its host is gone")
+                    raise HostLost(f"{lost[0]}: its host is gone")
             for name, wait in zip(self.names, waits, strict=True):
                 try:
                     location: ActorLocation = wait.result()
@@ -263,7 +263,7 @@ class TrainerGroup:
                     report("no room for the trainer's ranks; waiting for a host that joins, or is free again")
                 if stopping.is_set():
                     raise TrainerLost("trainer: a stop was requested before there was room for its ranks")
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
     def _with_dp(self, dp: int) -> Recipe:
         parallel = self._run_recipe.train.parallel.model_copy(update={"dp": dp})
@@ -342,7 +342,7 @@ class Revival:
         """
         began, count = time.monotonic(), 0
         while True:
-            if not count or not isinstance(lost, HostGone):
+            if not count or not isinstance(lost, HostLost):
                 count = self._counted(lost)
             self.telemetry.event(
                 "restart", f"{lost}; restarting the trainer, {count} of train.max_restarts: {self.recipe.train.max_restarts}"

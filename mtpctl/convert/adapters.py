@@ -140,7 +140,7 @@ def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, pre
     return Skeleton(folder, mtp=True, precision=precision or ("fp32" if wide else "bf16"), lora=_config(adapter))
 
 
-def needed_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
+def require_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
     """Return the base weights. Raises UserError if they are missing."""
     if weights is None:
         raise UserError(f"{path}: holds an adapter for weights that are not here; name their folder with --model")

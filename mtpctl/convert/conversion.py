@@ -21,7 +21,7 @@ import torch
 
 from mtpctl.checkpoint.listing import flush
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
-from mtpctl.convert.adapters import MergedReader, adapted, needed_weights, write_adapter
+from mtpctl.convert.adapters import MergedReader, adapted, require_weights, write_adapter
 from mtpctl.convert.hf_folder import HfFolder, carried_files, carry, check_target, write_config, written_config
 from mtpctl.convert.hf_writer import NAMES, HfWriter, cast, common, main_dtype
 from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, recast, save_layout
@@ -152,7 +152,7 @@ def _to_hf(
     with contextlib.ExitStack() as stack:
         with adapted(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
             reader = (
-                MergedReader(checkpoint, skeleton, needed_weights(checkpoint, reference.weights), adapter)
+                MergedReader(checkpoint, skeleton, require_weights(checkpoint, reference.weights), adapter)
                 if adapter
                 else PartReader(checkpoint, skeleton)
             )
@@ -177,7 +177,7 @@ def _to_hf(
             write_config(config, output.folder)
         verified = None
         if options.verify and adapter is not None:
-            base = needed_weights(checkpoint, reference.weights)
+            base = require_weights(checkpoint, reference.weights)
             verified = verify_merged(ModelWeights(output.folder), checkpoint, base, adapter, carried=reference.carried)
         elif options.verify:
             verified = verify_conversion(ModelWeights(output.folder), checkpoint, folder, carried=reference.carried)
@@ -191,7 +191,7 @@ def _to_peft(
     if has_mtp(checkpoint):
         report("a PEFT folder cannot contain the trained MTP layers; --merge writes both")
     with _Output(target) as output:
-        weights = needed_weights(checkpoint, reference.weights)
+        weights = require_weights(checkpoint, reference.weights)
         with adapted(checkpoint, weights.folder, adapter) as skeleton:
             tensors, nbytes = write_adapter(checkpoint, skeleton, weights.folder, adapter, output.folder)
         verified = verify_adapter(output.folder, checkpoint, weights, adapter) if options.verify else None

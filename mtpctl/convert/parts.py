@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mtpctl.checkpoint.listing import flush, write_listing
 from mtpctl.checkpoint.reading import reader_of, reading
-from mtpctl.checkpoint.sharded import write_record_of_weights
+from mtpctl.checkpoint.sharded import write_weights_only_record
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.errors import UserError
 
@@ -115,7 +115,7 @@ class PartWriter:
         """Write the metadata, `engine.json` and the listing, which make the folder a checkpoint."""
         self._writer.finish(self._metadata, [self._results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
-        write_record_of_weights(self.folder)
+        write_weights_only_record(self.folder)
         write_listing(self.folder, 1, {}, without=[MARKER])
 
 

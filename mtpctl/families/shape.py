@@ -34,7 +34,7 @@ class MtpConvention:
     Names are templates: `{k}` numbers MTP layers from 0, `{n}` from the number of decoder layers. A template without a placeholder names a
     tensor that all depths share. `layer` is the prefix of the transformer layer.
 
-    `reads_prenorm`: the first depth reads the trunk's state before the final norm. `recycles_prenorm`: later depths read the previous
+    `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
     """
 
@@ -45,7 +45,7 @@ class MtpConvention:
     final_norm: str
     reads_prenorm: bool
     blanks_first: bool
-    recycles_prenorm: bool = False
+    passes_prenorm: bool = False
     embedding_copy: str | None = None
     head_copy: str | None = None
 

@@ -29,7 +29,7 @@ from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.buckets import base_weight_bytes, section_buckets
 from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
-from mtpctl.plan.placement import Actor, Placement, most_engines, place
+from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.model import hf_config
 from mtpctl.recipe.schema import Recipe
@@ -38,7 +38,7 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.trackers import check_packages
 from mtpctl.telemetry.versions import card_gib
 
-MOST_REMEDIES = 8
+MAX_REMEDIES = 8
 Sizes = Mapping[str, int | None]
 
 
@@ -126,7 +126,7 @@ def dry_run(recipe: Recipe) -> Plan:
     placement = run_check(partial(place, recipe, hosts))
     engines = recipe.rollout.replica_range.min
     if placement is not None and "rl" in recipe.train.stages:
-        engines = most_engines(recipe, hosts)
+        engines = max_engines(recipe, hosts)
         if recipe.cluster.address is None:
             run_check(partial(place, recipe, engines=recipe.rollout.replica_range.max))
     if "rl" in recipe.train.stages:
@@ -310,7 +310,7 @@ def _card_line(gib: float | None, source: str, needed_gib: float) -> str:
 def _misfit_lines(misfit: Misfit) -> Iterator[str]:
     """A rank that does not fit, and changes that would free memory, the largest gain first."""
     yield f"no room    {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; what would gain some:"
-    for remedy in misfit.remedies[:MOST_REMEDIES]:
+    for remedy in misfit.remedies[:MAX_REMEDIES]:
         ends = " and ".join((["fits"] if remedy.fits else []) + (["takes more cards"] if remedy.cards else []))
         yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({ends})' if ends else ''}"
     if misfit.together:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
-from mtpctl.cluster.process import settle_heap
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
 from mtpctl.controller.state import newest_version, version_named
 from mtpctl.data.end_tokens import EndTokens
@@ -129,7 +129,7 @@ async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int
                 2 * recipe.sync.deadline_s,
                 "loading the checkpoint into the engines",
             )
-        settle_heap()
+        freeze_heap()
         yield pool
 
 
@@ -168,13 +168,13 @@ class CheckpointReader:
         from mtpctl.recipe.parallel import ParallelConfig
         from mtpctl.trainer.config import EngineConfig
         from mtpctl.trainer.engine import MegatronEngine
-        from mtpctl.trainer.sending import WeightSource
+        from mtpctl.trainer.sending import WeightExporter
 
         recipe = Recipe.model_validate_json(recipe_json)
         config = EngineConfig(ParallelConfig(), precision=recipe.train.precision, mtp=recipe.mtp, train=False, lora=recipe.train.lora)
         engine = MegatronEngine(HfFolder.open(folder), config)
         engine.restore(Path(checkpoint))
-        manifest = WeightSource(recipe, 0, engine).plan_weights(version, store, [], False, tuple(recipe.sync.sections))
+        manifest = WeightExporter(recipe, 0, engine).plan_weights(version, store, [], False, tuple(recipe.sync.sections))
         engine.close()
         assert manifest is not None
         return manifest

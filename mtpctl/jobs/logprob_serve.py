@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
-from mtpctl.cluster.process import settle_heap
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.prepare import model_of, tokenizer_of
 from mtpctl.controller.state import newest_version
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer
@@ -82,7 +82,7 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
     )
     server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
     server_http = web(server, served.tokenizer, served.model_id, key=key, bounds=HttpBounds())
-    settle_heap()
+    freeze_heap()
     watching = asyncio.create_task(server.watch())
     routes = "/v1/logprobs, /v1/completions, /v1/models, /health, /version, /metrics, /docs"
     report(f"weights version {server.version}; {address_of(bound)}{routes}")

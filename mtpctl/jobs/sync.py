@@ -68,7 +68,7 @@ class SyncResult:
         return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
 
 
-def sync_by_hand(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
+def sync_manually(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
     """Start the trainer and, without `urls`, the recipe's engines and log-prob server. Sync `repeat` times and measure each sync."""
     if not urls:
         check_engine(recipe)

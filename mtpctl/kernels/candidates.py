@@ -33,7 +33,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable in the log-probs `named` and `rest`. `rows`: indices among all N."""
 
 TEMPORARIES = 3  # tensors of the size of a slice's logits
-LEAST_LOGPROB = -1e4  # log-prob of the rest if all entries are named
+MIN_LOGPROB = -1e4  # log-prob of the rest if all entries are named
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
     lse = torch.logaddexp(rest_lse, torch.logsumexp(named, 1))
     with torch.enable_grad():
         named_logprob = (named - lse.unsqueeze(1)).double().requires_grad_()
-        rest_logprob = (rest_lse - lse).double().clamp_(min=LEAST_LOGPROB).requires_grad_()
+        rest_logprob = (rest_lse - lse).double().clamp_(min=MIN_LOGPROB).requires_grad_()
         divergence = term.divergence(named_logprob, rest_logprob, rows)
         loss = (term.weight[rows] * divergence).sum()
         by_named, by_rest = torch.autograd.grad(loss, (named_logprob, rest_logprob))

@@ -33,7 +33,7 @@ from mtpctl.kernels.shards import RowStats
 from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
 
 CHUNK_COLUMNS = 16384  # enough for products at full rate; more would only take memory from saved logits
-MOST_PARTIAL_BYTES = 1 << 30  # the kernels index partial results in 32 bits
+MAX_PARTIAL_BYTES = 1 << 30  # the kernels index partial results in 32 bits
 TILES_A_PROGRAM = 4  # of `saved_grads_kernel` and `draft_grads_kernel`
 SUM_TILES, SUM_STEPS = 4, 8  # tiles per step and steps per program of `draft_sums_kernel`
 
@@ -44,7 +44,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Logit of columns out of range. Finite, so that 0 x FLOOR = 0 in the moment; minus infinity would give NaN.
 FLOOR = tl.constexpr(-1e30)
 # Smallest saved logit relative to its row's maximum: far below the smallest nonzero exp, and within fp16's range.
-LEAST_KEPT = tl.constexpr(-6e4)
+MIN_KEPT = tl.constexpr(-6e4)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Triton:
             stats[0::3] = float("-inf")
             return LocalScores(RowStats(*stats.unbind(0)))
         columns = self._saved_columns(problem) if for_backward else 0
-        scale, saved, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MOST_PARTIAL_BYTES)
+        scale, saved, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MAX_PARTIAL_BYTES)
         if columns:
             saved = SavedLogits(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
             spare = min(spare, 4 * h.numel())  # reserved for the hidden gradient of the backward pass
@@ -352,7 +352,7 @@ def head_tiles_kernel(
             shifted = z - top[:, None]
             if MODE == KEEP:  # noqa: SIM102 - this one is decided at compile time
                 if column0 - first_column < saved_columns:
-                    out.store([row0, column0 - first_column], tl.maximum(shifted, LEAST_KEPT).to(out.dtype))
+                    out.store([row0, column0 - first_column], tl.maximum(shifted, MIN_KEPT).to(out.dtype))
             e = tl.exp2(shifted * LOG2E)
             tl.store(pointers + stride, tl.sum(e, 1), mask=inside)
             if ENTROPY:

@@ -103,12 +103,12 @@ class Dispatcher:
         """Send all batches that can be sent, and fail requests that no replica will ever answer."""
         if self._closed:
             self.refuse(lambda item: True, _ended())
-            self.queue.give_room()
+            self.queue.admit_waiters()
             return
-        self._refuse_hopeless()
+        self._fail_unanswerable()
         while self._paused_at is None and self._send_batch():
             pass
-        self.queue.give_room()
+        self.queue.admit_waiters()
 
     def _send_batch(self) -> bool:
         """Send one batch to the least busy replica with room. False if there is none, or nothing to send."""
@@ -181,7 +181,7 @@ class Dispatcher:
             self.counters.retried += 1
             self.queue.put(item, first=True)
 
-    def _refuse_hopeless(self) -> None:
+    def _fail_unanswerable(self) -> None:
         """Fail requests that no replica will ever answer."""
         if reasons := self.replicas.all_quarantined():
             self.refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))

@@ -227,10 +227,10 @@ def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokeniz
             at_least=body.at_least,
             caller=caller,
             deadline_s=body.timeout_s,
-            routes=given_routes,
+            routes=sequence_routes,
             record=body.record_routes,
         )
-        for ids, start, mask, given_routes in zip(sequences, starts, masks, routes, strict=True)
+        for ids, start, mask, sequence_routes in zip(sequences, starts, masks, routes, strict=True)
     ]
     _check(server, requests)
     return requests
@@ -260,7 +260,7 @@ def _bound(server: LogprobServer, requests: list[ScoreRequest], numbers: int) ->
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
     if tokens * numbers > NUMBERS:
         raise RequestRefused(f"{tokens} tokens with {numbers} numbers each are more than {NUMBERS}; send several requests")
-    server.queue.check_room(tokens)
+    server.queue.check_capacity(tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------- answers

@@ -143,7 +143,7 @@ class BoundedQueue(FairQueue):
         self._waiters: deque[_Waiter] = deque()
         self._tokens = self._seconds = 0.0
 
-    def check_room(self, tokens: int) -> None:
+    def check_capacity(self, tokens: int) -> None:
         """Raise QueueFull if there is no room for `tokens` more."""
         if self._full(tokens):
             over = self.tokens + min(tokens, self.limit) - self.limit
@@ -163,7 +163,7 @@ class BoundedQueue(FairQueue):
             else:
                 self._waiters.remove(waiter)
 
-    def give_room(self) -> None:
+    def admit_waiters(self) -> None:
         """Admit waiting callers in order while there is room. Call it whenever a request has left the queue."""
         while self._waiters and not self._full(self._waiters[0].tokens):
             waiter = self._waiters.popleft()

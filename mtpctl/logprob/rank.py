@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import importing, settle_heap, write_to_run
+from mtpctl.cluster.process import freeze_heap, importing, write_to_run
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.model import MtpConfig
@@ -108,7 +108,7 @@ class ScoreRank:
         if config.checkpoint is not None:
             engine.restore(Path(config.checkpoint))
         bounds = self.adopt(engine)
-        settle_heap()
+        freeze_heap()
         return bounds
 
     def adopt(self, engine: MegatronEngine) -> Bounds:

@@ -83,7 +83,7 @@ class LogprobServer:
                 if wait:
                     await self.queue.wait_for_room(request.tokens)
                 else:
-                    self.queue.check_room(request.tokens)
+                    self.queue.check_capacity(request.tokens)
                 self.queue.put(Waiting(request, answer))
                 self._dispatcher.settle()
                 result = await answer
@@ -101,7 +101,7 @@ class LogprobServer:
             if not answer.done() or answer.cancelled():
                 answer.cancel()
                 self.queue.remove(lambda item: item.answer is answer)
-                self.queue.give_room()
+                self.queue.admit_waiters()
         self.counters.requests += 1
         self.counters.wait_s += time.monotonic() - began
         return result

@@ -281,10 +281,10 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
-    model.mtp_blanks_first = shape.mtp is not None and shape.mtp.blanks_first
+    model.mtp_masks_first_embedding = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"
     for layer in model.mtp.layers if model.mtp_process else ():
-        layer.recycles_prenorm = shape.mtp is not None and shape.mtp.recycles_prenorm
+        layer.passes_prenorm = shape.mtp is not None and shape.mtp.passes_prenorm
         if config.mtp_use_repeated_layer:
             # All depths append to one list of keys; recomputation would append them twice.
             layer.mtp_model_layer.self_attention.checkpoint_core_attention = False
@@ -294,7 +294,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
 
 
 @torch.no_grad()
-def draw_weights(model: torch.nn.Module, seed: int) -> None:
+def init_random_weights(model: torch.nn.Module, seed: int) -> None:
     """Initialize weights randomly on the device: norms 1, biases 0, matrices normal(0, 0.02). For benchmarks without trained weights.
 
     Values depend on seed and layout. Ranks that replicate a part of a parameter get the same values.

@@ -45,7 +45,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
     def __init__(self, *args: object, **kwargs: object) -> None:
         with megatron_core.without_flash_linear_attention():
             super().__init__(*args, **kwargs)
-        self.out_norm.of_own_heads = not self.config.sequence_parallel
+        self.out_norm.is_head_sharded = not self.config.sequence_parallel
 
     def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> ShardedStateDict:
         """Upstream's state, except for the key of the output norm: older checkpoints store a norm centered at 0 as `out_norm.weight`."""

@@ -26,7 +26,7 @@ from mtpctl.model.dispatch import Exchange, Order, probs_of_rows
 from mtpctl.model.layers import GatedMlp, recomputed
 from mtpctl.model.lora import GroupedLayer
 
-HOT = 2.0
+IMBALANCE_LIMIT = 2.0
 """An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in parts, to bound memory."""
 
 
@@ -145,7 +145,7 @@ class MixtureOfExperts(MoELayer):
         rows_in_flight, probs_in_flight = exchange.dispatch(order.gather(tokens)), exchange.dispatch(row_probs)
         gate_up = None if overlapped is None else self.shared_experts.up(overlapped)
         rows, probs = rows_in_flight.wait(), distinct_rows(probs_in_flight.wait(), exchange.order.token_of.long())
-        if len(rows) <= HOT * exchange.even_share:
+        if len(rows) <= IMBALANCE_LIMIT * exchange.even_share:
             out = self._run(rows, probs, exchange.order, exchange.counts)
         else:
             ends = exchange.counts.cumsum(0, dtype=torch.int32)

@@ -83,10 +83,10 @@ class MtpLayer(MultiTokenPredictionLayer):
     Depth k combines the state at token i with the embedding of token i + k; its output predicts token i + k + 1 (DeepSeek-V3 report, arXiv
     2412.19437, section 2.2). Upstream shifts token ids itself, sample by sample in Python; here `MtpModel` shifts a whole microbatch.
 
-    recycles_prenorm: whether the next depth reads the state before this depth's final norm rather than after it (set per model family).
+    passes_prenorm: whether the next depth reads the state before this depth's final norm rather than after it (set per model family).
     """
 
-    recycles_prenorm: bool = False
+    passes_prenorm: bool = False
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, embedding: Tensor, packing: Packing, padding: Tensor | None
@@ -99,23 +99,24 @@ class MtpLayer(MultiTokenPredictionLayer):
             hidden = hidden.detach().requires_grad_()
         run = self._checkpointed_forward if recompute else self._proj_and_transformer_layer
         out = run(hidden_states=hidden, decoder_input=embedding, packed_seq_params=packing, padding_mask=padding)
-        return out if self.recycles_prenorm else (out, out)
+        return out if self.passes_prenorm else (out, out)
 
     def _postprocess(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         normed: Tensor = super()._postprocess(hidden_states)
-        return (normed, hidden_states) if self.recycles_prenorm else normed
+        return (normed, hidden_states) if self.passes_prenorm else normed
 
 
 class MtpModel(GPTModel):
     """`GPTModel` whose last stage returns `Hidden`.
 
     Set per model family: `mtp_reads_prenorm` (MiMo's MTP head reads the trunk's state before the final norm, DeepSeek's after it) and
-    `mtp_blanks_first` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth only). Set by
-    the recipe: `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through the depths.
+    `mtp_masks_first_embedding` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth
+    only). Set by the recipe: `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through
+    the depths.
     """
 
     mtp_reads_prenorm: bool = False
-    mtp_blanks_first: bool = True
+    mtp_masks_first_embedding: bool = True
     mtp_isolated: bool = True
     rope: Rope
 
@@ -190,7 +191,7 @@ class MtpModel(GPTModel):
             input_ids = packing.shift(input_ids)
             embedded = self._embed(input_ids[packing.tokens], position_ids)
             embedded = embedded.detach() if self.mtp_isolated else embedded
-            if self.mtp_blanks_first and (depth == 0 or not repeated):
+            if self.mtp_masks_first_embedding and (depth == 0 or not repeated):
                 first = self._sequence_part(position_ids == 0)
                 embedded = embedded.masked_fill(first[:, None, None], 0.0)
             here = packing.at_depth(position_ids + depth, self._rotary(position_ids + depth), earlier) if repeated else packing

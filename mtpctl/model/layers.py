@@ -110,11 +110,11 @@ def norm_offset(config: TransformerConfig) -> float:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; supports sequence-parallel input.
 
-    of_own_heads: the input has all tokens, but only this tensor-parallel rank's heads, so the weight gradient must be summed over ranks
+    is_head_sharded: the input has all tokens, but only this tensor-parallel rank's heads, so the weight gradient must be summed over ranks
     here. With sequence parallelism, and for QK norms, megatron-core sums it.
     """
 
-    of_own_heads = False
+    is_head_sharded = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self._reduced_weight(), self.eps, norm_offset(self.config))
 
     def _reduced_weight(self) -> Tensor:
-        """The weight, with its gradient summed over ranks if `of_own_heads`."""
-        return copy_to_tensor_model_parallel_region(self.weight) if self.of_own_heads else self.weight
+        """The weight, with its gradient summed over ranks if `is_head_sharded`."""
+        return copy_to_tensor_model_parallel_region(self.weight) if self.is_head_sharded else self.weight
 
 
 class GatedRMSNorm(RMSNorm):

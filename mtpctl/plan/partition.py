@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_MOST_TOGETHER = 16
+_MAX_TOGETHER = 16
 """Maximum k that `_least` tries. If a larger k would give a better bound, `partition` only needs more attempts."""
 
 
@@ -33,7 +33,7 @@ def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> li
 
 def _least(lengths: np.ndarray, budget: int) -> int:
     """A lower bound on the number of microbatches: at most k sequences longer than budget / (k + 1) fit into one."""
-    return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MOST_TOGETHER + 1))
+    return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MAX_TOGETHER + 1))
 
 
 def _dealt(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:

@@ -118,14 +118,14 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     for role, index, ranks, cpus, gpus in groups:
         together = recipe.train.parallel.tp if role == "trainer" else ranks
         for first in range(0, ranks, together):
-            taken = _take_group(free, together, cpus, gpus, apart=role == "trainer" and not _one_holds(hosts, together, cpus, gpus))
+            taken = _take_group(free, together, cpus, gpus, apart=role == "trainer" and not _fits_one_host(hosts, together, cpus, gpus))
             if taken is None:
-                raise _too_few(recipe, device, groups, hosts)
+                raise _capacity_error(recipe, device, groups, hosts)
             actors += [Actor(role, index, first + i, host, cpus, gpus, cards) for i, (host, cards) in enumerate(taken)]
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
 
 
-def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
+def max_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
     """Maximum number of rollout engines within the recipe's bounds that fits these hosts. Raises like `place` if the minimum does not."""
     bounds = recipe.rollout.replica_range
     place(recipe, hosts)
@@ -138,7 +138,7 @@ def most_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
     return bounds.min
 
 
-def _one_holds(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
+def _fits_one_host(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
     """Whether this many ranks fit one of the hosts when it is empty."""
     return any(allocate([capacity], ranks, cpus, gpus) is not None for capacity in capacities(hosts, ranks * math.ceil(gpus)))
 
@@ -206,7 +206,7 @@ def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> l
     return [Host(cpus, cluster.gpus_per_node) for _ in range(ranks)]
 
 
-def _too_few(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequence[Host]) -> ClusterResources:
+def _capacity_error(recipe: Recipe, device: Device, groups: list[Group], hosts: Sequence[Host]) -> ClusterResources:
     needed: dict[str, float] = {}
     for role, _, ranks, cpus, gpus in groups:
         needed[role] = needed.get(role, 0) + ranks * (gpus if device == "cuda" else cpus)

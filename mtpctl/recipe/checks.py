@@ -17,7 +17,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.secrets import secrets_in
 from mtpctl.recipe.section import Complaints
 
-WIDEST_SEQUENCE_CLIP = 0.05
+MAX_SEQUENCE_CLIP = 0.05
 """Largest useful clip of GSPO: a response's mean ratio rarely leaves a band this wide. The paper clips at 3e-4 and 4e-4."""
 
 
@@ -106,7 +106,7 @@ def cautions_of(recipe: Recipe) -> Iterator[str]:
             "train.rl.correction.mode: off leaves the importance weights of loss: decoupled unbounded, and one stale token can dominate a "
             "batch; set it to truncate"
         )
-    if section.loss == "gspo" and section.clip_high > WIDEST_SEQUENCE_CLIP:
+    if section.loss == "gspo" and section.clip_high > MAX_SEQUENCE_CLIP:
         yield (
             f"train.rl.clip_high: {section.clip_high:g} clips almost nothing with loss: gspo, whose ratio is a mean over the response; "
             "set 4e-4 and clip_low: 3e-4, or preset: gspo"

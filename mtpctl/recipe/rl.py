@@ -91,7 +91,7 @@ class CorrectionConfig(Section):
 
 POLICY = "policy"
 """`train.rl.teacher.path` if the policy is its own teacher."""
-MOST_CANDIDATES = 32
+MAX_CANDIDATES = 32
 """Maximum number of teacher candidates per position."""
 
 
@@ -108,7 +108,7 @@ class TeacherConfig(Section):
         "reverse",
         description="reverse: KL(policy ‖ teacher), which is mode-seeking; forward: KL(teacher ‖ policy), which is mode-covering.",
     )
-    topk: Annotated[int, Field(ge=0, le=MOST_CANDIDATES)] = Field(
+    topk: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] = Field(
         0,
         description="Number of the teacher's most likely tokens compared at each position, with the rest as one; 0: only the sampled "
         "token, which estimates the KL.",

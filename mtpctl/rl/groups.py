@@ -30,11 +30,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
 
 
-def ks_of(n: int) -> list[int]:
+def pass_at_k_values(n: int) -> list[int]:
     """The values of k that are reported for n responses: powers of two, and n."""
     return sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
 
 
 def mean_pass_at_k(correct: Sequence[int], n: int) -> dict[int, float]:
-    """pass@k averaged over problems, for each k of `ks_of(n)`. `correct`: for each problem, the number of correct responses out of n."""
-    return {k: sum(pass_at_k(n, each, k) for each in correct) / len(correct) for k in ks_of(n)}
+    """pass@k averaged over problems, for each k of `pass_at_k_values(n)`. correct: correct responses of each problem, out of n."""
+    return {k: sum(pass_at_k(n, each, k) for each in correct) / len(correct) for k in pass_at_k_values(n)}

@@ -76,7 +76,7 @@ class Surrogate(NamedTuple):
     sums: dict[str, Tensor]
 
 
-def clipped_ratio(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
+def ppo_surrogate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
     """PPO's surrogate with separate lower and upper clips and the dual clip."""
     ratio = log_ratio.exp()
     free = -advantage * ratio
@@ -92,7 +92,7 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config:
     return Surrogate(value, sums)
 
 
-def weighted_logprob(logprob: Tensor, log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
+def cispo_surrogate(logprob: Tensor, log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
     """CISPO's surrogate: every token has a gradient, with a bounded importance weight."""
     ratio = log_ratio.detach().exp()
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -100,7 +100,7 @@ def weighted_logprob(logprob: Tensor, log_ratio: Tensor, advantage: Tensor, trai
     return Surrogate(value, {"clip_low": (trained & (ratio < low)).sum(), "clip_high": (trained & (ratio > high)).sum()})
 
 
-def soft_gate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
+def sapo_surrogate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
     """SAPO's surrogate. Its metric `gate` is 4 p (1 - p): 1 on policy, near 0 far from it."""
     tau = torch.where(advantage > 0, config.tau_pos, config.tau_neg).to(log_ratio.dtype)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
@@ -196,11 +196,11 @@ def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms
     trained = terms.aggregation > 0
     surrogate: Surrogate
     if config.loss == "cispo":
-        surrogate = weighted_logprob(logprob, log_ratio, terms.advantage, trained, config)
+        surrogate = cispo_surrogate(logprob, log_ratio, terms.advantage, trained, config)
     elif config.loss == "sapo":
-        surrogate = soft_gate(log_ratio, terms.advantage, trained, config)
+        surrogate = sapo_surrogate(log_ratio, terms.advantage, trained, config)
     else:
-        surrogate = clipped_ratio(log_ratio, terms.advantage, trained, config)
+        surrogate = ppo_surrogate(log_ratio, terms.advantage, trained, config)
     return loss_from(surrogate.value, logprob, entropy, terms, config, surrogate.sums)
 
 

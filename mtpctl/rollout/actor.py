@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Concatenate, Protocol
 
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import name_for_one, settle_heap, write_to_run
+from mtpctl.cluster.process import freeze_heap, name_for_one, write_to_run
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -79,7 +79,7 @@ class RolloutActor:
             from mtpctl.rollout.vllm.engine import VllmEngine
 
             self._engine = await VllmEngine.start(self._settings)
-        settle_heap()
+        freeze_heap()
         return await self._engine.health()
 
     async def submit(self, requests: list[tuple[int, GenerationRequest]]) -> None:
@@ -99,7 +99,7 @@ class RolloutActor:
         try:
             answer = await self._engine.generate(request)
         except Exception as error:
-            answer = _portable(error)
+            answer = _picklable(error)
         self._answers.append((number, answer))
         self._answered.set()
 
@@ -126,7 +126,7 @@ class RolloutActor:
             await self._engine.shutdown()
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """An error that the caller can unpickle without the engine's packages, with the traceback as a note.
 
     An error of another package's type becomes a RuntimeError that names the type.

@@ -52,7 +52,7 @@ class GenerationChunk:
     routes: Routes | None = None
     cached: int | None = None
 
-    def trim_to_both(self) -> None:
+    def trim_to_shorter(self) -> None:
         """Drop tokens without log-probs and log-probs without tokens: after an abort either list may be longer."""
         length = min(len(self.tokens), len(self.logprobs))
         del self.tokens[length:], self.logprobs[length:]
@@ -162,7 +162,7 @@ class Engine(ABC):
 
     def _append(self, sample: Sample, chunk: GenerationChunk) -> None:
         if chunk.finish_reason == ABORTED:
-            chunk.trim_to_both()
+            chunk.trim_to_shorter()
         if len(chunk.tokens) != len(chunk.logprobs):
             raise self._died(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
         if not sample.response_ids:
@@ -217,7 +217,7 @@ class Engine(ABC):
         """Whether the engine's own processes have failed."""
 
     @property
-    def speculates_by_choice(self) -> bool:
+    def auto_speculation(self) -> bool:
         """Whether the engine was started with `speculation.auto`."""
         return False
 
@@ -247,7 +247,7 @@ class Engine(ABC):
         try:
             await self.pause(mode)
             report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
-            if self.speculates_by_choice:
+            if self.auto_speculation:
                 await self.speculate(look_again=True)
         finally:
             self._patience_s = CONTROL_DEADLINE_S

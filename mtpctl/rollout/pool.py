@@ -23,7 +23,7 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
 from mtpctl.sync.update import SyncReport, cancel_on_error
 
-WITH_ENVIRONMENT = 8
+MAX_WAITING_FACTOR = 8
 """Responses that may wait for their environment without taking up capacity, as a multiple of the engines' capacity."""
 GRACE_S = 60.0
 """Seconds past the deadline of a request (queueing and updates included) after which a silent replica counts as dead."""
@@ -108,7 +108,7 @@ class ReplicaPool:
         async def wait_for_room(outstanding: Callable[[], int]) -> None:
             def has_room() -> bool:
                 capacity = self._router.capacity
-                return outstanding() - min(self._with_environment, WITH_ENVIRONMENT * capacity) < capacity
+                return outstanding() - min(self._with_environment, MAX_WAITING_FACTOR * capacity) < capacity
 
             async with self._router.changed:
                 await self._router.changed.wait_for(has_room)
@@ -127,8 +127,8 @@ class ReplicaPool:
         self._in_progress += 1
         try:
             if request.unwanted is None:
-                return await self._with_turns(request)
-            generation = asyncio.ensure_future(self._with_turns(request))
+                return await self._play_turns(request)
+            generation = asyncio.ensure_future(self._play_turns(request))
             if await finished_before(generation, request.unwanted):
                 return generation.result()
             request.sample.finish_reason = ABORTED
@@ -137,7 +137,7 @@ class ReplicaPool:
             self._in_progress -= 1
             await self._router.notify()
 
-    async def _with_turns(self, request: GenerationRequest) -> Sample:
+    async def _play_turns(self, request: GenerationRequest) -> Sample:
         if self._turns is None:
             return await self._generated(request, None)
         play, sample = self._turns.play(request), request.sample.copy()

@@ -14,7 +14,7 @@ AFFINITY_SLACK = 8
 """A replica with the prompt cached is preferred while it has at most this many more responses than the least busy one."""
 HAND_OVER_S = 60.0
 """Seconds in which a leaving replica must return its responses."""
-ABORT_AGAIN_S = 1.0
+ABORT_INTERVAL_S = 1.0
 """Interval between aborts of a leaving replica, in seconds. A request may have been in flight to it during the previous abort."""
 
 
@@ -119,5 +119,5 @@ class Membership:
                 await asyncio.sleep(0)  # let pending requests be sent first
                 await replica.pause("abort")
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(ABORT_AGAIN_S), self._changed:
+                    async with asyncio.timeout(ABORT_INTERVAL_S), self._changed:
                         await self._changed.wait_for(lambda: not slot.busy)

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypedDict
 
-from mtpctl.sandbox.judging import compiled, in_a_line, run_calls, run_tests
+from mtpctl.sandbox.judging import compiled, one_line, run_calls, run_tests
 from mtpctl.sandbox.messages import VerdictWriter, read_frame, write_frame
-from mtpctl.sandbox.questions import AnswerEnd, TestsEnd
+from mtpctl.sandbox.questions import AnswerPeer, TestsPeer
 
 JOB, CHANNEL, LINK = 3, 4, 5
 NOT_CONFINED = 96
@@ -133,7 +133,7 @@ def _cell(code: str, file: str, module: types.ModuleType) -> None:
 def _answer(job: Job) -> int:
     """Execute the answer's code, then serve the requests of the tests."""
     module = _main_module("answer")
-    end = AnswerEnd(LINK)
+    end = AnswerPeer(LINK)
     if function := job.get("function"):
         vars(module).update(_prelude(function))
         sys.setrecursionlimit(_RECURSION_LIMIT)
@@ -142,20 +142,20 @@ def _answer(job: Job) -> int:
         error = ""
     except BaseException as raised:
         _print_error(raised)
-        error = in_a_line(raised)
+        error = one_line(raised)
     end.answer(vars(module), error)
     return 0
 
 
 def _tests(job: Job) -> int:
     """Run the tests, and write verdicts to the channel."""
-    run_tests(job["tests"], job["names"], job["builtins"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
+    run_tests(job["tests"], job["names"], job["builtins"], TestsPeer(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
 
 
 def _calls(job: Job) -> int:
     """Compare the results of calls with the expected ones, and write verdicts to the channel."""
-    run_calls(job["function"], job["cases"], TestsEnd(LINK), VerdictWriter(CHANNEL, job["key"]))
+    run_calls(job["function"], job["cases"], TestsPeer(LINK), VerdictWriter(CHANNEL, job["key"]))
     return 0
 
 

@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 from mtpctl.sandbox.messages import VerdictWriter
-from mtpctl.sandbox.questions import PeerGone, TestsEnd
+from mtpctl.sandbox.questions import PeerGone, TestsPeer
 from mtpctl.sandbox.remote import Remote
 from mtpctl.sandbox.values import decode, no_references
 
@@ -113,7 +113,7 @@ def _compiled_constants(test: str) -> set[CodeType]:
 Space = dict[str, object]
 
 
-def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: TestsEnd, verdicts: VerdictWriter) -> None:
+def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: TestsPeer, verdicts: VerdictWriter) -> None:
     """Run the tests in one namespace, and report each. `names`: the free names of the tests; `entry_points` always refer to the answer."""
     guard = Guard(tests, lambda: end.received)
     space: Space = {"__name__": "__main__", "__builtins__": builtins}
@@ -127,7 +127,7 @@ def run_tests(tests: list[str], names: list[str], entry_points: list[str], end: 
         verdicts.write(error or _outcome(run, end, guard))
 
 
-def run_calls(function: str, cases: list[object], end: TestsEnd, verdicts: VerdictWriter) -> None:
+def run_calls(function: str, cases: list[object], end: TestsPeer, verdicts: VerdictWriter) -> None:
     """Call the answer's function with the arguments of each case, and report whether the result is accepted.
 
     A case is a list of the arguments and the accepted results, encoded by `values.encode`.
@@ -166,7 +166,7 @@ def _as_json(value: object) -> object:
     return {key: _as_json(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
+def _begin(end: TestsPeer, fetch: Callable[[], object]) -> str:
     """Wait for the answer's code and fetch its objects. Returns the reason if no test can run, else an empty string."""
     try:
         if error := end.begin():
@@ -177,7 +177,7 @@ def _begin(end: TestsEnd, fetch: Callable[[], object]) -> str:
     return ""
 
 
-def _outcome(run: Callable[[], None], end: TestsEnd, guard: Guard | None = None) -> str:
+def _outcome(run: Callable[[], None], end: TestsPeer, guard: Guard | None = None) -> str:
     """Run a test and return why it failed, or an empty string. A test fails if the answer's process is gone or the guard refused text."""
     error = end.gone
     if not error:
@@ -185,7 +185,7 @@ def _outcome(run: Callable[[], None], end: TestsEnd, guard: Guard | None = None)
             run()
         except BaseException as raised:
             with end.silence():
-                error = in_a_line(raised)
+                error = one_line(raised)
     refused, gone = guard.refused if guard else "", end.gone
     if guard:
         guard.refused = ""
@@ -209,7 +209,7 @@ def compiled(code: str, file: str) -> CodeType:
     return compile(code, file, "exec", dont_inherit=True)
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Class and message of an exception in one line, even if its `__str__` fails; never empty."""
     try:
         return f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ") or "failed"

@@ -1,7 +1,7 @@
 """Messages between tests and an answer that runs in another process, so that no code of the answer runs where it is judged.
 
-`TestsEnd` is trusted. `AnswerEnd` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or proxies
-(`remote`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
+`TestsPeer` is trusted. `AnswerPeer` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or
+proxies (`remote`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
 (`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises
 RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
@@ -84,7 +84,7 @@ class _End:
         return json.loads(frame)
 
 
-class TestsEnd(_End):
+class TestsPeer(_End):
     """The tests' end. `gone`: why the answer is no longer available. `received`: whether this process has data of the answer."""
 
     __test__ = False
@@ -138,7 +138,7 @@ class TestsEnd(_End):
 
     @contextmanager
     def _strict(self) -> Iterator[None]:
-        """End the conversation if the block receives a message that `AnswerEnd` would not send."""
+        """End the conversation if the block receives a message that `AnswerPeer` would not send."""
         try:
             yield
         except PeerGone as error:
@@ -233,7 +233,7 @@ class TestsEnd(_End):
         return error
 
 
-class AnswerEnd(_End):
+class AnswerPeer(_End):
     """The answer's end: executes the requests of the tests."""
 
     def __init__(self, descriptor: int) -> None:

@@ -256,7 +256,7 @@ class EngineTarget:
         if self._adapters is not None and self._adapters.exists():
             shutil.rmtree(self._adapters)
 
-    async def hold_adapter(self) -> None:
+    async def load_zero_adapter(self) -> None:
         """Load a zero-initialized adapter before the first request of an engine that takes adapters.
 
         vLLM fixes the adapter of a request when the request begins. A request that began without one would ignore the first adapter.
@@ -270,7 +270,7 @@ class EngineTarget:
         vLLM itself would reload it from the folder with which a request began, which may have been deleted.
         """
         if self.adapter == ZERO_ADAPTER:
-            await self._within(self._client.rpc("mtpctl_hold_adapter"), "loading a zero adapter")
+            await self._within(self._client.rpc("mtpctl_load_zero_adapter"), "loading a zero adapter")
         elif self.adapter is not None:
             await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(self.adapter)), "reloading an adapter")
 

@@ -44,7 +44,7 @@ EXPERTS: dict[str, tuple[str, tuple[int, ...]]] = {"gate_proj": ("w13", (0,)), "
 """Maps a layer of one expert on the wire to the live tensor of all experts, and the indices of its parts within one expert."""
 
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias)$")
-_EXPERT_HOMES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
+_EXPERT_SUBMODULES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
 _WRAPPED = "base_layer"
 
 
@@ -82,7 +82,7 @@ def _candidates(name: str, rename: Renamer | None) -> Iterator[Slot]:
                 yield Slot(".".join([*path[:index], owner, *path[index + 1 :]]), parts)
         if matched := _EXPERT.match(alternative):
             tensor, parts = EXPERTS[matched["proj"]]
-            for home in _EXPERT_HOMES:
+            for home in _EXPERT_SUBMODULES:
                 yield Slot(f"{matched['layer']}{home}.{tensor}_{matched['leaf']}", parts, int(matched["expert"]))
 
 

@@ -7,7 +7,7 @@
                  retries after a receiver failed
                  └ WeightUpdate ───────────────────────────────► ReplicaPool, LogprobServer: quiesce
                    │ Ray, all ranks                              │ Ray, all replicas
-                   └ TrainerRank (a WeightSource)                └ Engine, Replica: pause
+                   └ TrainerRank (a WeightExporter)                └ Engine, Replica: pause
                      └ Sender (shm: Publisher)                     └ update_target: section after section
                        └ BucketWriter                                └ EngineTarget ► receiver in each worker;
                                                                        ScoreRank
@@ -156,7 +156,7 @@ class State(StrEnum):
 
 
 class Trainer(Protocol):
-    """The trainer ranks. Each method calls the same method of `WeightSource` on all ranks, and returns the result of rank 0."""
+    """The trainer ranks. Each method calls the same method of `WeightExporter` on all ranks, and returns the result of rank 0."""
 
     async def plan_weights(
         self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]

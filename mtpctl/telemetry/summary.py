@@ -113,7 +113,7 @@ def area(curve: Curve, end: float | None = None) -> float:
     return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(inside)) / (stop - inside[0][0])
 
 
-def held_at(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
+def sustained_from(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
     """The x at which the curve reaches `level` and holds it: there are later points, and none is below `level - tolerance`.
 
     Interpolated linearly. None if the curve never reaches the level, or always falls again.

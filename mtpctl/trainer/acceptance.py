@@ -27,7 +27,7 @@ KINDS = {"probabilistic": "", "greedy": "_greedy"}
 
 
 @dataclass
-class DepthChances:
+class DepthProbabilities:
     """Probabilities of one depth over the R response tokens, by kind of draft.
 
     measured: whether the token counts. accepted: probability that a draft is accepted. kept: probability that a draft was accepted, given
@@ -66,7 +66,7 @@ class Walk:
                 begins[start + depths + 1] += reached
 
 
-def acceptance_sums(micro: MicroBatch, depths: list[DepthChances], tokens: int, drafts: int = 0) -> Sums:
+def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens: int, drafts: int = 0) -> Sums:
     """The sums behind `mtp/expected_*` over the first `tokens` response tokens of the microbatch, which must be whole sequences.
 
     drafts: draft tokens per step, estimated up to the number of depths; 0: one per depth.

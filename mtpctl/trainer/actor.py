@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import importing, settle_heap, write_to_run
+from mtpctl.cluster.process import freeze_heap, importing, write_to_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, Section
-from mtpctl.trainer.sending import WeightSource
+from mtpctl.trainer.sending import WeightExporter
 from mtpctl.trainer.share import BatchTable, Minibatch, Share
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Parameters(TypedDict):
     trained: int
 
 
-class TrainerRank(WeightSource):
+class TrainerRank(WeightExporter):
     """One rank of the trainer: an engine, the updates of both stages, and the source of its weights.
 
     Every method is called on all ranks, with the same arguments except for their shares of a batch.
@@ -119,7 +119,7 @@ class TrainerRank(WeightSource):
             use_own_interface()
         rank = Rank(self.rank, self.world_size, master, deadline_s=self.recipe.cluster.step_deadline_s)
         self.engine = MegatronEngine(HfFolder.open(folder), config, rank)
-        settle_heap()
+        freeze_heap()
         parameters, trained = self.engine.parameters
         return {"parameters": parameters, "trained": trained}
 

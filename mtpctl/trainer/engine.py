@@ -19,7 +19,7 @@ from mtpctl.convert.adapters import export_adapter, fingerprint
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.dispatch import ONE_PASS
-from mtpctl.model.build import build_model, complete_config, draw_weights
+from mtpctl.model.build import build_model, complete_config, init_random_weights
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
 from mtpctl.model.parallel import ProcessGroups, Rank, summed
@@ -69,7 +69,7 @@ class MegatronEngine:
         if config.random_seed is None:
             self.bridge.load([model])
         else:
-            draw_weights(model, config.random_seed)
+            init_random_weights(model, config.random_seed)
         self.base = ""
         if config.lora is not None:
             attach_adapters(model, config.lora, config.adapter_seed)

@@ -164,7 +164,7 @@ class Head:
         )
         return out.loss_sum * scale, out.divergence
 
-    def teaches_drafts(self, *, couples_tokens: bool) -> bool:
+    def supports_joint_loss(self, *, couples_tokens: bool) -> bool:
         """Whether `loss_with_drafts` can be used: the loss is computed in one pass, and a draft's teacher logits are on the same rank."""
         return not couples_tokens and self.kernels.linear_logprob in ONE_PASS and self.parallel.cp == 1
 

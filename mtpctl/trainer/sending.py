@@ -36,7 +36,7 @@ class ExportingEngine(Protocol):
     def export_adapter(self) -> Tensors: ...
 
 
-class WeightSource:
+class WeightExporter:
     """Sends the weights of `engine`. A `WeightUpdate` calls each method on all ranks and uses the result of rank 0."""
 
     engine: ExportingEngine

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtpctl.kernels.drafts import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
-from mtpctl.trainer.acceptance import DepthChances, acceptance_metrics, acceptance_sums
+from mtpctl.trainer.acceptance import DepthProbabilities, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, MicroBatch, Totals
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
@@ -40,7 +40,7 @@ class UpdateLoss:
         finite = self._finite(states)
         if not finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
-        if self.drafts and self.config.mtp.loss != "ce" and self.head.teaches_drafts(couples_tokens=self.objective.couples_tokens):
+        if self.drafts and self.config.mtp.loss != "ce" and self.head.supports_joint_loss(couples_tokens=self.objective.couples_tokens):
             total, sums = self._one_pass(micro, hidden)
         else:
             total, sums = self._separate_passes(micro, hidden)
@@ -123,7 +123,7 @@ class UpdateLoss:
         mtp = self.config.mtp
         losses: list[Tensor] = []
         sums: Sums = {}
-        chances: list[DepthChances] = []
+        chances: list[DepthProbabilities] = []
         measured = self._measured(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
             # Rounded to fp32, like the gradient that autograd will pass, because the kernels check that the two are equal.
@@ -202,7 +202,7 @@ def _depth_sums(depth: int, output: DraftLossOut) -> Sums:
     return {f"mtp/loss_{depth}": output.loss_sum.detach(), f"mtp/accept_{depth}": output.hit.sum()}
 
 
-def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthChances:
+def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthProbabilities:
     """A depth's probabilities for the microbatch's `count` response tokens; 0 for tokens not drafted and from index `measured` on."""
     chosen = draft.tokens < measured
     tokens = draft.tokens[chosen]
@@ -213,7 +213,7 @@ def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) 
         return whole
 
     accept_probs = (output.logprob - output.teacher_logprob).exp().clamp(max=1)
-    return DepthChances(
+    return DepthProbabilities(
         measured=spread(torch.ones_like(output.overlap)),
         accepted={"probabilistic": spread(output.overlap), "greedy": spread(output.greedy)},
         kept={"probabilistic": spread(accept_probs), "greedy": spread(output.hit)},

@@ -70,7 +70,7 @@ def _own_names() -> set[str]:
     return {each.strip().lower().removesuffix(".") for each in (*allowed, socket.gethostname())} - {""}
 
 
-DRAINED = 256 << 20
+MAX_DRAIN_BYTES = 256 << 20
 """Maximum bytes of a rejected body that are read and discarded (see `Guard._drain`)."""
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """Paths that require no key: health and documentation."""
@@ -208,7 +208,7 @@ class Guard:
 
     async def _drain(self, receive: Receive) -> None:
         """Discard the rest of a rejected body: a client that is still sending when the connection closes does not read the response."""
-        left = DRAINED
+        left = MAX_DRAIN_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(self.bounds.drain_s):
                 while left > 0:

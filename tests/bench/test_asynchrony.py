@@ -33,7 +33,7 @@ from mtpctl.bench.asynchrony import (
 from mtpctl.bench.report import to_json
 from mtpctl.plan.placement import Actor, Placement
 from mtpctl.telemetry.history import History, Row
-from mtpctl.telemetry.summary import held_at
+from mtpctl.telemetry.summary import sustained_from
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 SWINGING = "45 51 47 60 46 62 44 66 33 72 43 49 61 45 68 31 59 67 43 76 43"
@@ -135,7 +135,7 @@ def test_noise_of_256_problems_does_not_bias_when_a_level_is_held() -> None:
     """With margin and tolerance, a run that rises steadily is right in the mean and rarely `never`."""
     generator = random.Random(0)
     heights = [0.45 + 0.37 * (1 - math.exp(-i / 5)) for i in range(17)]
-    truth = held_at(list(enumerate(heights)), sum(heights[-4:]) / 4 - MARGIN)
+    truth = sustained_from(list(enumerate(heights)), sum(heights[-4:]) / 4 - MARGIN)
     updates = []
     for _ in range(300):
         noisy = [generator.gauss(p, math.sqrt(p * (1 - p) / 256)) for p in heights]

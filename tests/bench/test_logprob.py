@@ -7,13 +7,13 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.logprob import LEAST_SHARE, Finding, Load, Report, as_json, table
+from mtpctl.bench.logprob import MIN_SHARE, Finding, Load, Report, as_json, table
 from mtpctl.cli.app import app
 
 
 def test_bound_is_missed_only_on_its_side() -> None:
-    assert Finding("share", LEAST_SHARE - 0.01, "", LEAST_SHARE, at_least=True).missed
-    assert not Finding("share", LEAST_SHARE, "", LEAST_SHARE, at_least=True).missed
+    assert Finding("share", MIN_SHARE - 0.01, "", MIN_SHARE, at_least=True).missed
+    assert not Finding("share", MIN_SHARE, "", MIN_SHARE, at_least=True).missed
     assert Finding("added", 5.01, "ms", 5.0).missed and not Finding("added", -1.0, "ms", 5.0).missed
     assert not Finding("memory", None, "GiB", 1.0).missed and not Finding("bare", 9e9, "tokens/s").missed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.train_step import Load, layout, measure, shape_folder, table
+from mtpctl.bench.train_step import Load, create_config_folder, layout, measure, table
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
@@ -17,7 +17,7 @@ from tests.fakes.trainer_cases import MODELS
 
 
 def folder(at: Path, **fields: Any) -> HfFolder:
-    return shape_folder(MIMO | fields, at)
+    return create_config_folder(MIMO | fields, at)
 
 
 @pytest.mark.parametrize(("ranks", "message"), [((3, 1, 1), r"--tp: .*attention heads"), ((1, 1, 2), r"--ep: mimo has no experts")])

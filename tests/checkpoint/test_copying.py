@@ -11,7 +11,7 @@ import pytest
 
 from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
-from mtpctl.checkpoint.listing import LISTING, point_to, read_listing, write_listing
+from mtpctl.checkpoint.listing import LISTING, read_listing, write_latest, write_listing
 from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import UserError
 from tests.fakes.checkpoint_folders import write_checkpoint
@@ -61,7 +61,7 @@ def make_checkpoint(run: Path, name: str) -> Path:
     (path / "deeper").mkdir()
     (path / "deeper" / "__1_0.distcp").write_text(f"of {name} " * 100)
     relist(path)
-    point_to(path)
+    write_latest(path)
     return path
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, newest, next_number, saved_in, settle
-from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, point_to
+from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, list_checkpoints, newest, next_number, settle
+from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, write_latest
 from mtpctl.errors import UserError
 from tests.fakes.chaos_damage import WAYS, apply
 from tests.fakes.checkpoint_folders import SHARD, flip, without_checksum, write_checkpoint
@@ -21,14 +21,14 @@ LINE = '{"number": 1}\n'
 
 
 def names(root: Path) -> list[str]:
-    return [path.name for path in saved_in(root)]
+    return [path.name for path in list_checkpoints(root)]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Two checkpoints, of which the newer one is `rl-000004`."""
     for name in ("rl-000002", "rl-000004"):
-        point_to(write_checkpoint(tmp_path / "run", name, buffer=LINE * 3))
+        write_latest(write_checkpoint(tmp_path / "run", name, buffer=LINE * 3))
     return tmp_path / "run"
 
 
@@ -159,7 +159,7 @@ def test_only_sizes_are_compared_without_contents(run: Path) -> None:
 
 def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
     root = run / "checkpoints"
-    for path in saved_in(root):
+    for path in list_checkpoints(root):
         os.truncate(path / SHARD, 10)
     with pytest.raises(
         UserError, match=r"rl-000004/__0_0\.distcp has 10 bytes, .* nor is the 1 before it; restore the file, or .* --start-over`"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtpctl.cluster.local import _environment, check_room, cluster, on_one_host
+from mtpctl.cluster.local import _environment, check_capacity, cluster, on_one_host
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
@@ -32,14 +32,14 @@ def test_too_few_cpus_or_gpus_are_an_error(
 
 
 def test_the_size_of_a_joined_cluster_is_not_checked_before_ray_connects() -> None:
-    check_room(ClusterConfig(address="head:6379", num_cpus=1), cpus=64, gpus=64)
+    check_capacity(ClusterConfig(address="head:6379", num_cpus=1), cpus=64, gpus=64)
 
 
 def test_ray_address_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without an address never joins it."""
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     with pytest.raises(ClusterResources, match=r"cluster\.num_cpus"):
-        check_room(ClusterConfig(num_cpus=1), cpus=64, gpus=0)
+        check_capacity(ClusterConfig(num_cpus=1), cpus=64, gpus=0)
 
 
 def assert_own_ray(address: str) -> None:

@@ -90,7 +90,7 @@ with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0, tidy=False, logs=Path({s
 SETTLE = """
 import gc, weakref
 import mtpctl.recipe.schema
-from mtpctl.cluster.process import settle_heap
+from mtpctl.cluster.process import freeze_heap
 
 class Node: pass
 
@@ -102,7 +102,7 @@ def circle():
 gc.disable()
 loaded = [Node() for _ in range(1000)]
 before, alive = circle(), len(gc.get_objects())
-settle_heap()
+freeze_heap()
 assert before() is None, "garbage is collected first"
 seen = gc.get_objects()
 assert alive > 10_000 > len(seen) and not any(isinstance(each, Node) for each in seen), "loaded objects are not visited"

@@ -58,7 +58,7 @@ def wait_for(met: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("FIRST_S", 0.01), ("MOST_S", 0.02), ("END_S", 0.1)):
+    for name, seconds in (("FIRST_S", 0.01), ("MAX_S", 0.02), ("END_S", 0.1)):
         monkeypatch.setattr(module, name, seconds)
 
 

@@ -94,7 +94,7 @@ async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int =
     for index in range(least):
         assert await hosts.add(Claim(f"rollout-{index}", 1.0)) is not None
     with pytest.MonkeyPatch.context() as patch, RunDirectory.create(path / "run", "name: t\n") as run:
-        patch.setattr("mtpctl.controller.elastic.LOOK_S", 0.005)
+        patch.setattr("mtpctl.controller.elastic.POLL_S", 0.005)
         patch.setattr("mtpctl.controller.elastic.living", lambda: set(hosts.room))
         patch.setattr("mtpctl.controller.elastic.draining", lambda: set(hosts.drained))
         fleet = Fleet(lambda index: FakeReplica(tick_s=0.001))

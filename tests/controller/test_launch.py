@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.listing import point_to
+from mtpctl.checkpoint.listing import write_latest
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
 from mtpctl.controller.prepare import Prepared, model_of, prepare
-from mtpctl.controller.resuming import Start, changed_old_logprobs, check_drawn
+from mtpctl.controller.resuming import Start, changed_old_logprobs, check_random_init
 from mtpctl.controller.state import resumed_from
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement
@@ -139,7 +139,7 @@ def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str,
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
         model_of(begun, begun.run_path)
-    check_drawn(begun, RunDirectory(begun.run_path))
+    check_random_init(begun, RunDirectory(begun.run_path))
     with pytest.raises(UserError, match=messages):
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
@@ -240,7 +240,7 @@ def test_run_without_its_directory_resumes_from_its_copy(
 ) -> None:
     class Trainer(FakeTrainerGroup):
         async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
-            point_to(path)
+            write_latest(path)
 
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "reserve_bundles", anywhere)

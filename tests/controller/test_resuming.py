@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.checkpoint.finding import damaged_in, saved_in
+from mtpctl.checkpoint.finding import damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import write_listing
 from mtpctl.controller import state as module
 from mtpctl.controller.resuming import describe_start, find_start, start_over
@@ -50,7 +50,7 @@ def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_o
     flip(root / "rl-000004" / SHARD)
     planned = describe_start(recipe)
     assert planned[0] == "rl-000002, rl after step 2; whole by its checksums" and "rl-000004/__0_0.distcp has changed" in planned[1]
-    assert [path.name for path in saved_in(root)] == ["rl-000004", "rl-000002"], "a plan changes nothing"
+    assert [path.name for path in list_checkpoints(root)] == ["rl-000004", "rl-000002"], "a plan changes nothing"
     result = start(recipe)
     assert (result.checkpoint, result.state["step"]) == (root / "rl-000002", 2)
     (line,) = result.lines
@@ -89,7 +89,7 @@ def test_start_over_keeps_all_files_of_the_earlier_run(recipe: Recipe) -> None:
 def test_start_over_is_refused_while_the_run_is_writing(recipe: Recipe) -> None:
     with RunDirectory.create(recipe.run_path, ""), pytest.raises(UserError, match="another run is writing"):
         start_over(recipe)
-    assert saved_in(recipe.run_path / "checkpoints")
+    assert list_checkpoints(recipe.run_path / "checkpoints")
 
 
 def test_start_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_start_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) ->
         UserError, match=r"^--start-over: train\.checkpoint_copy: .*/copy has rl-000004 of this run, which would be overwritten"
     ):
         start_over(copied)
-    assert saved_in(recipe.run_path / "checkpoints")
+    assert list_checkpoints(recipe.run_path / "checkpoints")
 
 
 def test_doctor_verifies_the_checkpoints_of_a_run(recipe: Recipe, mtpctl: Any) -> None:

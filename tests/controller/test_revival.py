@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.listing import point_to
+from mtpctl.checkpoint.listing import write_latest
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
-from mtpctl.controller.trainers import HostGone, Revival, TrainerGroup, TrainerLost
+from mtpctl.controller.trainers import HostLost, Revival, TrainerGroup, TrainerLost
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
@@ -80,7 +80,7 @@ class Mortal(FakeTrainerGroup):
 
     async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
         await super().publish_checkpoint(path, keep, needed)
-        point_to(path)
+        write_latest(path)
 
     async def restart(self, report: Any, stopping: asyncio.Event) -> None:
         async with asyncio.timeout(10):
@@ -240,7 +240,7 @@ def test_trainer_lost_before_its_first_stage_is_restarted(tmp_path: Path) -> Non
 
 def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> None:
     recipe, world = recipe_with(restarts=1), World()
-    gone = iter([HostGone("trainer-1: its host is gone")])
+    gone = iter([HostLost("trainer-1: its host is gone")])
 
     class Late(Mortal):
         async def build(self, folder: Path) -> dict[str, int]:

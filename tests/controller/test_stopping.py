@@ -99,7 +99,7 @@ from mtpctl.controller import stopping
 from mtpctl.controller.state import RunState
 from mtpctl.recipe.train import TrainConfig
 
-stopping.LOOK_S, stopping.LOST_S = 0.01, 0.1
+stopping.POLL_S, stopping.LOST_S = 0.01, 0.1
 daemons = SimpleNamespace(ended=lambda: "gcs_server has ended with signal 9")
 
 async def scenario():

@@ -91,7 +91,7 @@ class Cluster:
         monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", self._hosts)
         monkeypatch.setattr(Bundles, "reserve", lambda bundles, specs, *, planned: self._reserve(bundles, specs))
         monkeypatch.setattr(trainers, "ROOM_S", 0.1)
-        monkeypatch.setattr(trainers, "LOOK_S", 0.02)
+        monkeypatch.setattr(trainers, "POLL_S", 0.02)
 
     def _hosts(self) -> list[Any]:
         return [SimpleNamespace(node=name, free=Host(cpus), whole=Host(cpus), name=name) for name, cpus in self.free.items()]

@@ -39,11 +39,11 @@ class Drafter:
         pieces = (self.embedding_norm, self.hidden_norm, self.final_norm, self.projection)
         self.embedding_norm, self.hidden_norm, self.final_norm, self.projection = (piece.double() for piece in pieces)
 
-    def logits(self, ids: list[int], *, blank_first: bool, zero_centered: bool = False, recycles_prenorm: bool = False) -> Tensor:
+    def logits(self, ids: list[int], *, blank_first: bool, zero_centered: bool = False, passes_prenorm: bool = False) -> Tensor:
         """[T - 1 + T - 2, vocab], the first depth's and the second's, through the one layer.
 
         Entry i of depth k predicts token i + k + 1, from the embedding of token i + k and the state of depth k - 1 at token i; of the
-        trunk that is the normed one, of a depth the normed one or, with `recycles_prenorm`, the one before. Behind the first depth's
+        trunk that is the normed one, of a depth the normed one or, with `passes_prenorm`, the one before. Behind the first depth's
         entries up to i the second's entry i comes as one more position, as in a drafter that goes on from its own draft.
         """
         tokens = torch.tensor([ids])
@@ -52,7 +52,7 @@ class Drafter:
         first = self._input(trunk[:-1], tokens[0, 1:], add, blank_first=blank_first)
         out = self._through(first)
         normed = norm(out, self.final_norm + add, self.config.rms_norm_eps)
-        second = self._input((out if recycles_prenorm else normed)[:-1], tokens[0, 2:], add, blank_first=False)
+        second = self._input((out if passes_prenorm else normed)[:-1], tokens[0, 2:], add, blank_first=False)
         behind = [self._through(torch.cat([first[: i + 1], second[i : i + 1]]))[-1] for i in range(len(second))]
         return self.model.lm_head(torch.cat([normed, norm(torch.stack(behind), self.final_norm + add, self.config.rms_norm_eps)]))
 
@@ -123,7 +123,7 @@ def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
     }
     tensors = {at + name: value for name, value in (pieces | layer_tensors(drafter.layer)).items()}
     add_to_folder(tmp_path, tensors, num_nextn_predict_layers=1)
-    check(tmp_path, drafter, blank_first=True, recycles_prenorm=case.startswith("glm"))
+    check(tmp_path, drafter, blank_first=True, passes_prenorm=case.startswith("glm"))
 
 
 QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen3_5"), "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5Moe")}

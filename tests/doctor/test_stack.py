@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from mtpctl.doctor.stack import SPEEDS_UP, Package, gpus, packages, project_requirements, python
+from mtpctl.doctor.stack import OPTIONAL, Package, gpus, packages, project_requirements, python
 
 LINES = [
     "torch==2.13.0",
@@ -76,4 +76,4 @@ def test_every_optional_gpu_package_has_a_purpose() -> None:
     """Reads pyproject.toml, since the installed metadata may be of an older version."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     names = {Requirement(line).name for line in project["optional-dependencies"]["gpu"]}
-    assert names - {"vllm"} == set(SPEEDS_UP)
+    assert names - {"vllm"} == set(OPTIONAL)

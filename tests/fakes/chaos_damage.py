@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import check, damaged_in, saved_in
+from mtpctl.checkpoint.finding import check, damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
 
 WAYS = ("flip", "flip", "truncate", "remove")
@@ -72,7 +72,7 @@ def apply(file: Path, way: str, draw: random.Random) -> str:
 def whole_in(root: Path) -> list[Path]:
     """The checkpoints whose files are as they were saved, the newest first."""
     whole = []
-    for path in saved_in(root):
+    for path in list_checkpoints(root):
         with suppress(Damaged, OSError):
             check(path, contents=True, of_run=True)
             whole.append(path)

@@ -64,7 +64,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     began = time.perf_counter()
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
     if case.crowded:
-        experts.HOT = 1.5  # twice its share is the most that comes to one of two ranks
+        experts.IMBALANCE_LIMIT = 1.5  # twice its share is the most that comes to one of two ranks
     with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
         stood = time.perf_counter()
         batch = (

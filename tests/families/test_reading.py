@@ -55,7 +55,7 @@ def test_the_inputs_of_mtp_layers_follow_the_family(architecture: str, prenorm: 
     assert shape.mtp is not None
     assert shape.mtp_reads_prenorm == prenorm
     assert shape.mtp.blanks_first == (not architecture.startswith("Qwen"))
-    assert shape.mtp.recycles_prenorm == architecture.startswith("Glm")
+    assert shape.mtp.passes_prenorm == architecture.startswith("Glm")
 
 
 def test_an_unknown_family_is_an_error_that_lists_the_known_ones() -> None:

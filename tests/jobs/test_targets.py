@@ -125,7 +125,7 @@ def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, m
         handed.append((recipe.seed, source.checkpoint))
         raise UserError("enough")
 
-    monkeypatch.setattr("mtpctl.jobs.sync.sync_by_hand", sync)
+    monkeypatch.setattr("mtpctl.jobs.sync.sync_manually", sync)
     mtpctl("sync-weights", str(trained), "--json")
     newest = leave_checkpoint(trained, "rl-000003", 3)
     for arguments in ((str(trained),), ("--from", str(trained)), (str(newest),)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from mtpctl.model.build import draw_weights
+from mtpctl.model.build import init_random_weights
 
 RANKS = {
     "get_tensor_model_parallel_rank": "tp",
@@ -29,7 +29,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, **at: int) -> dict[str, torch.Tensor]
     for linear in (model.embedding.word_embeddings, model.split, model.expert):
         linear.weight.tensor_model_parallel = True
     model.expert.weight.allreduce = False  # as megatron-core marks it with expert parallelism
-    draw_weights(model, seed=3)
+    init_random_weights(model, seed=3)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from mtpctl.errors import ClusterResources, UserError
-from mtpctl.plan.placement import Host, Placement, most_engines, place
+from mtpctl.plan.placement import Host, Placement, max_engines, place
 from mtpctl.recipe.loading import load_recipe
 
 
@@ -161,9 +161,9 @@ def test_an_elastic_run_is_placed_with_the_minimum_of_engines() -> None:
 
 def test_most_engines_is_the_number_that_fits() -> None:
     recipe = load_recipe("mimo7b_mtp", sets=[ELASTIC, "logprob.standalone=false"]).recipe
-    assert [most_engines(recipe, [Host(64, cards)] * hosts) for cards, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
+    assert [max_engines(recipe, [Host(64, cards)] * hosts) for cards, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
     with pytest.raises(ClusterResources, match=r"5 GPUs are needed \(trainer 4, rollout 1\)"):
-        most_engines(recipe, [Host(64, 4)])
+        max_engines(recipe, [Host(64, 4)])
 
 
 def test_too_many_engines_for_a_fixed_cluster_are_an_error() -> None:

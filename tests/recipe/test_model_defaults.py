@@ -116,12 +116,12 @@ def test_precision_follows_the_device(tmp_path: Path, flags: Path) -> None:
 
 
 def test_machine_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtpctl.cluster.local import check_room
+    from mtpctl.cluster.local import check_capacity
     from mtpctl.recipe.cluster import ClusterConfig
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ClusterResources, match=r"cluster.device: this machine has no GPU; set cluster.device: cpu"):
-        check_room(ClusterConfig(), cpus=1, gpus=1)
+        check_capacity(ClusterConfig(), cpus=1, gpus=1)
 
 
 def test_folder_of_weights_in_place_of_a_recipe_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from mtpctl.rl.groups import has_signal, ks_of, mean_pass_at_k, pass_at_k
+from mtpctl.rl.groups import has_signal, mean_pass_at_k, pass_at_k, pass_at_k_values
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -30,7 +30,7 @@ def test_k_beyond_the_responses_is_refused(k: int) -> None:
 
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_n() -> None:
-    assert [ks_of(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [pass_at_k_values(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert mean_pass_at_k([0, 4], 4) == {1: 0.5, 2: 0.5, 4: 0.5}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import Turns
-from mtpctl.rollout.pool import WITH_ENVIRONMENT, ReplicaPool
+from mtpctl.rollout.pool import MAX_WAITING_FACTOR, ReplicaPool
 from mtpctl.rollout.protocol import Occupancy
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.chat import NO_CHAT
@@ -139,5 +139,5 @@ async def test_hanging_environment_does_not_admit_unlimited_requests() -> None:
     driving = asyncio.create_task(drive())
     await asyncio.sleep(0.3)
     driving.cancel()
-    assert requested == 2 + WITH_ENVIRONMENT * 2
+    assert requested == 2 + MAX_WAITING_FACTOR * 2
     await pool.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.actor import RayReplica, RolloutActor, _portable
+from mtpctl.rollout.actor import RayReplica, RolloutActor, _picklable
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import EngineDead
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -136,7 +136,7 @@ def test_error_of_a_foreign_package_becomes_a_runtime_error() -> None:
         try:
             raise error
         except Exception as raised:
-            result = pickle.loads(pickle.dumps(_portable(raised)))
+            result = pickle.loads(pickle.dumps(_picklable(raised)))
         assert (type(result), str(result)) == (kind, message)
         assert "test_replica.py" in result.__notes__[0], "where it was raised"
 

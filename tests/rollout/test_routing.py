@@ -64,7 +64,7 @@ async def test_request_in_flight_to_a_leaving_replica_is_handed_over() -> None:
     task = asyncio.ensure_future(collect(pool, requests(8)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.routing.ABORT_AGAIN_S", 0.02)
+        patch.setattr("mtpctl.rollout.routing.ABORT_INTERVAL_S", 0.02)
         await pool.membership.leave(0)
     assert_all_once(await task, 8)
 

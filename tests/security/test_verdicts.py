@@ -702,7 +702,7 @@ if __name__ == '__main__':
 ## replaces its own side
 import mtpctl.sandbox.questions as q, mtpctl.sandbox.values as v, mtpctl.sandbox.messages as w
 v.PLAIN = (object,)
-q.AnswerEnd._serve = lambda s, m, n: s._send({'value': True, 'objects': {'f': ['E', [], 'x']}})
+q.AnswerPeer._serve = lambda s, m, n: s._send({'value': True, 'objects': {'f': ['E', [], 'x']}})
 w.VerdictReader.forged = False
 def f(x): return 0
 --

@@ -124,7 +124,7 @@ class Engine:
             self.live.pop("adapter", None)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        if method == "mtpctl_hold_adapter":
+        if method == "mtpctl_load_zero_adapter":
             self.live["adapter"] = 0
         return []
 
@@ -214,7 +214,7 @@ class TestOneVersion:
     def test_an_adapter_is_loaded_before_requests_and_after_each_session(self, tmp_path: Path) -> None:
         engine = Engine()
         target = self.target(engine)
-        asyncio.run(target.hold_adapter())
+        asyncio.run(target.load_zero_adapter())
         assert engine.live == {"adapter": 0}, "before the first request"
         asyncio.run(update_target(target, self.publish(tmp_path, 1, ("target", "draft"))))
         assert engine.live == {"adapter": 0, "target": 1, "draft": 1}

@@ -15,10 +15,10 @@ from mtpctl.telemetry.summary import (
     before_and_after,
     best_so_far,
     height,
-    held_at,
     in_between,
     late_mean,
     measure,
+    sustained_from,
     worst_fall,
 )
 
@@ -126,32 +126,32 @@ def test_measures_differ_for_curves_with_equal_ends() -> None:
 
 def test_level_is_held_from_last_crossing() -> None:
     """70 is crossed at the eighth evaluation and twice later by the run that swings, and held by the other one alone."""
-    assert held_at(curve(SWINGING), 70) is None
-    assert held_at(curve(RISING), 70) == pytest.approx(20 + 4 * (70 - 65) / (71 - 65))
-    assert held_at(curve(RISING), 76) == 36
+    assert sustained_from(curve(SWINGING), 70) is None
+    assert sustained_from(curve(RISING), 70) == pytest.approx(20 + 4 * (70 - 65) / (71 - 65))
+    assert sustained_from(curve(RISING), 76) == 36
 
 
 def test_crossing_followed_by_fall_does_not_count() -> None:
     points = curve("40 66 50 60 70 68 72")
-    assert held_at(points, 65) == pytest.approx(12 + 4 * 0.5)
-    assert held_at(points, 65, tolerance=15) == pytest.approx(4 * 25 / 26)
+    assert sustained_from(points, 65) == pytest.approx(12 + 4 * 0.5)
+    assert sustained_from(points, 65, tolerance=15) == pytest.approx(4 * 25 / 26)
 
 
 def test_up_to_a_tolerance() -> None:
     points = curve("40 70 68 72 69")
-    assert held_at(points, 70) is None
-    assert held_at(points, 70, tolerance=2) == 4
-    assert held_at(points, 70, tolerance=1.9) == pytest.approx(8 + 4 * 2 / 4)
+    assert sustained_from(points, 70) is None
+    assert sustained_from(points, 70, tolerance=2) == 4
+    assert sustained_from(points, 70, tolerance=1.9) == pytest.approx(8 + 4 * 2 / 4)
 
 
 def test_the_last_point_alone_holds_nothing() -> None:
-    assert held_at(curve("45 50 60 76"), 70) is None
-    assert held_at(curve("45 50 71 76"), 70) is not None
-    assert held_at([], 70) is None
+    assert sustained_from(curve("45 50 60 76"), 70) is None
+    assert sustained_from(curve("45 50 71 76"), 70) is not None
+    assert sustained_from([], 70) is None
 
 
 def test_curve_that_starts_above_level_holds_it_from_start() -> None:
-    assert held_at(curve("45 50 60"), 40) == 0
+    assert sustained_from(curve("45 50 60"), 40) == 0
 
 
 def test_the_area_is_a_mean_height() -> None:

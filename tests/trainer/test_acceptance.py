@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mtpctl.trainer.acceptance import KINDS, DepthChances, Walk, acceptance_metrics, acceptance_sums
+from mtpctl.trainer.acceptance import KINDS, DepthProbabilities, Walk, acceptance_metrics, acceptance_sums
 from tests.fakes.batches import packed
 
 VOCAB, DEPTHS, LENGTH = 5, 3, 40
@@ -79,7 +79,7 @@ def test_turns_and_responses_are_walked_separately_up_to_the_limit() -> None:
     """Responses of 3, 4 (one of a tool) and 2 tokens. All drafts are accepted, so one step covers the rest of a turn."""
     micro = packed([[1, 1, 1], [1, 0, 1, 1], [1, 1]], depths=2)
     ones = torch.ones(9)
-    depths = [DepthChances(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
+    depths = [DepthProbabilities(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
     sums = {name: float(value) for name, value in acceptance_sums(micro, depths, 7).items()}
     # Turns: three tokens, one, two; the last response lies behind the limit. Steps: one of two drafts, none, one of one.
     assert (sums["mtp/expected_steps"], sums["mtp/expected_rate_1"], sums["mtp/expected_rate_2"]) == (2, 2, 1)
@@ -92,7 +92,7 @@ def test_step_with_fewer_drafts_than_depths_ends_after_its_drafts() -> None:
     """All drafts of two depths are accepted, but the engine drafts with the first one only."""
     micro = packed([[1, 1, 1, 1, 1]], depths=2)
     ones = torch.ones(5)
-    depths = [DepthChances(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
+    depths = [DepthProbabilities(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
     sums = {name: float(value) for name, value in acceptance_sums(micro, depths, 5, drafts=1).items()}
     # Steps begin at tokens 1 and 3, each with its draft accepted; what follows token 5 is not there to be drafted.
     assert (sums["mtp/expected_steps"], sums["mtp/expected_rate_1"]) == (2, 2)
@@ -103,5 +103,5 @@ def test_step_with_fewer_drafts_than_depths_ends_after_its_drafts() -> None:
 def test_metrics_are_empty_without_measured_tokens() -> None:
     micro = packed([[1, 1]], depths=1)
     none = torch.zeros(2)
-    depth = DepthChances(none, dict.fromkeys(KINDS, none), dict.fromkeys(KINDS, none))
+    depth = DepthProbabilities(none, dict.fromkeys(KINDS, none), dict.fromkeys(KINDS, none))
     assert acceptance_metrics({name: float(value) for name, value in acceptance_sums(micro, [depth], 0).items()}, 1) == {}

@@ -20,7 +20,7 @@ from mtpctl.trainer.actor import TrainerRank, threads_in
 from mtpctl.trainer.batch import Sequence, pack
 from mtpctl.trainer.config import TokenScores
 from mtpctl.trainer.objective import PolicyObjective
-from mtpctl.trainer.sending import WeightSource
+from mtpctl.trainer.sending import WeightExporter
 from mtpctl.trainer.share import deal
 from tests.fakes.checkpoint_folders import write_checkpoint
 from tests.fakes.full_disk import full_disk
@@ -245,7 +245,7 @@ def test_response_truncated_by_the_context_gets_the_overlong_penalty(context: in
 def test_same_version_mismatch_is_logged_only_if_the_scoring_weights_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two syncs the weights are updated, and the difference is not only numerical."""
     rank, _ = recorder(old_logprobs="recompute")
-    monkeypatch.setattr(WeightSource, "plan_weights", lambda *_: None)
+    monkeypatch.setattr(WeightExporter, "plan_weights", lambda *_: None)
     name = "rollout_corr/abs_diff_same_version"
     assert step(rank, batch(2, 2), 1)[name] == 0.5
     assert name not in step(rank, batch(2, 2), 1)

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import FileSystemReader
 
-from mtpctl.checkpoint.finding import newest, publish_checkpoint, saved_in, settle
+from mtpctl.checkpoint.finding import list_checkpoints, newest, publish_checkpoint, settle
 from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_listing
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
@@ -225,7 +225,7 @@ class TestNewest:
             for name in ("rl-1", "rl-2", "rl-3"):
                 self.save(trainer, root, name)
         publish_checkpoint(root / "rl-2", keep=1)
-        assert [path.name for path in saved_in(root)] == ["rl-3", "rl-2"]
+        assert [path.name for path in list_checkpoints(root)] == ["rl-3", "rl-2"]
 
     def test_unpublished_checkpoint_is_found(self, tmp_path):
         """A run that is killed between saving and publishing loses nothing."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.bench.train_step import samples, shape_folder
+from mtpctl.bench.train_step import create_config_folder, samples
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.packing import Packing
@@ -158,7 +158,7 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
     """8,192 packed tokens of a MiMo with four layers and one of MTP: peak of forward and backward beyond weights and buffers."""
     fields = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
     config = MIMO | fields | {"num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
-    folder, tokens, workspace = shape_folder(config, tmp_path), 8192, 512 << 20
+    folder, tokens, workspace = create_config_folder(config, tmp_path), 8192, 512 << 20
     kernels = KernelsConfig(workspace_bytes=workspace)
     with engine(folder, precision="bf16", tokens_per_microbatch=tokens, random_seed=0, kernels=kernels) as trainer:
         for _ in range(2):

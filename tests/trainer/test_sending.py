@@ -13,7 +13,7 @@ import torch
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import PlanMismatch, Section
-from mtpctl.trainer.sending import WeightSource
+from mtpctl.trainer.sending import WeightExporter
 from tests.fakes import adapters
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, tiny_config
 
@@ -46,9 +46,9 @@ class Engine:
                 yield name, tensor
 
 
-def source(engine: Engine, rank: int = 0, **recipe: Any) -> WeightSource:
+def source(engine: Engine, rank: int = 0, **recipe: Any) -> WeightExporter:
     sync = {"transport": "shm", "bucket_bytes": 4096, **recipe.pop("sync", {})}
-    return WeightSource(Recipe.model_validate({"sync": sync, **recipe}), rank, engine)
+    return WeightExporter(Recipe.model_validate({"sync": sync, **recipe}), rank, engine)
 
 
 def test_only_rank_0_packs_and_every_rank_exports(tmp_path: Path) -> None:

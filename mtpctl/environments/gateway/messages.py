@@ -186,7 +186,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content or ())
 
 
-def same_as(message: ChatMessage) -> str:
+def message_key(message: ChatMessage) -> str:
     """A key that is equal for equivalent messages: role, text, and the names and arguments of tool calls.
 
     Clients return an answer with different whitespace in a call's arguments, without ids, or with additional fields.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mtpctl.data.tokenizers import NONE, Variables
 from mtpctl.environments.environment import EnvironmentFailure, Message
 from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT, FieldRules, RequestInvalid, apply
-from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest, as_template, same_as
+from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest, as_template, message_key
 from mtpctl.environments.turns import ChatReplies, ChatText, Text, length_to_stop
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
@@ -64,7 +64,7 @@ class Turn:
 class Conversation:
     """A sample that grows turn by turn.
 
-    `history`: the keys of its messages (`same_as`). `tools`: key of its tools and template variables.
+    `history`: the keys of its messages (`message_key`). `tools`: key of its tools and template variables.
     """
 
     sample: Sample
@@ -174,7 +174,7 @@ class Trajectory:
 
     def _start(self, chat: ChatRequest) -> _Start:
         tools = _tools_key(chat)
-        history = [same_as(message) for message in chat.messages]
+        history = [message_key(message) for message in chat.messages]
         match = self._match(history, tools)
         if match is not None:
             conversation, turn = match
@@ -261,7 +261,7 @@ class Trajectory:
         if conversation is None:
             self._conversations.append(conversation := Conversation(sample, tools))
         conversation.sample = sample
-        conversation.history = [*start.history, same_as(message)]
+        conversation.history = [*start.history, message_key(message)]
         conversation.turns = [*start.turns, Turn(len(conversation.history), len(sample.response_ids), end_token)]
 
     def _check_open(self) -> None:

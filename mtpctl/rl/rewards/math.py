@@ -227,8 +227,12 @@ def _equal_values(gold: Value, answer: Value) -> bool:
         return False
     if gold.sides and answer.sides:
         if re.fullmatch(_QUANTITY, gold.name) and re.fullmatch(_QUANTITY, answer.name):
-            return _plain(gold.name) == _plain(answer.name) and (_same(gold, answer) or _by_library(gold.equation, answer.equation))
-        return (_plain(gold.sides[0]) == _plain(answer.sides[0]) and _same(gold, answer)) or _by_library(gold.equation, answer.equation)
+            return _plain(gold.name) == _plain(answer.name) and (
+                _same(gold, answer) or _verify_symbolically(gold.equation, answer.equation)
+            )
+        return (_plain(gold.sides[0]) == _plain(answer.sides[0]) and _same(gold, answer)) or _verify_symbolically(
+            gold.equation, answer.equation
+        )
     if (gold.name and not _is_quantity(gold.name)) or (gold.sides and not gold.name and gold.number is None):  # the equation of a curve
         return False
     if answer.name and gold.number is not None and not _is_quantity(answer.name, sums=True):  # 2x = 42 does not state 42
@@ -263,13 +267,13 @@ def _same(gold: Value, answer: Value) -> bool:
             return True
         if expected is not None and expected.value is not None:
             return False  # an unevaluated function of numbers, or not a number
-        return _by_library(gold.source, answer.source)
+        return _verify_symbolically(gold.source, answer.source)
     if expected.evaluated and not number.evaluated:
         return _plain(gold.source) == _plain(answer.source)
     factors = [(1, 1)] if gold.percent == answer.percent else [(1, 1), (1, 100) if answer.percent else (100, 1)]
     for over, under in factors:
         verdict = same_number(_scaled(expected, over), _scaled(number, under))
-        if verdict or (verdict is None and _by_library(gold.source, answer.source)):
+        if verdict or (verdict is None and _verify_symbolically(gold.source, answer.source)):
             return True
     return False
 
@@ -279,7 +283,7 @@ def _scaled(number: Number, divisor: int) -> Number:
     return Number(value, number.approximation / divisor, number.decimal, number.evaluated, number.numeral)
 
 
-def _by_library(gold: str, answer: str) -> bool:
+def _verify_symbolically(gold: str, answer: str) -> bool:
     left, right = _expression(gold), _expression(answer)
     return bool(verify(left, right, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
 

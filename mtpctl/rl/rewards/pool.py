@@ -276,7 +276,9 @@ class Pool:
     def _received(self, worker: _Worker, message: object) -> None:
         if isinstance(message, BlockingCall):
             blocking = None if message.number is None else worker.calls.get(message.number)
-            self._expel(worker, [blocking] if blocking is not None else self._overdue(worker, time.monotonic()), message.location)
+            self._kill_for_timeout(
+                worker, [blocking] if blocking is not None else self._overdue(worker, time.monotonic()), message.location
+            )
             return
         late = isinstance(message, LateCall)
         if isinstance(message, LateCall):
@@ -313,7 +315,7 @@ class Pool:
             self._finish(worker, call, None, {}, f"{self._short_reference()}: the process that ran it died; see what it wrote")
         self._dispatch()
 
-    def _expel(self, worker: _Worker, late: list[_Call], location: str = "") -> None:
+    def _kill_for_timeout(self, worker: _Worker, late: list[_Call], location: str = "") -> None:
         """Kill a worker because of its `late` calls. Its other calls are put back at the front of the queue."""
         self._kill(worker)
         for call in late:
@@ -369,7 +371,7 @@ class Pool:
                     continue
                 location = trace_location(worker.pid, worker.trace) if self._calls_per_worker == 1 else ""
                 if location or now - worker.trace_requested > _GRACE_S:
-                    self._expel(worker, overdue, location)
+                    self._kill_for_timeout(worker, overdue, location)
             elif self._calls_per_worker == 1:
                 self._check_usage(worker, now)
         if self._queue:

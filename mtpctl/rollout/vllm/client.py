@@ -65,7 +65,7 @@ def adapter_request(name: str, number: int, folder: str, *, replaces: bool = Fal
 
 _ANSWER_S = 300.0
 _WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
-STARTED_WITH = (
+START_HINT = (
     'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
     "--worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension"
 )
@@ -95,7 +95,7 @@ class HttpClient:
 
         `needs`: how to start the server with this route, for errors.
         """
-        return await asyncio.to_thread(self._ask, path, body, method, needs or STARTED_WITH)
+        return await asyncio.to_thread(self._ask, path, body, method, needs or START_HINT)
 
     def _ask(self, path: str, body: dict[str, object] | None, method: str, needs: str) -> JsonObject:
         data = None if body is None else json.dumps(body).encode()

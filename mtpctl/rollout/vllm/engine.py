@@ -81,7 +81,7 @@ class VllmEngine(Engine):
         engine = cls(llm, settings, version)
         await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
         if settings.args.get("enable_lora"):
-            await engine._target.hold_adapter()
+            await engine._target.load_zero_adapter()
         return engine
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
@@ -161,11 +161,11 @@ class VllmEngine(Engine):
         self._paused = False
 
     @property
-    def speculates_by_choice(self) -> bool:
+    def auto_speculation(self) -> bool:
         return "scheduler_cls" in self._settings.args
 
     async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
-        if not self.speculates_by_choice:
+        if not self.auto_speculation:
             raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
         state: SpeculationState = await self._within(
             self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, look_again), "asking the scheduler"

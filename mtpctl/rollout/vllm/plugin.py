@@ -19,7 +19,7 @@ TRANSFER_BACKEND = "mtpctl"
 OURS = "MTPCTL_VLLM"
 """Environment variable that marks processes of mtpctl's engines. vLLM's child processes inherit it."""
 
-_WATCHES = "_mtpctl_watches"
+_WRAPPED = "_mtpctl_watches"
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
@@ -36,7 +36,7 @@ def register() -> None:
     from mtpctl.rollout.vllm.patches.guard import assign
 
     upstream = EngineArgs.create_model_config
-    if hasattr(upstream, _WATCHES):
+    if hasattr(upstream, _WRAPPED):
         return
 
     def create_model_config(self: EngineArgs) -> ModelConfig:
@@ -48,7 +48,7 @@ def register() -> None:
             install()
         return upstream(self)
 
-    setattr(create_model_config, _WATCHES, True)
+    setattr(create_model_config, _WRAPPED, True)
     assign(EngineArgs, create_model_config=create_model_config)
 
 

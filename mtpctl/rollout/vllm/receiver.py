@@ -172,8 +172,8 @@ class WorkerExtension:
         """Delete all adapter folders except this one."""
         self.weight_transfer_engine.drop_adapters(current)
 
-    def mtpctl_hold_adapter(self) -> None:
-        """Load a zero-initialized adapter (see `EngineTarget.hold_adapter`)."""
+    def mtpctl_load_zero_adapter(self) -> None:
+        """Load a zero-initialized adapter (see `EngineTarget.load_zero_adapter`)."""
         adapters = self.model_runner.lora_manager
         adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(ZERO_ADAPTER)), adapters.get_dummy_lora_warmup_rank(1))
 

@@ -21,7 +21,7 @@ from mtpctl.sync.transports.base import BucketReader, PushWriter, Sent
 from mtpctl.sync.transports.control import Address, Control, join
 
 NAME = "nccl"
-_BEYOND_S = 3600.0
+_WATCHDOG_MARGIN_S = 3600.0
 """Seconds between our deadline and the timeout of NCCL's watchdog, which would end the process. Our deadline must expire first."""
 _CHANNELS = 16
 """Maximum number of NCCL channels. Each needs buffers on every card, and this number saturates a link."""
@@ -51,7 +51,7 @@ class Wire:
         store = dist.PrefixStore(control.key("wire"), control.store)
         if self.cuda:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=control.address.deadline_s + _BEYOND_S)
+            options._timeout = timedelta(seconds=control.address.deadline_s + _WATCHDOG_MARGIN_S)
             options.config.max_ctas = _CHANNELS
             with torch.cuda.device(device):
                 group: object = dist.ProcessGroupNCCL(store, rank, size, options)
