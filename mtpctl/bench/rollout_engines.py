@@ -1,7 +1,7 @@
 """Loads and engines of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
 
-Throughput changes from minute to minute with other work on the host, by more than the bounds allow. So all engines are in memory at the
-same time, and each load is sent to them in turn.
+Throughput varies with other load on the host by more than the bounds on the ratios. Therefore all engines are resident, and each load is
+sent to them in turn.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, sp
         batch: maximum number of concurrent requests.
         count: number of requests.
         prompt: tokens of each prompt.
-        tokens: mean tokens of an answer; answers have 1 ± `spread` times as many.
+        tokens: mean tokens of an answer; lengths are uniform in `tokens * (1 ± spread)`.
         spread: see `tokens`.
         vocab: the model's vocabulary size.
         hopeless: use answers in the upper half of the vocabulary, where all drafts are wrong, instead of the lower half.
@@ -73,7 +73,7 @@ def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, sp
 class Run:
     """The result of sending a load once. seconds: from the first request to the last answer.
 
-    wrong: number of answers that differ from the model's known ones. idle: share of the engine's slots that were empty while requests were
+    wrong: number of answers that differ from the expected ones. idle: share of the engine's slots that were empty while requests were
     queued; None if all requests were sent at once.
     """
 

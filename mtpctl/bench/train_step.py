@@ -90,7 +90,7 @@ HEADS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "mate
 
 
 class NextTokenWithEntropy(NextToken):
-    """Cross-entropy that also requests the entropy, so that the work is that of a policy update."""
+    """Cross-entropy that also requests the entropy, so that a step does the same work as a policy update."""
 
     needs_entropy = True
 
@@ -109,11 +109,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """A step with one way to compute the loss.
+    """Measurements of a step with one implementation of the loss.
 
     Times and memory are maxima over ranks. tokens_per_s, tflops and share (of the matrix product's rate) are per rank. step_gib: peak in
-    addition to weights and buffers. gradient: maximum relative difference of the gradients of LM head and embedding from those of the
-    first way; None with several ranks.
+    addition to weights and buffers. gradient: maximum relative difference of the gradients of LM head and embedding relative to the
+    first implementation; None with several ranks.
     """
 
     name: str

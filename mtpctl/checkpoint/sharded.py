@@ -52,8 +52,8 @@ class AdapterRecord(TypedDict):
 class EngineRecord(TypedDict):
     """The contents of `engine.json`.
 
-    number: as in the listing; missing in checkpoints of earlier releases. steps: optimizer steps. optimizer: whether its state was saved.
-    state: the caller's state.
+    number: sequence number of the checkpoint, as in its listing; missing in checkpoints of earlier releases. steps: optimizer steps.
+    optimizer: whether its state was saved. state: the caller's state.
     """
 
     format: int
@@ -257,7 +257,7 @@ def _check_disk_space(folder: Path) -> None:
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Rename `complete` to `path`. An existing folder is renamed, and deleted last: deleting takes seconds in which neither would exist."""
+    """Rename `complete` to `path`. An existing folder is renamed first and deleted last, so that one always exists."""
     aside = path.with_name(path.name + REPLACED)
     shutil.rmtree(aside, ignore_errors=True)
     if path.exists():

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from typer._click import Command, Context
 
 COMMANDS = {
-    "init": ("init:init", "Write a task of your own that trains as it is."),
+    "init": ("init:init", "Create a custom task that trains without changes."),
     "train": ("train:train", "Train by a recipe, or resume a run."),
-    "rollout": ("rollout:rollout", "Answer a file of prompts with the newest weights."),
-    "eval": ("rollout:evaluate", "Measure a run on its held-out sets."),
+    "rollout": ("rollout:rollout", "Generate responses to a file of prompts with the latest weights."),
+    "eval": ("rollout:evaluate", "Evaluate a run on its held-out sets."),
     "logprob-serve": ("logprob_serve:logprob_serve", "Serve log-probs, entropy and MTP scores over HTTP."),
     "convert-hf": ("convert_hf:convert_hf", "Convert weights, Hugging Face to Megatron and back."),
     "report": ("runs:report", "Write an HTML page of one run or of several."),
@@ -108,9 +108,9 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def _global_options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Accepted anywhere on the line.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what libraries log, and their warnings. May stand anywhere on the line.")
+        bool, typer.Option("--verbose", "-v", help="Show log messages and warnings of libraries. Accepted anywhere on the line.")
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         # torch warns about its own deprecated calls for every tensor that it reads from a checkpoint.
         warnings.filterwarnings("ignore", module=r"(.*/)?torch[./]distributed[./]checkpoint[./]")
     app(arguments, prog_name="mtpctl")
-    raise AssertionError("a command line ends by exiting")
+    raise AssertionError("app() always exits")
 
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)

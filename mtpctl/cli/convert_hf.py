@@ -1,4 +1,4 @@
-"""`mtpctl convert-hf`: between Hugging Face folders and Megatron checkpoints, both ways."""
+"""`mtpctl convert-hf`: converts between Hugging Face folders and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ SIDES = ("megatron", "hf")
 def convert_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, a Megatron checkpoint, or a run directory.")],
     target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to make.")] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="megatron|hf", help="What DST is; checked against SRC, from which it follows.")
-    ] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Format of DST; inferred from SRC by default.")] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Dtype of the weights; default: as in SRC.")
     ] = None,
@@ -39,10 +37,10 @@ def convert_hf(
         bool, typer.Option("--merge", help="For an adapter: write the model with the adapter merged in, not a PEFT folder.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace DST, once its replacement is complete.")] = False,
-    inspect: Annotated[bool, typer.Option("--inspect", help="Print what SRC holds and what it lacks; takes no DST.")] = False,
+    inspect: Annotated[bool, typer.Option("--inspect", help="Print the contents of SRC and what it lacks; DST must be omitted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert weights, MTP layers included, one parameter at a time. DST appears when it is complete."""
+    """Convert weights, MTP layers included, one parameter at a time. DST is renamed into place when it is complete."""
     for name, value, known in (("--to", to, SIDES), ("--dtype", dtype, DTYPES)):
         if value is not None and value not in known:
             raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")

@@ -24,7 +24,9 @@ def logprob_serve(
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks of a replica.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel ranks of a replica.")] = None,
     replicas: Annotated[int | None, typer.Option("--replicas", min=1, help="Replicas.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Where to listen; anything but loopback is reachable from elsewhere.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; other machines can reach any address but loopback.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: a free one.")] = 8338,
     key_file: Annotated[
         Path | None, typer.Option("--key-file", metavar="FILE", help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
@@ -38,7 +40,7 @@ def logprob_serve(
 
     key = _key(key_file)
     if key is None and host not in LOOPBACK:
-        print(f"warning: {host} can be reached from elsewhere, and no key is asked for; set {KEY_VARIABLE} or --key-file", flush=True)
+        print(f"warning: {host} is reachable from other machines, and no API key is required; set {KEY_VARIABLE} or --key-file", flush=True)
     chosen, run = recipe_to_serve(recipe, model, sets or [], overlay or [])
     if recipe is None and model is None and run is None and tp is not None:
         chosen = with_heads_for(chosen, tp)

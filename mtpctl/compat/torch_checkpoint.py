@@ -1,8 +1,8 @@
 """Makes torch 2.13.0 read distributed checkpoints without running code from them.
 
-torch reads `.metadata` with `pickle.load`, and objects that are saved with the tensors with `torch.load(weights_only=False)`. Both can run
-code from the file, and a checkpoint may come from an untrusted source. With this patch, `.metadata` is read with our allow-list, and
-objects are read with torch's.
+torch reads `.metadata` with `pickle.load`, and non-tensor objects with `torch.load(weights_only=False)`. Both can run code from the file,
+and a checkpoint may come from an untrusted source. With this patch, `.metadata` is read with our allow-list, and objects are read with
+torch's.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Copies:
             return [path.name for path in (self._copying, self._waiting) if path is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Number of checkpoints that are not copied yet; failed attempts and duration of the latest copy since the last call."""
+        """Checkpoints that are not copied yet, failed attempts since the last call, and duration of the latest copy."""
         with self._changed:
             metrics = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._behind)}
             if self._seconds is not None:
@@ -76,7 +76,7 @@ class Copies:
         with self._changed:
             self._ending = time.monotonic() + END_S
             self._changed.notify_all()
-        while self._thread.is_alive():  # Polls, because a second Ctrl-C would wait for a join in `to_thread`.
+        while self._thread.is_alive():  # Polls: a join in `to_thread` would block a second Ctrl-C.
             await asyncio.sleep(POLL_S)
         if self._error is not None:
             raise self._error

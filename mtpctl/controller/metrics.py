@@ -48,12 +48,12 @@ def reward_parts(samples: list[Sample]) -> dict[str, float]:
 
 
 def cut_share(samples: list[Sample], reason: str) -> float:
-    """Share of responses with this finish reason. An agent's trajectory counts by its last sample."""
+    """Share of responses with this finish reason. For trajectories of agents, pass only the last sample."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
 def environment_use(samples: list[Sample]) -> dict[str, float]:
-    """`environment/*`: replies, seconds, errors and timeouts of the environment, means over responses. Empty without one."""
+    """`environment/*`: mean replies, seconds, errors and timeouts per response. Empty if no environment is configured."""
     uses = [sample.environment for sample in samples if sample.environment is not None]
     if not uses:
         return {}
@@ -94,7 +94,7 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
     each version as `sync_every` updates. That overestimates it if a resumed run published a version between two syncs.
 
     Args:
-        trajectories: the last sample of each, with the others in `earlier`.
+        trajectories: the last sample of each; its field `earlier` has the previous samples.
         version: the latest published version.
         sync_every: updates between two published versions.
         ahead: updates since `version` was published.
@@ -177,7 +177,7 @@ class SampleRecorder:
         self._record(chosen, [problems[sample.group_id] for sample in chosen], step=step, kind="update")
 
     def record_evaluation(self, step: int, responses: Mapping[str, Sequence[tuple[Problem, list[Sample]]]]) -> None:
-        """Record responses to each held-out set, by its name, in an evaluation after the update `step`."""
+        """Record the responses of an evaluation after the update `step`. responses: by name of the held-out set."""
         for name, pairs in responses.items() if self.count else ():
             problems = {id(sample): problem for problem, samples in pairs for sample in samples}
             samples = [sample for _, each in pairs for sample in each]

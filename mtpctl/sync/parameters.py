@@ -98,7 +98,7 @@ def _wrappings(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`length` consecutive indices of the split dimension, from `wire` in the full tensor and from `live` in the parameter."""
+    """A range of `length` indices of the split dimension, starting at `wire` in the full tensor and at `live` in the parameter."""
 
     wire: int
     live: int
@@ -120,16 +120,16 @@ class Shard:
 
     @property
     def outer(self) -> int:
-        """Rows of the tensor seen as a matrix whose columns are the split dimension and those after it."""
+        """Product of the dimensions before `dim`."""
         return prod(self.shape[: self.dim])
 
     @property
     def columns(self) -> int:
-        """Columns of that matrix."""
+        """Product of `dim` and the dimensions after it."""
         return prod(self.shape[self.dim :])
 
     def blocks(self) -> list[tuple[int, torch.Tensor]]:
-        """Each run as its first column and its live memory `[outer, columns of the run]`."""
+        """First column and view of the live memory `[outer, columns of the run]`, for each run."""
         inner = prod(self.shape[self.dim + 1 :])
         matrix = self.live.view(self.outer, -1)
         return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
@@ -335,7 +335,7 @@ def match_shards(
 
     Args:
         rename: the model's own rule from wire names to parameter names.
-        elsewhere: module whose parameters the plan may leave out (a drafter's embedding and head are its target's).
+        elsewhere: module whose parameters the plan may omit: the target, which shares embedding and LM head with a drafter.
         tp: this rank, for layers that have no attributes for it.
         dtype: the model's dtype. A tensor of this dtype may go to a wider parameter (the decays of a gated delta net are float32 in a
             bfloat16 model); otherwise both dtypes must be equal.

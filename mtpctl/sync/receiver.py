@@ -77,7 +77,7 @@ class SectionReceiver(BucketReceiver):
 
 
 class DiscardReceiver(BucketReceiver):
-    """Receives a section that this engine does not use. Each bucket is copied into scratch memory, at the speed of a real copy."""
+    """Receives a section that this engine does not use. Each bucket is copied into scratch memory, which takes as long as a real copy."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
         super().__init__(plan)
@@ -100,9 +100,9 @@ def pieces(bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[Entry, torch.Te
 class UpdateStep(TypedDict, total=False):
     """One step of an update.
 
-    Actions: `begin` a section; receive `count` `buckets` from `first`; `abort`; `finish`; `sums` for the checksums. `begin` has the
-    version, the transport and its address, the plan's short name and, the first time, its JSON. `config` is the config of an adapter. A
-    section to `discard` is received and dropped.
+    Actions: `begin` a section; `buckets`: receive `count` buckets, starting at index `first`; `abort`; `finish`; `sums` for the checksums.
+    `begin` has the version, the transport and its address, the plan's short name and, the first time, its JSON. `config` is the config of
+    an adapter. A section to `discard` is received and dropped.
     """
 
     action: Required[Literal["begin", "buckets", "abort", "finish", "sums"]]
@@ -161,7 +161,7 @@ class ActiveSection:
 
 
 class StepReceiver:
-    """Executes the steps of updates on one model, or on several that an engine selects in turn."""
+    """Executes the steps of updates on one model, or on several models, one after another."""
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox

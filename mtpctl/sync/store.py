@@ -1,8 +1,8 @@
 """The last published versions on this host, for the current receivers and for replicas that restart or join later.
 
 A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and renamed into place; a folder without
-one was never published. Folders are in shared memory if there is room, so that receivers map the pages that the publisher wrote, else on
-disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
+one was never published. Folders are in shared memory if there is room; receivers then map the pages of the publisher. Otherwise they are
+on disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def name_of(folder: Path) -> str:
 def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     """The folder for versions of `needed_bytes`: in shared memory if the retained ones and the next one fit, else `fallback`.
 
-    Readers are on this machine, or can read `fallback`. A folder of this name that a killed process left in shared memory is removed.
-    If another container with the same run path uses the name in the same shared memory, the folder gets another name.
+    Readers must be on this machine or have access to `fallback`. A folder of this name that a killed process left in shared memory is
+    removed. If another container with the same run path uses the name in the same shared memory, the folder gets another name.
     """
     roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
     free = [root for root in roots if leftovers.vacate(root)]

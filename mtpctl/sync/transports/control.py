@@ -2,7 +2,7 @@
 
 The sender hosts a key-value store. Receivers join a group by name, and the complete group is used until a member fails. A failure is
 written to a key that all members poll while they wait, and the next transfer uses a group with a new name. If the sender dies, its store
-is lost too, and receivers notice that equally fast.
+is lost too, which receivers detect at their next poll.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Broadcast of buckets from the sender's card to every receiver's, over any hosts.
+"""Broadcasts buckets from the GPU of the sender to the GPUs of all receivers, within a host or across hosts.
 
 One NCCL communicator serves all versions. It is an unregistered process group, so it does not affect the groups of the trainer or the
 engine. Both ends have two buffers: while one bucket is being sent, the sender packs the next one and the receivers write the previous one
@@ -28,7 +28,7 @@ _CHANNELS = 16
 
 
 type Mark = float | torch.cuda.Event
-"""A point in time: on the clock, or on a card's stream."""
+"""A timestamp: CPU time, or an event on a CUDA stream."""
 
 
 class _Backend(Protocol):
