@@ -40,14 +40,17 @@ def hosts() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=8, num_gpus=2, wait=False)
-    cluster.wait_for_nodes()
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {}})
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray rejects a host with more cards than the variable names.
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        for _ in range(2):
+            cluster.add_node(num_cpus=8, num_gpus=2, wait=False)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {}})
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 class Probe:
