@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.rollout import RolloutBase
@@ -18,6 +18,9 @@ DEADLINE = "deadline"
 """Finish reason of a response that exceeded its `deadline_s`."""
 ENVIRONMENT_ERROR = "environment_error"
 """Finish reason of a response whose environment failed. The response is complete up to the failure."""
+
+ReadCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
+"""Parses an answer's text, given the tools: returns the text without calls, and the name and arguments (JSON) of each call."""
 
 
 class EngineDead(RuntimeFailure):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.environments.gateway.messages import ChatMessage, Function, ToolCall
 from mtpctl.environments.gateway.trajectory import Answer
-
-ReadCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
+from mtpctl.rollout.protocol import ReadCalls
 
 
 class AnswerReader:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mtpctl.errors import UserError
+from mtpctl.rollout.protocol import ReadCalls
 from mtpctl.samples import Steering
 
 if TYPE_CHECKING:
@@ -42,9 +43,6 @@ def rejection(error: Exception) -> str:
     field = getattr(error, "parameter", None)
     return f"{field}: {text}" if field else text
 
-
-ReadCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
-"""Parses an answer's text, given the tools: returns the text without calls, and the name and arguments (JSON) of each call."""
 
 _FORMATS = (
     ("<function=", "qwen3_coder"),
