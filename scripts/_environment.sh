@@ -21,9 +21,9 @@ ensure_environment() {
     python=$(find_python)
     echo "Installing about 6.5 GB into .venv (extra: $extra). This takes one to three minutes if the packages are cached …" >&2
     [ -x "$root/.venv/bin/python" ] || "$python" -m venv "$root/.venv"
-    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
+    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.7'
     # A run starts nine processes or more; each would compile all that it imports where Python may not write bytecode.
-    (cd "$root" && .venv/bin/python -m uv pip install --compile-bytecode --python .venv/bin/python --editable ".[$extra,dev]" 2>&1 |
+    (cd "$root" && .venv/bin/python -m uv pip install --compile-bytecode --python .venv/bin/python --group docs --editable ".[$extra,dev]" 2>&1 |
         grep --line-buffered -vE '^ [-+~] ' >&2)  # its list of 250 packages
     echo "$stamp" > "$root/.venv/mtpctl.stamp"
 }

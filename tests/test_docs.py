@@ -13,7 +13,7 @@ from mtpctl.recipe.fields import find
 from mtpctl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SECTIONS = {field.alias or name for name, field in Recipe.model_fields.items()} - {"name", "seed", "run_dir"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
