@@ -38,6 +38,9 @@ ADVICE: dict[str, Advice] = {
     "eval/accuracy": Advice(
         "rises with the reward", "only the reward rises: the policy exploits the reward, or there are too few problems"
     ),
+    "eval/unseen_accuracy": Advice(
+        "rises with `eval/accuracy`", "stays behind: the model memorizes; use more, or more varied, training rows ([data](data.md))"
+    ),
     "eval/reward_errors": Advice("0", "see `reward/errors`"),
     "eval/truncated_fraction": Advice("below 0.1", "raise `rollout.max_tokens`"),
     "eval/deadline_fraction": Advice("0", "raise `rollout.deadline_s`"),
@@ -116,6 +119,7 @@ def listed() -> list[tuple[str, Unit, str, Advice]]:
     rows = [(name, metric.unit, metric.meaning) for name, metric in METRICS.items()]
     for pattern, _, unit, meaning in PATTERNS:
         name = pattern.pattern.replace(r"(\d+)", "N").replace(r"(.+/avg@\d+)", "NAME/avg@N").replace(r"(.+/pass@\d+)", "NAME/pass@N")
+        name = name.replace(r"(.+/unseen_avg@\d+)", "NAME/unseen_avg@N")
         name = name.replace("(.+)", "NAME")
         rows.append((name, unit, meaning.format("N" if name.endswith("N") and "@" not in name else "NAME")))
     return [(name, unit, meaning, ADVICE.get(name, Advice("", ""))) for name, unit, meaning in rows]

@@ -44,7 +44,8 @@ def _run_table(runs: list[RunOverview]) -> str:
     for run in runs:
         of = "" if run.steps is None else f"/{run.steps}"
         step = f"{run.stage} {run.step}{of}" if run.stage else "–"
-        values = (number(run.reward), number(run.unfiltered_reward), number(run.accuracy))
+        accuracy = number(run.accuracy) + ("" if run.unseen_accuracy is None else f" (unseen {number(run.unseen_accuracy)})")
+        values = (number(run.reward), number(run.unfiltered_reward), accuracy)
         rows.append((str(run.path), run.state, step, *values, format_duration(run.age_s)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -141,6 +142,7 @@ def _status_lines(overview: RunOverview) -> str:
     reward = "" if overview.reward is None else f", reward {overview.reward:.3f}"
     reward += "" if overview.unfiltered_reward is None else f", unfiltered {overview.unfiltered_reward:.3f}"
     accuracy = "" if overview.accuracy is None else f", held-out accuracy {overview.accuracy:.3f}"
+    accuracy += "" if overview.unseen_accuracy is None else f" (unseen prompts {overview.unseen_accuracy:.3f})"
     replicas = "" if overview.replicas is None else f", {overview.replicas} rollout replica(s)"
     replicas += "" if overview.asked_replicas is None else f", {overview.asked_replicas} asked for by mtpctl scale"
     lines = [f"{overview.path}: {overview.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(overview.age_s)} ago"]

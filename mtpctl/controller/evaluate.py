@@ -29,11 +29,15 @@ Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
 
 @dataclass(slots=True)
 class HeldOut:
-    """One held-out set in an evaluation: its problems, the responses to each so far, and the number of failed rewards."""
+    """One held-out set in an evaluation: its problems, the responses to each so far, and the number of failed rewards.
+
+    `unseen`: for each problem, whether no training row has its prompt.
+    """
 
     name: str
     config: EvaluationSetConfig
     problems: list[Problem]
+    unseen: list[bool]
     responses: list[list[Sample]] = field(init=False)
     errors: int = 0
 
@@ -46,11 +50,20 @@ class HeldOut:
         return [sample for responses in self.responses for sample in responses]
 
     def metrics(self) -> dict[str, float]:
-        """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set."""
+        """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set.
+
+        If training rows contain some of the prompts, means over the other ones are `unseen_*`.
+        """
         prefix, samples, n = f"eval/{self.name}/" if self.name else "eval/", self.samples, self.config.n
         rewards = [[sample.reward or 0.0 for sample in responses] for responses in self.responses]
         mean = sum(map(sum, rewards)) / len(samples)
         values = {"accuracy": mean} if self.name == UNNAMED else {}
+        mean_name = "accuracy" if self.name == UNNAMED else f"avg@{n}"
+        unseen = [reward for each, new in zip(rewards, self.unseen, strict=True) for reward in each if new]
+        if unseen and len(unseen) < len(samples):
+            values[f"unseen_{mean_name}"] = sum(unseen) / len(unseen)
+        if not all(self.unseen):
+            values["unseen_problems"] = float(sum(self.unseen))
         if self.name != UNNAMED or n > 1:
             correct = [sum(reward >= self.config.right_from for reward in each) for each in rewards]
             values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct, n).items()}
@@ -89,7 +102,8 @@ async def evaluate(
     sets = []
     for name, problems in prepared.problems.held_out.items():
         config = recipe.evaluation.of(name)
-        sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems))
+        unseen = [not prepared.problems.is_seen(problem) for problem in problems]
+        sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems, unseen))
     if not sets:
         return {}
     problem_of: dict[str, tuple[HeldOut, int]] = {}

@@ -162,7 +162,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     teacher = None
     if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
         teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
-    leaked, count = problems.count_leaked(recipe.train.stages), sum(map(len, problems.held_out.values()))
+    leaked, count = problems.count_seen(), sum(map(len, problems.held_out.values()))
     about_ends = [ends.disagreement, _other_ends(recipe, teacher, ends)]
     warnings = [*tried.warnings, *filter(None, [leak_warning(leaked, count), *about_ends])]
     return Prepared(model, tokenizer, problems, context, warnings, tools, teacher, ends)

@@ -35,7 +35,7 @@ class SetReport:
     rows: int
     whole: bool
     unread: str = ""
-    prompts: tuple[int, ...] = field(default=(), repr=False)
+    prompts: tuple[bytes, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         if self.unread:
@@ -68,11 +68,11 @@ def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequenc
     return reports
 
 
-def _read(problems: Iterator[Problem], deadline: float) -> tuple[list[int], bool]:
+def _read(problems: Iterator[Problem], deadline: float) -> tuple[list[bytes], bool]:
     """Hashes of the prompts read before the deadline, at least one, and whether these are all."""
     prompts = []
     for problem in problems:
-        prompts.append(hash(problem.prompt.strip()))
+        prompts.append(problem.prompt_hash)
         if time.monotonic() > deadline:
             return prompts, False
     return prompts, True
@@ -93,4 +93,4 @@ def leak_warning(leaked: int, count: int) -> str:
     if not leaked:
         return ""
     warning = f"{leaked} of {count} held-out problems are trained on too, so their accuracy measures memorization"
-    return f"{warning}; remove them from data.path or data.sft_path"
+    return f"{warning}; the unseen accuracy leaves them out; or remove them from data.path or data.sft_path"

@@ -47,6 +47,11 @@ class Problem:
         return cls(prompt_id, prompt, answer, solution, tuple(messages), fields)
 
     @property
+    def prompt_hash(self) -> bytes:
+        """Identifies the prompt in comparisons of held-out and training rows; leading and trailing whitespace does not count."""
+        return hashlib.blake2b(self.prompt.strip().encode(), digest_size=8).digest()
+
+    @property
     def target(self) -> str:
         """The target of the supervised stage: the solution, or the answer if there is none."""
         return self.answer if self.solution is None else self.solution

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from mtpctl.data.columns import Reading
@@ -87,23 +87,30 @@ def read_problems(
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and named sets."""
+    """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and named sets.
+
+    Attributes:
+        seen: `prompt_hash` of the held-out prompts that a stage trains on; None if the training rows are not known.
+    """
 
     train: list[Problem]
     evaluation: list[Problem]
     supervised: list[Problem]
     named: Mapping[str, list[Problem]] = field(default_factory=dict)
+    seen: frozenset[bytes] | None = frozenset()
 
     @property
     def held_out(self) -> dict[str, list[Problem]]:
         """All held-out sets with problems, by name; the set of the section `data` is `UNNAMED`."""
         return {name: problems for name, problems in {UNNAMED: self.evaluation, **self.named}.items() if problems}
 
-    def count_leaked(self, stages: Sequence[str]) -> int:
-        """Number of held-out problems whose prompt one of the stages trains on, so that accuracy measures memorization."""
-        trained = {"rl": self.train, "sft": self.supervised}
-        prompts = {problem.prompt.strip() for stage in stages for problem in trained[stage]}
-        return sum(problem.prompt.strip() in prompts for problems in self.held_out.values() for problem in problems)
+    def is_seen(self, problem: Problem) -> bool:
+        """Whether a stage trains on the prompt of this held-out problem, so that its accuracy may be memorization."""
+        return problem.prompt_hash in (self.seen or ())
+
+    def count_seen(self) -> int:
+        """Number of held-out problems whose prompt a stage trains on."""
+        return sum(self.is_seen(problem) for problems in self.held_out.values() for problem in problems)
 
 
 def load_problem_sets(
@@ -142,7 +149,16 @@ def load_problem_sets(
             raise UserError("data.sft_task: all its problems are held out by data.task; raise its train_size or max_digits")
     elif "sft" in rows:
         supervised = rows["sft"].read()
-    return ProblemSets(train, held_out, supervised, dict(_named_sets(rows, evaluation)))
+    named = dict(_named_sets(rows, evaluation))
+    trained = [problems for stage, problems in (("rl", train), ("sft", supervised)) if stage in stages]
+    seen = _seen(chain.from_iterable(trained), [held_out, *named.values()])
+    return ProblemSets(train, held_out, supervised, named, seen)
+
+
+def _seen(trained: Iterable[Problem], held_out: Sequence[Sequence[Problem]]) -> frozenset[bytes]:
+    """The hashes of the held-out prompts that occur in `trained`. Keeps no other hash, because training sets may be large."""
+    prompts = {problem.prompt_hash for problems in held_out for problem in problems}
+    return frozenset(key for problem in trained if (key := problem.prompt_hash) in prompts) if prompts else frozenset()
 
 
 def first_problems(
@@ -164,13 +180,41 @@ def first_problems(
     return problems
 
 
-def load_held_out(config: DataConfig, seed: int, evaluation: EvaluationConfig, rollout: RolloutBase | None = None) -> ProblemSets:
-    """Only the held-out problems, if any. Raises like `load_problem_sets`."""
-    rows = rows_of(config, evaluation, ("rl",))
-    held_out = generate(config.task, seed)[1] if config.task is not None else rows["eval"].read() if "eval" in rows else []
-    if _from_environment(config, rollout):
-        held_out = _environment_problems(config, rollout)[1]
-    return ProblemSets([], held_out, [], dict(_named_sets(rows, evaluation)))
+def load_held_out(
+    config: DataConfig,
+    seed: int,
+    evaluation: EvaluationConfig,
+    rollout: RolloutBase | None = None,
+    *,
+    stages: Sequence[str] = ("sft", "rl"),
+) -> ProblemSets:
+    """Only the held-out problems, if any. Raises like `load_problem_sets`.
+
+    The training rows of `stages` are read to compare prompts. They are optional here: `seen` is None if there are none, or if a row cannot
+    be read.
+    """
+    rows = rows_of(config, evaluation, stages)
+    train: Iterable[Problem] | None = None
+    if config.task is not None:
+        train, held_out = generate(config.task, seed)
+    elif _from_environment(config, rollout):
+        train, held_out = _environment_problems(config, rollout)
+    else:
+        held_out = rows["eval"].read() if "eval" in rows else []
+        train = rows["train"].problems(fetch=False) if "train" in rows else None
+    named = dict(_named_sets(rows, evaluation))
+    if train is None:
+        return ProblemSets([], held_out, [], named, None)
+    # The supervised stage trains on RL's rows unless it has others. A generated set of its own has no held-out problem.
+    separate = config.sft_task is not None or "sft" in rows
+    trained = train if "rl" in stages or not separate else ()
+    if "sft" in stages and "sft" in rows:
+        trained = chain(trained, rows["sft"].problems(fetch=False))
+    try:
+        seen: frozenset[bytes] | None = _seen(trained, [held_out, *named.values()])
+    except (UserError, EnvironmentMissing):
+        seen = None
+    return ProblemSets([], held_out, [], named, seen)
 
 
 def _from_environment(config: DataConfig, rollout: RolloutBase | None) -> bool:

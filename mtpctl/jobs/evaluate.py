@@ -29,11 +29,16 @@ UNNAMED_SHOWN = "held-out"
 
 
 class Evaluation(TypedDict):
-    """The result of `evaluate_weights`. sets: the metrics of each held-out set, with `n`, its responses per problem."""
+    """The result of `evaluate_weights`.
+
+    sets: the metrics of each held-out set, with `n`, its responses per problem. seen: the number of held-out problems whose prompt a
+    training row has; None if the training rows cannot be read.
+    """
 
     model: str
     version: int
     seconds: float
+    seen: int | None
     sets: dict[str, dict[str, float]]
 
 
@@ -45,7 +50,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
     """
     recipe = with_merged_sync(recipe)
     validate(_checkable(recipe))
-    problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation, recipe.rollout)
+    problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation, recipe.rollout, stages=recipe.train.stages)
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
     check_sandbox(recipe)
@@ -59,6 +64,8 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         report(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
         if source.ends.disagreement:
             report(source.ends.disagreement)
+        if problems.seen is None and recipe.data.path is not None:
+            report("data.path: the training rows cannot be read, so the accuracy on unseen prompts is not known")
         store = stack.enter_context(room_for_engines(recipe, source, folder))
         prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
         began = time.perf_counter()
@@ -68,6 +75,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         "model": source.name,
         "version": source.version,
         "seconds": seconds,
+        "seen": None if problems.seen is None else problems.count_seen(),
         "sets": {name or UNNAMED_SHOWN: {"n": counts[name], **_of_set(metrics, name)} for name in problems.held_out},
     }
 
@@ -104,14 +112,29 @@ def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:
 
 def render(evaluation: Evaluation) -> str:
     """A table of the sets."""
-    rows = [["set", "problems", "n", "avg@n", "pass@k", "length", "cut off", "acceptance"]]
+    rows = [["set", "problems", "n", "avg@n", *(["unseen"] if evaluation["seen"] else []), "pass@k", "length", "cut off", "acceptance"]]
     for name, each in evaluation["sets"].items():
         n = int(each["n"])
         mean = each.get(f"avg@{n}", each.get("accuracy", 0.0))
         passed = "  ".join(f"@{key[5:]} {value:.1%}" for key, value in each.items() if key.startswith("pass@"))
         accepted = f"{each['spec_accept_rate']:.1%}" if "spec_accept_rate" in each else "–"
-        cells = [f"{each['problems']:.0f}", str(n), f"{mean:.3f}", passed or "–", f"{each['length_mean']:.1f}"]
+        cells = [f"{each['problems']:.0f}", str(n), f"{mean:.3f}"]
+        if evaluation["seen"]:
+            cells.append(_unseen(each, mean))
+        cells += [passed or "–", f"{each['length_mean']:.1f}"]
         rows.append([name, *cells, f"{each['truncated_fraction']:.1%}", accepted])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if evaluation["seen"]:
+        lines.append("unseen: avg@n of the problems whose prompt no training row has, and their number")
+    elif evaluation["seen"] == 0:
+        lines.append("no training row has a held-out prompt")
     return "\n".join([*lines, f"{evaluation['model']}; {evaluation['seconds']:.1f} s with the start of the engines"])
+
+
+def _unseen(metrics: Mapping[str, float], mean: float) -> str:
+    """`avg@n` of the unseen problems of a set and their number, such as `0.121 (362)`; `mean` is that of all problems."""
+    if (count := metrics.get("unseen_problems", metrics["problems"])) == 0:
+        return "– (0)"
+    value = next((value for key, value in metrics.items() if key.startswith(("unseen_accuracy", "unseen_avg@"))), mean)
+    return f"{value:.3f} ({count:.0f})"

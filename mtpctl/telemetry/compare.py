@@ -21,6 +21,7 @@ from mtpctl.telemetry.summary import before_and_after
 
 METRICS = {
     "eval/accuracy": "Held-out accuracy",
+    "eval/unseen_accuracy": "Held-out accuracy, unseen prompts",
     "reward/unfiltered_mean": "Reward, unfiltered",
     "reward/mean": "Reward",
     "rollout/spec_accept_rate": "Draft acceptance",
@@ -106,7 +107,7 @@ def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
         return None
     metric = describe(name)
     series = [
-        Series(run.name, [(float(step), value) for step, value in points], metric.unit, colour=index, dots=name == "eval/accuracy")
+        Series(run.name, [(float(step), value) for step, value in points], metric.unit, colour=index, dots=name.startswith("eval/"))
         for index, run in enumerate(runs)
         if (points := run.history.series(name, phase))
     ]

@@ -48,6 +48,7 @@ class LiveStatus:
         self.restarts = [event.message for event in history.events if event.kind == "restart"]
         self._errors = deque((event for event in history.events if event.kind in ERROR_KINDS), EVENTS)
         self._accuracy: float | None = None
+        self._unseen_accuracy: float | None = None
         self._now = steady_clock()
         self._newest_row = self._now()
         for row in history.rows:
@@ -61,6 +62,7 @@ class LiveStatus:
         self.step, self._newest_row = max(self.step, step), self._now()
         self.metrics.update(metrics)
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
+        self._unseen_accuracy = metrics.get("eval/unseen_accuracy", self._unseen_accuracy)
 
     def event(self, kind: str, message: str) -> None:
         """Record an event."""
@@ -83,7 +85,19 @@ class LiveStatus:
         requested = remembered(RunDirectory(self.path))
         restarts = list(self.restarts)
         return RunOverview(
-            self.path, "running", self.stage, self.step, steps, reward, unfiltered, self._accuracy, age, restarts, replicas, requested
+            self.path,
+            "running",
+            self.stage,
+            self.step,
+            steps,
+            reward,
+            unfiltered,
+            self._accuracy,
+            age,
+            restarts,
+            replicas,
+            requested,
+            unseen_accuracy=self._unseen_accuracy,
         )
 
     def as_json(self) -> dict[str, object]:
@@ -94,6 +108,7 @@ class LiveStatus:
             "reward": None if overview.reward is None else plain(overview.reward),
             "unfiltered_reward": None if overview.unfiltered_reward is None else plain(overview.unfiltered_reward),
             "accuracy": None if overview.accuracy is None else plain(overview.accuracy),
+            "unseen_accuracy": None if overview.unseen_accuracy is None else plain(overview.unseen_accuracy),
             "waiting": list(self.waiting),
             "errors": [asdict(event) for event in self.errors()],
             "events": [asdict(event) for event in list(self.events)],
@@ -128,6 +143,7 @@ def render_status(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
         ("reward", "–" if overview.reward is None else format_value(overview.reward, "number")),
         ("reward, unfiltered", "–" if overview.unfiltered_reward is None else format_value(overview.unfiltered_reward, "number")),
         ("held-out accuracy", "–" if overview.accuracy is None else format_value(overview.accuracy, "share")),
+        *([] if overview.unseen_accuracy is None else [("unseen prompts", format_value(overview.unseen_accuracy, "share"))]),
         ("newest row", f"{format_duration(overview.age_s)} ago"),
         ("rollout replicas", "–" if replicas is None else str(replicas)),
         ("last restart", overview.restarts[-1] if overview.restarts else "none"),

@@ -52,6 +52,10 @@ METRICS: dict[str, Metric] = {
     "response/truncated_fraction": Metric("truncated", "share", "Responses that reached the token limit."),
     "response/deadline_fraction": Metric("timed out", "share", "Responses truncated by rollout.deadline_s."),
     "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems with a correct final answer."),
+    "eval/unseen_accuracy": Metric(
+        "held-out, unseen", "share", "The same for prompts that no training row has; logged if training rows have some of the prompts."
+    ),
+    "eval/unseen_problems": Metric("unseen problems", "number", "Number of held-out problems whose prompt no training row has."),
     "eval/reward_errors": Metric("held-out rewards failed", "number", "Held-out responses whose reward failed and counts as 0."),
     "eval/problems": Metric("held-out problems", "number", "Number of held-out problems in the accuracy."),
     "eval/length_mean": Metric("held-out length", "tokens", "Mean response length on held-out problems."),
@@ -164,6 +168,12 @@ PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"mtp/expected_rate_greedy_(\d+)"), "position {}, greedy", "share", "The same with draft_method: greedy."),
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps in which draft token {} is accepted."),
     (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
+    (
+        re.compile(r"eval/(.+/unseen_avg@\d+)"),
+        "{}",
+        "number",
+        "The same for problems whose prompt no training row has: {}.",
+    ),
     (
         re.compile(r"eval/(.+/pass@\d+)"),
         "{}",

@@ -37,6 +37,7 @@ PLAIN_METRICS = {
     "sft/loss": "loss",
     "mtp/loss_1": "mtp",
     "eval/accuracy": "held-out",
+    "eval/unseen_accuracy": "unseen",
     "reward/mean": "reward",
     "reward/unfiltered_mean": "unfiltered",
     "rollout/spec_accept_rate": "accept",
@@ -248,10 +249,11 @@ class LivePanel:
         return grid
 
     def _curves(self) -> RenderableType:
+        unseen = ("eval/unseen_accuracy",) if "eval/unseen_accuracy" in self._values else ()
         curves = (
             ("sft/loss", "mtp/loss_1", "mtp/accept_1")
             if self._phase == "sft"
-            else (self._reward(), "rollout/spec_accept_rate", "eval/accuracy")
+            else (self._reward(), "rollout/spec_accept_rate", "eval/accuracy", *unseen)
         )
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)

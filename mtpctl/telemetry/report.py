@@ -172,6 +172,8 @@ def _held_out(history: History) -> Chart | None:
         Series(f"last {len(late)}, mean", mean, "share", colour=1, style="guide"),
         Series("evaluations", points, "share", dots=True, colour=0),
     ]
+    if unseen := [(float(step), value) for step, value in history.series("eval/unseen_accuracy", "rl") if math.isfinite(value)]:
+        series.append(Series("unseen prompts", unseen, "share", dots=True, colour=2))
     note = "share of held-out problems solved, by update"
     return Chart("Held-out accuracy", note, series, [Phase("rl", 0, points[-1][0], 0)])
 
@@ -193,6 +195,8 @@ def _tiles(history: History) -> str:
                 fall = worst_fall(evaluations(history))
                 label += f", mean of last {len(late_points(points))}"
                 detail += f"<br>worst fall <b>{100 * fall.size if fall else 0:.1f} points</b>"
+            if name == "eval/accuracy" and (unseen := changes.get("eval/unseen_accuracy")) is not None:
+                detail += f"<br>unseen prompts, last <b>{format_value(unseen.after, unseen.metric.unit)}</b>"
             tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, colour)))
     same = "rollout_corr/abs_diff_same_version"
     for name, label, detail in (

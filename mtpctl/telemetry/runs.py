@@ -29,6 +29,7 @@ class RunOverview:
     Attributes:
         step: of `steps` in `stage`, the newest stage.
         reward, unfiltered_reward, accuracy: newest values in RL.
+        unseen_accuracy: the same for held-out prompts that no training row has; None if they are all unseen.
         age_s: seconds since the newest metric.
         restarts: one line for each restart of a trainer or replica, newest last.
         replicas: rollout replicas at the newest weight sync; None before the first.
@@ -49,6 +50,7 @@ class RunOverview:
     replicas: int | None = None
     asked_replicas: int | None = None
     fault: str = ""
+    unseen_accuracy: float | None = None
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
@@ -92,6 +94,7 @@ def describe_run(path: Path) -> RunOverview:
         [event.message for event in history.events if event.kind == "restart"],
         None if (replicas := _last(history, "rollout/replicas")) is None else int(replicas),
         remembered(run),
+        unseen_accuracy=_last(history, "eval/unseen_accuracy"),
     )
 
 

@@ -130,6 +130,7 @@ def sustained_from(curve: Curve, level: float, tolerance: float = 0.0) -> float 
 
 HEADLINES = (
     "eval/accuracy",
+    "eval/unseen_accuracy",
     "reward/mean",
     "reward/unfiltered_mean",
     "rollout/spec_accept_rate",
@@ -140,7 +141,7 @@ HEADLINES = (
     "perf/tokens_per_s",
 )
 
-_SINGLE = {"eval/accuracy"}
+_SINGLE = {"eval/accuracy", "eval/unseen_accuracy"}
 """Metrics of a whole held-out set, whose first and last values are compared. For others, means of the first and last tenth are."""
 
 

@@ -54,7 +54,8 @@ def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) ->
             async for sample in super().generate(noted()):
                 yield sample
 
-    prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], named.pop("", []), [], named), context=64)
+    seen = frozenset(Problem("p", prompt, "").prompt_hash for prompt in options.pop("seen", ()))
+    prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], named.pop("", []), [], named, seen), context=64)
     generator = cast(Any, Noting(World(), lambda s: str(s.index)))
     return asyncio.run(evaluate(recipe, prepared, generator, rewards, **options)), requested
 
@@ -72,6 +73,19 @@ def test_each_set_has_its_own_sampling_and_metric_names() -> None:
         (1, 1.0, 63),
     ]
     assert len({(request.sample.group_id, request.sample.index) for request in requested}) == 10
+
+
+def test_accuracy_on_unseen_prompts_is_separate() -> None:
+    """The response is `0`: correct for the prompts a and b, of which a is trained on."""
+    problems = [Problem("p", prompt, "0" if prompt in "ab" else "1") for prompt in "abcd"]
+    recipe = with_sets(recipe_of(), named={"path": "a"})
+    metrics, _ = measured(recipe, {"": problems, "named": problems}, seen=["a"])
+    assert (metrics["eval/accuracy"], metrics["eval/unseen_accuracy"], metrics["eval/unseen_problems"]) == pytest.approx((0.5, 1 / 3, 3))
+    assert (metrics["eval/named/avg@1"], metrics["eval/named/unseen_avg@1"]) == pytest.approx((0.5, 1 / 3))
+    metrics, _ = measured(recipe_of(), {"": problems}, seen=["other"])
+    assert not [name for name in metrics if "unseen" in name]
+    metrics, _ = measured(recipe_of(), {"": problems}, seen=list("abcd"))
+    assert metrics["eval/unseen_problems"] == 0 and "eval/unseen_accuracy" not in metrics
 
 
 def test_n_overrides_the_n_of_sets() -> None:

@@ -10,9 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from mtpctl.data.problems import NO_ANSWER, Problem
-from mtpctl.data.sets import load_problem_sets, read_problems
+from mtpctl.data.sets import load_held_out, load_problem_sets, read_problems
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig, GeneratedTask
+from mtpctl.recipe.evaluation import EvaluationConfig
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 
@@ -191,9 +192,29 @@ def test_held_out_problems_that_are_trained_on_are_counted(tmp_path: Path) -> No
         return str(tmp_path / name)
 
     train, sft, held_out = file("train.jsonl", "a", "b"), file("sft.jsonl", "c "), file("eval.jsonl", "b", "c", "d", "d")
-    sets = load_problem_sets(DataConfig(path=train, sft_path=sft, eval_path=held_out), seed=0)
-    assert [sets.count_leaked(stages) for stages in (["rl"], ["sft"], ["sft", "rl"])] == [1, 1, 2]
-    assert load_problem_sets(DataConfig(path=train), seed=0).count_leaked(["rl"]) == 0
+    data, named = DataConfig(path=train, sft_path=sft, eval_path=held_out), EvaluationConfig.model_validate({"sets": {"a": {"path": sft}}})
+    for stages, count in ((["rl"], 1), (["sft"], 1), (["sft", "rl"], 2)):
+        assert load_problem_sets(data, seed=0, stages=stages).count_seen() == count
+        assert load_held_out(data, 0, EvaluationConfig(), stages=stages).count_seen() == count
+        assert load_held_out(data, 0, named, stages=stages).count_seen() == count + ("sft" in stages)
+    sets = load_problem_sets(data, seed=0, stages=["rl"])
+    assert [sets.is_seen(problem) for problem in sets.evaluation] == [True, False, False, False]
+    assert load_problem_sets(DataConfig(path=train), seed=0).count_seen() == 0
+
+
+def test_evaluation_does_not_require_training_rows(tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"\n')
+    for train in ("missing.jsonl", "broken.jsonl"):
+        data = DataConfig(path=str(tmp_path / train), eval_path=str(tmp_path / "eval.jsonl"))
+        sets = load_held_out(data, 0, EvaluationConfig())
+        assert len(sets.evaluation) == 1 and sets.seen is None and sets.count_seen() == 0
+    assert load_held_out(DataConfig(eval_path=str(tmp_path / "eval.jsonl")), 0, EvaluationConfig()).seen is None
+
+
+def test_generated_held_out_problems_are_unseen_in_an_evaluation_too() -> None:
+    task = GeneratedTask(min_digits=1, max_digits=3, train_size=60, eval_size=20)
+    assert load_held_out(DataConfig(task=task, sft_task=task), 0, EvaluationConfig()).seen == frozenset()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -201,8 +222,8 @@ def test_generated_problems_that_are_held_out_are_in_no_training_set(seed: int) 
     task = GeneratedTask(min_digits=3, max_digits=8, train_size=4000, eval_size=600)
     sft = GeneratedTask(min_digits=1, max_digits=8, train_size=4000, eval_size=1)
     sets = load_problem_sets(DataConfig(task=task, sft_task=sft), seed)
-    assert len(sets.evaluation) == 600 and sets.count_leaked(["sft", "rl"]) == 0
+    assert len(sets.evaluation) == 600 and sets.count_seen() == 0
     assert 3400 <= len(sets.supervised) <= 4000
     small = GeneratedTask(min_digits=1, max_digits=1, train_size=50, eval_size=50)
     sets = load_problem_sets(DataConfig(task=small, sft_task=small.model_copy(update={"train_size": 99, "eval_size": 1})), seed)
-    assert sets.count_leaked(["sft", "rl"]) == 0 and 49 <= len(sets.supervised) <= 50
+    assert sets.count_seen() == 0 and 49 <= len(sets.supervised) <= 50

@@ -115,11 +115,28 @@ def test_table_lists_every_set() -> None:
         "held-out": {"n": 1, "accuracy": 0.5, "problems": 8.0, **shared},
         "gsm8k": {"n": 2, "avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "problems": 4.0, "spec_accept_rate": 0.75, **shared},
     }
-    lines = render(Evaluation(model="checkpoint x", version=3, seconds=4.0, sets=sets)).splitlines()
+    lines = render(Evaluation(model="checkpoint x", version=3, seconds=4.0, seen=None, sets=sets)).splitlines()
     assert lines[0].split() == ["set", "problems", "n", "avg@n", "pass@k", "length", "cut", "off", "acceptance"]
     assert lines[1].split() == ["held-out", "8", "1", "0.500", "–", "12.0", "25.0%", "–"]
     assert lines[2].split() == ["gsm8k", "4", "2", "0.250", "@1", "25.0%", "@2", "50.0%", "12.0", "25.0%", "75.0%"]
     assert lines[3] == "checkpoint x; 4.0 s with the start of the engines"
+
+
+def test_table_separates_unseen_prompts_only_if_others_are_trained_on() -> None:
+    shared = {"length_mean": 12.0, "truncated_fraction": 0.25}
+    sets = {
+        "some": {"n": 1, "accuracy": 0.5, "unseen_accuracy": 0.25, "problems": 8.0, "unseen_problems": 4.0, **shared},
+        "none": {"n": 2, "avg@2": 0.25, "problems": 4.0, **shared},
+        "all": {"n": 2, "avg@2": 0.75, "problems": 4.0, "unseen_problems": 0.0, **shared},
+    }
+    lines = render(Evaluation(model="x", version=3, seconds=4.0, seen=8, sets=sets)).splitlines()
+    assert lines[0].split()[:6] == ["set", "problems", "n", "avg@n", "unseen", "pass@k"]
+    assert lines[1].split()[:6] == ["some", "8", "1", "0.500", "0.250", "(4)"]
+    assert lines[2].split()[:6] == ["none", "4", "2", "0.250", "0.250", "(4)"]
+    assert lines[3].split()[:6] == ["all", "4", "2", "0.750", "–", "(0)"]
+    assert lines[4] == "unseen: avg@n of the problems whose prompt no training row has, and their number"
+    lines = render(Evaluation(model="x", version=3, seconds=4.0, seen=0, sets={"none": sets["none"]})).splitlines()
+    assert "unseen" not in lines[0] and lines[2] == "no training row has a held-out prompt"
 
 
 @pytest.mark.slow

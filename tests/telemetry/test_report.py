@@ -148,6 +148,16 @@ def test_evaluations_have_their_own_chart(run_dir: Path) -> None:
     assert "evaluation" not in re.findall(r'class="label k\d" [^>]*>([^<]*)<', figure(html, "Time of an update"))
 
 
+def test_accuracy_on_unseen_prompts_is_in_the_chart_of_evaluations(run_dir: Path) -> None:
+    rows = [{"phase": "rl", "step": s, "eval/accuracy": a, "eval/unseen_accuracy": a / 2} for s, a in {0: 0.40, 10: 0.60, 20: 0.50}.items()]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"session": 1, "time": 1.7e9, **row}) + "\n" for row in rows))
+    html = write_report(run_dir).read_text()
+    chart = figure(html, "Held-out accuracy")
+    labels = re.findall(r'class="label k\d" [^>]*>([^<]*)<b>([^<]*)<', chart)
+    assert ("unseen prompts", "25.0%") in labels and ("evaluations", "50.0%") in labels
+    assert "unseen prompts, last <b>25.0%</b>" in html
+
+
 def test_one_evaluation_makes_no_curve(run_dir: Path) -> None:
     assert "<h3>Held-out accuracy</h3>" not in evaluated(run_dir, {0: 0.4})
 

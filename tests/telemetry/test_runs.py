@@ -97,6 +97,15 @@ def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Pa
     assert faults[str(tmp_path / "a")] == "" and faults[str(broken)] == message[3].removeprefix("unreadable: ")
 
 
+def test_accuracy_on_unseen_prompts_is_listed(mtpctl: Any, tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 2)
+    with RunDirectory(path).metrics.open("a") as file:
+        file.write(json.dumps({"session": 1, "time": 1.7e9, "phase": "rl", "step": 2, "eval/unseen_accuracy": 0.125}) + "\n")
+    assert " 0.250 (unseen 0.125) " in mtpctl("runs", str(tmp_path)).out
+    assert ", held-out accuracy 0.250 (unseen prompts 0.125); wrote " in mtpctl("status", str(path)).out
+    assert json.loads(mtpctl("status", str(path), "--json").out)["unseen_accuracy"] == 0.125
+
+
 def test_status_reports_reason_of_trainer_restart(mtpctl: Any, tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4, "restart")
     message = mtpctl("status", str(path)).out

@@ -53,6 +53,17 @@ def test_log_event_and_summary(tmp_path: Path) -> None:
     assert "best 75.0% at update 20; worst fall 10.0 points, from 25.0% at update 0 to 15.0% at update 10." in table
 
 
+def test_accuracy_on_unseen_prompts_is_in_lines_and_summary(tmp_path: Path) -> None:
+    telemetry, out = start(tmp_path / "run")
+    with telemetry:
+        telemetry.log(0, {"eval/accuracy": 0.25, "eval/unseen_accuracy": 0.1}, "rl")
+        telemetry.log(20, {"eval/accuracy": 0.75, "eval/unseen_accuracy": 0.4}, "rl")
+        telemetry.print_summary()
+    text = " ".join(out.getvalue().split())
+    assert "rl 20/20 held-out 75.0% unseen 40.0%" in text
+    assert "held-out, unseen 10.0% 40.0% +30.0 points" in text
+
+
 def test_resumed_panel_skips_steps_that_will_be_repeated(tmp_path: Path) -> None:
     telemetry, _ = start(tmp_path / "run")
     with telemetry:
