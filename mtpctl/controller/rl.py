@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.evaluate import Evaluations
+from mtpctl.controller.idle import IdleTrainer
 from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
@@ -87,6 +88,7 @@ class RlStage:
         )
         self.evaluations = Evaluations(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
         self.stability = StabilityWatch(recipe)
+        self.idle_trainer = IdleTrainer(recipe)
         self._replaying = False  # the updates since the newest checkpoint are to be repeated
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
@@ -121,6 +123,8 @@ class RlStage:
                 await self.evaluations.start()
         finally:
             await self.evaluations.cancel()
+            if (hint := self.idle_trainer.hint()) is not None:
+                self.telemetry.event("hint", hint)
 
     async def _rollout_and_training(self) -> None:
         rollout = asyncio.create_task(self.rollout.run(), name="rollout")
@@ -245,6 +249,7 @@ class RlStage:
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
         times, counts = self.clock.read(), self.rollout.take_counts()
+        self.idle_trainer.observe(times)
         generating, self._waited_for_evaluation = times["timing_s/step"] + self._waited_for_evaluation, 0.0
         steady, warning = self.stability.update(counts.reward_means(), metrics)
         if warning is not None:

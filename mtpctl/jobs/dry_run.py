@@ -26,8 +26,9 @@ from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, Use
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
+from mtpctl.jobs.sharing import format_bytes, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.buckets import base_weight_bytes, section_buckets
-from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
+from mtpctl.plan.fitting import Misfit, card_needed, changed, engine_kinds, misfits
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
@@ -78,8 +79,10 @@ class Plan:
         trainer = trainer_memory(self.recipe, self.shape)
         sizes: dict[str, Sizes] = {"trainer_rank": asdict(trainer) | {"total": trainer.total}}
         if self.rl:
-            engine = engine_memory(self.recipe, self.shape)
-            sizes["rollout_rank"] = asdict(engine) | {"kv_tokens": engine.kv_tokens}
+            for index in engine_kinds(self.recipe):
+                engine = engine_memory(self.recipe, self.shape, index)
+                name = "rollout_rank" if index is None else "rollout_rank_on_trainer_gpu"
+                sizes[name] = asdict(engine) | {"kv_tokens": engine.kv_tokens}
             if self.recipe.logprob.standalone:
                 server = logprob_memory(self.recipe, self.shape)
                 sizes["logprob_rank"] = asdict(server) | {"total": server.total}
@@ -143,6 +146,7 @@ def dry_run(recipe: Recipe) -> Plan:
     warnings = run_check(partial(preflight, recipe)) if reports is not None else None
     resumes = run_check(partial(_resumes, recipe))
     ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
+    crowded = [] if placement is None else sharing_cautions(recipe, placement, hosts)
     about_ends = [f"{missing}, so the end tokens are not all known" if missing else "", ends.disagreement]
     unfit = list(misfits(recipe, shape))
     return Plan(
@@ -155,7 +159,7 @@ def dry_run(recipe: Recipe) -> Plan:
         unfit,
         data=list(map(str, reports or [])),
         ends=ends.tokens,
-        cautions=[*cautions_of(recipe), *(warnings or []), *filter(None, [leaks, *about_ends])],
+        cautions=[*cautions_of(recipe), *crowded, *(warnings or []), *filter(None, [leaks, *about_ends])],
         errors=[*(misfit.error for misfit in unfit), *run_check.errors],
         resumes=resumes or [],
     )
@@ -273,6 +277,8 @@ def render(plan: Plan) -> str:
     for rank, sizes in plan.memory.items():
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
         lines.append(f"           {rank.replace('_', ' ')}: {parts}")
+    if plan.placement is not None:
+        lines += shared_gpu_lines(recipe, shape, plan.placement, plan.hosts)
     if recipe.device == "cuda":
         lines.append(_card_line(recipe.cluster.gpu_gib, plan.source, card_needed(recipe, shape)))
     for misfit in plan.misfits:
@@ -322,12 +328,12 @@ def _sync_lines(plan: Plan) -> Iterator[str]:
     anchor = {"behaviour": "the engine's own", "recompute": "recomputed by Megatron"}[recipe.old_logprobs]
     yield f"sync       every {schedule.sync_every} update(s), staleness threshold {schedule.staleness:g}, old log-probs {anchor}"
     for section, one in plan.buckets.items():
-        bucketed = f"{_bytes(one['bytes'])}, largest {_bytes(one['largest'])}"
+        bucketed = f"{format_bytes(one['bytes'])}, largest {format_bytes(one['largest'])}"
         yield f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}"
     if once := base_weight_bytes(recipe, plan.shape):
-        yield f"           at the first sync also {_bytes(once)} of base weights"
+        yield f"           at the first sync also {format_bytes(once)} of base weights"
     if (routes := route_bytes(recipe, plan.shape)) is not None:
-        amounts = f"{routes.token} B a token, up to {_bytes(routes.sample)} a sample and {_bytes(routes.batch)} a batch"
+        amounts = f"{routes.token} B a token, up to {format_bytes(routes.sample)} a sample and {format_bytes(routes.batch)} a batch"
         yield f"routes     train.moe.replay: {routes.replay}; {amounts}"
 
 
@@ -343,14 +349,7 @@ def _role(recipe: Recipe, actor: Actor) -> str:
 
 
 def _size(name: str, value: int) -> str:
-    return f"{value:,}" if name == "kv_tokens" else _bytes(value)
-
-
-def _bytes(value: int) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value} B"
+    return f"{value:,}" if name == "kv_tokens" else format_bytes(value)
 
 
 def _count(value: int) -> str:

@@ -17,12 +17,12 @@ from pydantic import BaseModel
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, trainer_memory
-from mtpctl.plan.placement import engine_share
+from mtpctl.plan.placement import engine_memory_share, engine_share
 from mtpctl.recipe.parallel import ParallelConfig, check_parallel
 from mtpctl.recipe.rollout import check_tp
 from mtpctl.recipe.schema import Recipe
 
-Rank = Literal["trainer_rank", "rollout_rank", "logprob_rank", "shared_card"]
+Rank = Literal["trainer_rank", "rollout_rank", "rollout_rank_on_trainer_gpu", "logprob_rank", "shared_card"]
 Change = Mapping[str, object]
 """Values by dotted key, as for `--set`."""
 Shortfall = Callable[[Recipe], int]
@@ -78,22 +78,36 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
         remedies = _remedies(recipe, partial(_logprob, shape=shape), _logprob_changes(recipe, shape))
         yield _misfit("logprob_rank", ClusterResources(text), recipe, partial(_logprob, shape=shape), remedies)
     if card is not None and (shared := _shared(recipe)) > 0:
-        others = " and ".join(f"{field}: {share:g}" for field, share in _shared_with_engine(recipe)[1].items())
-        text = f"rollout.gpu_memory: {recipe.rollout.gpu_memory} and {others} share a card and exceed it; lower one"
-        lower = math.floor(100 * (recipe.rollout.gpu_memory - shared / GIB / card) + 1e-6) / 100
+        _, engines, shares = _shared_with_engine(recipe)
+        memory = engine_memory_share(recipe)
+        others = "".join(f" and {field}: {share:g}" for field, share in shares.items())
+        times = f" of {engines} engines" if engines > 1 else ""
+        text = f"rollout.gpu_memory: {memory:g}{times}{others} share a card and exceed it; lower one"
+        lower = math.floor(100 * (memory - shared / GIB / card / engines) + 1e-6) / 100
         remedies = _remedies(recipe, _shared, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
         yield _misfit("shared_card", ClusterResources(text), recipe, _shared, remedies)
-    if (error := _engine_error(recipe, shape)) is not None:
-        remedies = _remedies(recipe, partial(_engine, shape=shape), _engine_changes(recipe, shape))
-        yield _misfit("rollout_rank", error, recipe, partial(_engine, shape=shape), remedies)
+    for index in engine_kinds(recipe):
+        if (error := _engine_error(recipe, shape, index)) is not None:
+            shortfall = partial(_engine, shape=shape, index=index)
+            on_trainer = index is not None
+            changes = _on_trainer_changes(recipe, shape) if on_trainer else _engine_changes(recipe, shape)
+            rank: Rank = "rollout_rank_on_trainer_gpu" if on_trainer else "rollout_rank"
+            yield _misfit(rank, error, recipe, shortfall, _remedies(recipe, shortfall, changes))
+
+
+def engine_kinds(recipe: Recipe) -> list[int | None]:
+    """The `index` of `engine_memory` for each kind of engine that the recipe has: 0 for engines on the trainer's cards, None for others."""
+    on_trainer = recipe.rollout.on_trainer_gpus
+    return ([0] if on_trainer else []) + ([None] if recipe.rollout.replica_range.max > on_trainer else [])
 
 
 def card_needed(recipe: Recipe, shape: ModelShape) -> float:
     """Minimum size of a card in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
     needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
     if "rl" in recipe.train.stages:
-        rollout = recipe.rollout
-        needed.append(_engine_needs(recipe, shape) / (1.0 if rollout.kv_cache_bytes else max(rollout.gpu_memory, 1e-9)))
+        for index in engine_kinds(recipe):
+            share = engine_share(recipe, index) if recipe.rollout.kv_cache_bytes else engine_memory_share(recipe, index)
+            needed.append(_engine_needs(recipe, shape, index) / max(share, 1e-9))
         if recipe.logprob.standalone:
             needed.append(logprob_memory(recipe, shape).total / (min(1.0, recipe.logprob.gpus) or 1.0))
     return max(needed) / GIB
@@ -119,12 +133,15 @@ def _logprob(recipe: Recipe, shape: ModelShape) -> int:
     return logprob_memory(recipe, shape).total - int(_card(recipe) * min(1.0, recipe.logprob.gpus))
 
 
-def _engine(recipe: Recipe, shape: ModelShape) -> int:
-    rollout, memory = recipe.rollout, engine_memory(recipe, shape)
+def _engine(recipe: Recipe, shape: ModelShape, index: int | None = None) -> int:
+    rollout, memory = recipe.rollout, engine_memory(recipe, shape, index)
+    if index is not None and not rollout.on_trainer_gpus:
+        return 0  # A remedy moves the engine to another card.
     if rollout.kv_cache_bytes is None:
-        return _engine_needs(recipe, shape) - int(_card(recipe) * rollout.gpu_memory)
+        return _engine_needs(recipe, shape, index) - int(_card(recipe) * engine_memory_share(recipe, index))
     too_long = _one_sample(recipe, shape, memory) - rollout.kv_cache_bytes
-    too_large = 0 if recipe.cluster.gpu_gib is None else memory.weights + rollout.kv_cache_bytes - int(_card(recipe))
+    room = int(_card(recipe) * engine_share(recipe, index))
+    too_large = 0 if recipe.cluster.gpu_gib is None else memory.weights + memory.reserve + rollout.kv_cache_bytes - room
     return max(too_long, too_large)
 
 
@@ -133,8 +150,11 @@ def _shared(recipe: Recipe) -> int:
     return int((_shared_with_engine(recipe)[0] - 1) * _card(recipe) + 0.5)
 
 
-def _shared_with_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
-    """The used share of the fullest card with an engine, and the shares of the other ranks on it by recipe field."""
+def _shared_with_engine(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
+    """The used share of the fullest card with an engine, its number of engines, and the shares of the other ranks on it by recipe field.
+
+    Excludes engines of `rollout.on_trainer_gpus`: their memory follows from the trainer's share.
+    """
     shares = {"train.gpus": recipe.train.gpus}
     if recipe.logprob.standalone:
         shares["logprob.gpus"] = recipe.logprob.gpus
@@ -142,18 +162,23 @@ def _shared_with_engine(recipe: Recipe) -> tuple[float, dict[str, float]]:
     others = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
     # The engine's card may be shared with all of them, or with one of them.
     groups = [others] if sum(others.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in others.items()]
-    used = [(sum(group.values()) + recipe.rollout.gpu_memory, group) for group in groups if group]
-    return max(used, key=lambda card: card[0], default=(0.0, {}))
+    memory, replicas = engine_memory_share(recipe), recipe.rollout.replica_range.max - recipe.rollout.on_trainer_gpus
+    used: list[tuple[float, int, dict[str, float]]] = []
+    for group in [*groups, {}] if replicas > 0 else []:
+        engines = min(replicas, int((1 - sum(group.values()) + 1e-9) / engine))
+        if group or engines > 1:
+            used.append((sum(group.values()) + engines * memory, engines, group))
+    return max(used, key=lambda card: card[0], default=(0.0, 1, {}))
 
 
 def _card(recipe: Recipe) -> float:
     return (recipe.cluster.gpu_gib or 0.0) * GIB
 
 
-def _engine_needs(recipe: Recipe, shape: ModelShape) -> int:
-    """Minimum bytes of an engine: its weights and a cache for one sample of full length."""
-    memory = engine_memory(recipe, shape)
-    return memory.weights + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
+def _engine_needs(recipe: Recipe, shape: ModelShape, index: int | None = None) -> int:
+    """Minimum bytes of an engine: its weights, its reserve, and a cache for one sample of full length."""
+    memory = engine_memory(recipe, shape, index)
+    return memory.weights + memory.reserve + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
 
 
 def _one_sample(recipe: Recipe, shape: ModelShape, memory: EngineMemory) -> int:
@@ -164,22 +189,27 @@ def _longest(recipe: Recipe, shape: ModelShape) -> int:
     return min(recipe.rollout.context or shape.max_positions, shape.max_positions)
 
 
-def _engine_error(recipe: Recipe, shape: ModelShape) -> MtpctlError | None:
-    rollout, card, memory = recipe.rollout, recipe.cluster.gpu_gib, engine_memory(recipe, shape)
-    weights, cache = memory.weights, memory.kv_cache
-    if rollout.kv_cache_bytes is not None and card is not None and weights + rollout.kv_cache_bytes > card * GIB:
+def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None = None) -> MtpctlError | None:
+    rollout, card, memory = recipe.rollout, recipe.cluster.gpu_gib, engine_memory(recipe, shape, index)
+    cache, share = memory.kv_cache, engine_share(recipe, index)
+    fixed = memory.weights + memory.reserve
+    held = f"{fixed / GIB:.1f} GiB of weights" + (", activations and CUDA graphs" if memory.reserve else "")
+    if rollout.kv_cache_bytes is not None and card is not None and fixed + rollout.kv_cache_bytes > card * share * GIB:
+        room = f"the card's {card:g} GiB" if share == 1 else f"the engine's {card * share:.1f} GiB of a card"
         return ClusterResources(
-            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {weights / GIB:.1f} GiB of weights exceed the card's "
-            f"{card:g} GiB; lower it"
+            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {held} exceed {room}; "
+            + ("lower it" if index is None else "lower it, or train.gpus")
         )
+    field, fix = ("rollout.gpu_memory", "raise it, or rollout.tp") if share == 1 else ("rollout.gpu_memory", "raise it, or rollout.gpus")
+    if index is not None:
+        field, fix = "rollout.on_trainer_gpus", "lower train.gpus, or set on_trainer_gpus: 0"
     if cache is not None and cache <= 0:
-        return ClusterResources(
-            f"rollout.gpu_memory: {(weights + cache) / GIB:.1f} GiB of the card do not hold {weights / GIB:.1f} GiB of weights; "
-            "raise it, or rollout.tp"
-        )
+        return ClusterResources(f"{field}: {(fixed + cache) / GIB:.1f} GiB of the card do not hold {held}; {fix}")
     tokens = replace(memory, states=memory.sequence_state).kv_tokens
     if tokens is not None and tokens < _longest(recipe, shape):
-        source = "rollout.kv_cache_bytes:" if rollout.kv_cache_bytes else f"rollout.gpu_memory: {rollout.gpu_memory} leaves a cache;"
+        source = f"{field}: {engine_memory_share(recipe, index):g} leaves a cache;"
+        if rollout.kv_cache_bytes:
+            source = "rollout.kv_cache_bytes:"
         return UserError(
             f"{source} {cache} bytes hold {tokens} tokens at {memory.kv_token} bytes each, less than one sample of "
             f"{_longest(recipe, shape)}; give at least {_one_sample(recipe, shape, memory)}, or lower rollout.context"
@@ -220,7 +250,7 @@ def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) 
 def _cards(recipe: Recipe) -> float:
     cards = recipe.train.parallel.world_size * recipe.train.gpus
     if "rl" in recipe.train.stages:
-        cards += recipe.rollout.replica_range.min * recipe.rollout.tp * engine_share(recipe)
+        cards += recipe.rollout.tp * sum(engine_share(recipe, index) for index in range(recipe.rollout.replica_range.min))
         cards += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
     return cards
 
@@ -278,10 +308,11 @@ def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     memory = engine_memory(recipe, shape)
     if rollout.kv_cache_bytes is None:
         share = math.ceil(100 * _engine_needs(recipe, shape) / _card(recipe)) / 100
-        changes += [{"rollout.gpu_memory": share}] if share <= HIGHEST_SHARE else []
-        room = int(_card(recipe) * rollout.gpu_memory) - memory.weights
+        changes += [{"rollout.gpu_memory": share}] if share <= HIGHEST_SHARE * engine_share(recipe) else []
+        room = int(_card(recipe) * engine_memory_share(recipe)) - memory.weights - memory.reserve
     else:
-        most = None if recipe.cluster.gpu_gib is None else int(_card(recipe)) - memory.weights
+        free = int(_card(recipe) * engine_share(recipe)) - memory.weights - memory.reserve
+        most = None if recipe.cluster.gpu_gib is None else free
         needed = _one_sample(recipe, shape, memory)
         if rollout.kv_cache_bytes < needed and (most is None or needed <= most):
             changes.append({"rollout.kv_cache_bytes": needed})
@@ -291,4 +322,14 @@ def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     context = (room - memory.sequence_state) // memory.kv_token if memory.kv_token else 0
     if 1 < context < _longest(recipe, shape):
         changes.append({"rollout.context": context})
+    return changes
+
+
+def _on_trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
+    """Changes that give an engine on the trainer's card more room: fewer engines there, or a smaller share that the trainer still fits."""
+    number = recipe.rollout.on_trainer_gpus
+    changes: list[Change] = [{"rollout.on_trainer_gpus": fewer} for fewer in sorted({0, number - 1})]
+    least = math.ceil(100 * trainer_memory(recipe, shape).total / _card(recipe)) / 100 if _card(recipe) else 1.0
+    if least < recipe.train.gpus:
+        changes.append({"train.gpus": least})
     return changes

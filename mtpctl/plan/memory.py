@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.buckets import adapted_weights
+from mtpctl.plan.placement import engine_memory_share, shares_card
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import Recipe
@@ -23,6 +24,14 @@ MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes per parameter: fp32 masters of bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """Default KV cache of an engine on a CPU, unless one sample of full length needs more."""
+ENGINE_CONTEXT_BYTES = 3 << 28
+"""CUDA context and libraries of an engine's process."""
+ENGINE_GRAPH_BYTES = 1 << 30
+"""CUDA graphs of an engine."""
+ENGINE_STEP_TOKENS = 16384
+"""Maximum tokens of vLLM's step, unless `rollout.engine_args.max_num_batched_tokens` sets it."""
+SAMPLER_COPIES = 4
+"""fp32 copies of a step's logits during sampling: logits, scaled logits, log-probs and probabilities."""
 OPTIMIZER_SLICE = 1 << 30
 """Bytes of fp32 parameters that Adam updates at once."""
 
@@ -57,7 +66,8 @@ class EngineMemory:
     """Bytes on one rank of a rollout engine.
 
     kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state of one
-    sequence, which does not depend on its length. states: the state of all sequences in flight, which is part of the cache.
+    sequence, which does not depend on its length. states: the state of all sequences in flight, which is part of the cache. reserve: memory
+    of an engine that shares its card for everything else (`engine_reserve`); vLLM measures that of an engine that has the card to itself.
     """
 
     weights: int
@@ -65,6 +75,7 @@ class EngineMemory:
     kv_cache: int | None
     sequence_state: int = 0
     states: int = 0
+    reserve: int = 0
 
     @property
     def kv_tokens(self) -> int | None:
@@ -94,8 +105,11 @@ def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
     return max(ranks, key=lambda memory: memory.total)
 
 
-def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
-    """Memory of one rank of a rollout engine. `kv_cache` is negative if the weights exceed the engine's share of the card."""
+def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -> EngineMemory:
+    """Memory of one rank of a rollout engine. `kv_cache` is negative if the weights exceed the engine's share of the card.
+
+    index: number of the engine, as in `engine_share`.
+    """
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
@@ -107,9 +121,26 @@ def engine_memory(recipe: Recipe, shape: ModelShape) -> EngineMemory:
     if cache is None and recipe.device == "cpu":
         context = min(rollout.context or shape.max_positions, shape.max_positions)
         cache = max(CPU_KV_CACHE_BYTES, context * per_token + state)
-    elif cache is None and card is not None:
-        cache = int(card * GIB * rollout.gpu_memory) - weights
-    return EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight)
+    reserve = engine_reserve(recipe, shape) if shares_card(recipe, index) else 0
+    if cache is None and recipe.device == "cuda" and card is not None:
+        cache = int(card * GIB * engine_memory_share(recipe, index)) - weights - reserve
+    return EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight, reserve)
+
+
+def engine_reserve(recipe: Recipe, shape: ModelShape) -> int:
+    """Memory of an engine on a shared card in addition to its weights and its cache: CUDA context, graphs, activations and sampling.
+
+    vLLM's own profile cannot be used there: it counts what a neighbor allocates meanwhile. Activations are those of one layer, unfused.
+    """
+    rollout = recipe.rollout
+    width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
+    given = rollout.engine_args.get("max_num_batched_tokens")
+    tokens = given if isinstance(given, int) else ENGINE_STEP_TOKENS
+    activations = tokens * (4 * shape.hidden + _attention_width(shape) + 3 * _ffn_width(shape)) * width
+    sampled = rollout.max_in_flight * (1 + rollout.speculation.num_tokens)
+    sampling = sampled * shape.vocab * 4 * SAMPLER_COPIES
+    graphs = 0 if getattr(rollout, "eager", False) else ENGINE_GRAPH_BYTES
+    return ENGINE_CONTEXT_BYTES + graphs + activations + sampling
 
 
 def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:

@@ -1,14 +1,15 @@
 """Places the ranks of trainer, rollout engines, log-prob server and teacher on hosts with CPUs and GPUs.
 
 Ranks are placed in order, each group on the first host with capacity. A tensor-parallel group of the trainer stays on one host if a host is
-large enough. An engine never spans hosts, and a share of a card never spans cards.
+large enough. An engine never spans hosts, and a share of a card never spans cards. Engines on the trainer's cards are distributed evenly
+over its ranks.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,13 @@ from mtpctl.recipe.schema import Recipe
 
 Role = Literal["trainer", "rollout", "logprob", "teacher"]
 Device = Literal["cpu", "cuda"]
+
+ENGINE_MEMORY = 0.85
+"""Default of `rollout.gpu_memory`: CUDA graphs, the CUDA context and fragmentation take the rest of a card."""
+MEMORY_OF_SHARE = 0.95
+"""Maximum of that default, as a part of the engine's share of the card."""
+ENGINE_CORES = 2
+"""Cores that an engine on a GPU keeps busy at full load: one by its core, and one by its actor and front end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,10 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     free = capacities(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
+        if role == "rollout" and device == "cuda" and index < recipe.rollout.on_trainer_gpus:
+            trainer = actors[index % recipe.train.parallel.world_size]
+            actors.append(_take_part(free, trainer, Actor(role, index, 0, trainer.host, cpus, gpus, trainer.cards)))
+            continue
         together = recipe.train.parallel.tp if role == "trainer" else ranks
         for first in range(0, ranks, together):
             taken = _take_group(free, together, cpus, gpus, apart=role == "trainer" and not _fits_one_host(hosts, together, cpus, gpus))
@@ -123,6 +135,20 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
                 raise _capacity_error(recipe, device, groups, hosts)
             actors += [Actor(role, index, first + i, host, cpus, gpus, cards) for i, (host, cards) in enumerate(taken)]
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
+
+
+def _take_part(free: list[Capacity], trainer: Actor, engine: Actor) -> Actor:
+    """Allocate an engine on a trainer rank's card, and return it. Raises ClusterResources if the host has too few CPUs."""
+    cpus, cards = free[trainer.host]
+    if cpus + 1e-9 < engine.cpus:
+        raise ClusterResources(
+            f"rollout.on_trainer_gpus: {trainer.name}'s host has {cpus:g} CPUs left, {engine.name} needs {engine.cpus:g}; "
+            "lower on_trainer_gpus or rollout.threads"
+        )
+    left = list(cards)
+    left[trainer.cards[0]] -= engine.gpus
+    free[trainer.host] = (cpus - engine.cpus, left)
+    return engine
 
 
 def max_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
@@ -163,8 +189,8 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     cuda = device == "cuda"
     groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), train.gpus if cuda else 0.0)]
     if "rl" in train.stages:
-        card = engine_share(recipe) if cuda else 0.0
-        groups += [("rollout", i, rollout.tp, max(1, rollout.threads), card) for i in range(engines)]
+        shares = [engine_share(recipe, i) if cuda else 0.0 for i in range(engines)]
+        groups += [("rollout", i, rollout.tp, max(1, rollout.threads), share) for i, share in enumerate(shares)]
         if server.standalone:
             # On CPUs, scoring alternates with the other actors, so it needs no reserved core.
             claim = (1, server.gpus) if cuda else (0, 0.0)
@@ -190,10 +216,56 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     return groups
 
 
-def engine_share(recipe: Recipe) -> float:
-    """Share of a card for each rank of a rollout engine: `rollout.gpus`, or the share that a log-prob rank leaves."""
-    server = recipe.logprob
-    return recipe.rollout.gpus or (1 - server.gpus if server.standalone and server.gpus < 1 else 1.0)
+def engine_share(recipe: Recipe, index: int | None = None) -> float:
+    """Share of a card for each rank of a rollout engine: `rollout.gpus`, or the share that a log-prob rank leaves.
+
+    index: number of the engine. The first `rollout.on_trainer_gpus` engines get equal parts of what `train.gpus` leaves of a card. None: an
+    engine on other cards.
+    """
+    server, rollout = recipe.logprob, recipe.rollout
+    if index is not None and index < rollout.on_trainer_gpus:
+        on_one_card = math.ceil(rollout.on_trainer_gpus / recipe.train.parallel.world_size)
+        return math.floor(1e4 * (1 - recipe.train.gpus) / on_one_card + 1e-6) / 1e4  # Ray's resolution
+    return rollout.gpus or (1 - server.gpus if server.standalone and server.gpus < 1 else 1.0)
+
+
+def engine_memory_share(recipe: Recipe, index: int | None = None) -> float:
+    """Share of a card's memory that an engine may use: `rollout.gpu_memory`, or its default. index: as in `engine_share`.
+
+    An engine on the trainer's cards never gets more than the default.
+    """
+    share = engine_share(recipe, index)
+    default, given = min(ENGINE_MEMORY, MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
+    if given is None:
+        return default
+    return min(given, default) if index is not None and index < recipe.rollout.on_trainer_gpus else given
+
+
+def shares_card(recipe: Recipe, index: int | None = None) -> bool:
+    """Whether other processes may use the card of an engine. index: as in `engine_share`."""
+    return recipe.device == "cuda" and engine_share(recipe, index) < 1
+
+
+def core_shortage(recipe: Recipe, placement: Placement, cores: Mapping[int, float]) -> str:
+    """A caution about hosts whose processes keep more cores busy than the host has; empty if there is none.
+
+    cores: number of cores by host. On CPUs the placement itself counts the cores.
+    """
+    if placement.device == "cpu":
+        return ""
+    for host, available in cores.items():
+        here = [actor for actor in placement.actors if actor.host == host]
+        engines = len({actor.index for actor in here if actor.role == "rollout"})
+        ranks = sum(actor.role == "rollout" for actor in here)
+        others = sum(actor.cpus for actor in here if actor.role != "rollout")
+        # Each rank of an engine with several ranks is a separate process; the controller runs on the first host.
+        busy = engines * ENGINE_CORES + (ranks - engines) * max(1, recipe.rollout.threads) + others + (host == 0)
+        if engines and busy > available:
+            return (
+                f"rollout.replicas: {engines} engine(s) with {ENGINE_CORES} busy cores each and the other processes need {busy:g} cores of "
+                f"host {host}, which has {available:g}, and slow each other down; lower replicas, or use a host with more cores"
+            )
+    return ""
 
 
 def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> list[Host]:

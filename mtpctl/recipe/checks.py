@@ -48,6 +48,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from train.check_replay(recipe)
     yield from schema.check_kernels(recipe)
     yield from rollout.check_engine_device(recipe)
+    yield from rollout.check_on_trainer_gpus(recipe)
     yield from schema.check_deterministic(recipe)
     if shape is not None:
         yield from rollout.check_served(recipe, config or {}, shape)

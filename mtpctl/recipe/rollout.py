@@ -146,7 +146,13 @@ class RolloutBase(Section):
     gpus: Annotated[Float, Field(gt=0, le=1)] | None = Field(
         None, description="Share of a GPU per engine rank; default: the share that logprob.gpus leaves."
     )
-    gpu_memory: Fraction = Field(0.85, description="Share of the GPU's memory that the engine may use.")
+    on_trainer_gpus: NonNegativeInt = Field(
+        0, description="Of the engines, the number that run on the trainer's GPUs, on equal parts of the share that train.gpus leaves."
+    )
+    gpu_memory: Fraction | None = Field(
+        None,
+        description="Share of the GPU's memory that the engine may use; default: 0.85, or 0.95 of its share of the GPU if that is less.",
+    )
     deadline_s: PositiveFloat = Field(
         600.0,
         description="Seconds of engine time for a response, all turns together, after which it is truncated; waiting in a queue is "
@@ -266,6 +272,24 @@ def check_replicas(rollout: RolloutBase) -> Complaints:
     bounds = rollout.replica_range
     if bounds.min > bounds.max:
         yield f"rollout.replicas: min: {bounds.min} is more than max: {bounds.max}; raise max, or lower min"
+
+
+def check_on_trainer_gpus(recipe: Recipe) -> Complaints:
+    """Report engines on the trainer's GPUs that have no room there."""
+    rollout, number = recipe.rollout, recipe.rollout.on_trainer_gpus
+    if not number or "rl" not in recipe.train.stages:
+        return
+    field = "rollout.on_trainer_gpus"
+    if recipe.device == "cpu":
+        yield f"{field}: a run on CPUs has no GPUs; set it to 0"
+    elif rollout.elastic:
+        yield f"{field}: needs a fixed number of engines; write rollout.replicas as a number"
+    elif number > rollout.replica_range.min:
+        yield f"{field}: {number} is more than rollout.replicas: {rollout.replica_range.min}; raise replicas, or lower it"
+    elif rollout.tp > 1:
+        yield f"{field}: an engine on a part of a GPU has one rank, but rollout.tp is {rollout.tp}; set it to 0"
+    elif recipe.train.gpus >= 1:
+        yield f"{field}: train.gpus: {recipe.train.gpus:g} leaves nothing of the GPU; set train.gpus to the share that the trainer needs"
 
 
 def check_speculation(rollout: RolloutBase) -> Complaints:

@@ -11,7 +11,7 @@ from mtpctl.cluster.replicas import Log, no_log
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import changed
 from mtpctl.plan.memory import engine_memory
-from mtpctl.plan.placement import Placement
+from mtpctl.plan.placement import Placement, engine_memory_share, shares_card
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
@@ -57,20 +57,28 @@ async def start_pool(
     """
     rollout = recipe.rollout
     first = recipe.seed if seed is None else seed
-    rank = placement.of("rollout")[0]
-    anywhere: Options = {"num_cpus": rank.cpus * rollout.tp, "num_gpus": rank.gpus * rollout.tp}
+    ranks = {rank.index: rank for rank in placement.of("rollout")}
     starts = count()
-    cache = rollout.kv_cache_bytes
-    if cache is None and placement.device == "cpu":
-        shape = shape_of(hf_config(ModelConfig(path=model)) or {})
-        cache = engine_memory(changed(recipe, {"rollout.context": context}), shape).kv_cache
+    sizes = changed(recipe, {"rollout.context": context})
+
+    def options_of(index: int) -> Options:
+        rank = ranks.get(index, next(iter(ranks.values())))
+        return {"num_cpus": rank.cpus * rollout.tp, "num_gpus": rank.gpus * rollout.tp}
+
     reads_text = bool(rollout.stop or turns is not None or rollout.agents_play)
     if reads_text:
         assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
 
-    def settings() -> EngineSettings:
+    def settings(index: int) -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)
-        sized = rollout.model_copy(update={"context": context, "kv_cache_bytes": cache})
+        cache, outside = rollout.kv_cache_bytes, None
+        if cache is None and (placement.device == "cpu" or shares_card(recipe, index)):
+            memory = engine_memory(sizes, shape_of(hf_config(ModelConfig(path=model)) or {}), index)
+            if placement.device == "cpu":
+                cache = memory.kv_cache
+            else:
+                outside = memory.weights + memory.reserve
+        sized = rollout.model_copy(update={"context": context, "kv_cache_bytes": cache, "gpu_memory": engine_memory_share(recipe, index)})
         precision = recipe.train.precision
         if isinstance(sized, SglangConfig):
             return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=tokenizer if reads_text else None)
@@ -84,16 +92,17 @@ async def start_pool(
             adapter=recipe.train.lora if "adapter" in recipe.sync.sections else None,
             release_kv=recipe.sync.release_kv,
             routes=routes,
+            outside_cache=outside,
         )
 
     async def start(index: int) -> Replica:
         # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
         name = f"rollout replica {index}"
-        return await within(begin(f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
+        return await within(begin(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
 
-    async def begin(actor: str, name: str) -> Replica:
-        options = anywhere if bundles is None else (await bundles.take(actor))[0].options()
-        replica = await start_replica(settings(), name=name, options=options)
+    async def begin(index: int, actor: str, name: str) -> Replica:
+        options = options_of(index) if bundles is None else (await bundles.take(actor))[0].options()
+        replica = await start_replica(settings(index), name=name, options=options)
         try:
             if bundles is not None:
                 bundles.check(actor, await replica.location())

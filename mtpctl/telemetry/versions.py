@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 PACKAGES = (
     "mtpctl",
@@ -84,6 +84,14 @@ def card_gib() -> float | None:
     """Memory of the smallest visible GPU in GiB; None if there is none, or nvidia-smi fails."""
     sizes = [int(size) for field in _query_gpus("memory.total") if (size := field.removesuffix(" MiB")).isdecimal()]
     return min(sizes) / 1024 if sizes else None
+
+
+def mps_state() -> Literal["on", "off", "unknown"]:
+    """Whether CUDA MPS runs on this machine, for the pipe directory of this process; unknown if MPS is not installed."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        return "unknown"
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return "on" if (pipes / "control").exists() else "off"
 
 
 def _query_gpus(field: str) -> list[str]:

@@ -91,3 +91,17 @@ def test_card_needed_is_the_smallest_card_that_fits() -> None:
         needed = card_needed(created, MIMO)
         assert not list(misfits(changed(created, {"cluster.gpu_gib": needed * 1.001}), MIMO))
         assert list(misfits(changed(created, {"cluster.gpu_gib": needed * 0.99}), MIMO))
+
+
+def test_an_engine_without_room_on_the_trainers_card_is_an_error_that_a_remedy_resolves() -> None:
+    """MiMo-7B's trainer on four ranks leaves a tenth of each card, which does not hold the engine's weights."""
+    sets = ["train.gpus=0.9", "rollout.on_trainer_gpus=1", "logprob.standalone=false", "sync.transport=ipc"]
+    misfit = only(recipe(*sets))
+    assert misfit.rank == "rollout_rank_on_trainer_gpu"
+    assert str(misfit.error).startswith("rollout.on_trainer_gpus: 13.2 GiB of the card do not hold ")
+    assert str(misfit.error).endswith("; lower train.gpus, or set on_trainer_gpus: 0")
+    remedies = {str(remedy): remedy for remedy in misfit.remedies}
+    assert remedies["rollout.on_trainer_gpus=0"].fits and remedies["rollout.on_trainer_gpus=0"].cards
+    for text, remedy in remedies.items():
+        if remedy.fits:
+            check_fits(recipe(*sets, *text.split()), MIMO)

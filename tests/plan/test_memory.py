@@ -13,7 +13,16 @@ from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.buckets import section_buckets
-from mtpctl.plan.memory import GIB, activation_width, engine_memory, kv_bytes_per_token, logprob_memory, trainer_memory
+from mtpctl.plan.memory import (
+    ENGINE_GRAPH_BYTES,
+    GIB,
+    SAMPLER_COPIES,
+    activation_width,
+    engine_memory,
+    kv_bytes_per_token,
+    logprob_memory,
+    trainer_memory,
+)
 from mtpctl.plan.sharding import stage_layers, stages
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.parallel import ParallelConfig
@@ -394,6 +403,12 @@ def test_ranks_that_exceed_a_card_are_errors(sets: list[str], message: str) -> N
             "gpu_memory: 0.5 and train.gpus: 0.4 and logprob.gpus: 0.2 share a card and exceed it",
         ),
         (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.6"], ""),
+        (["rollout.gpus=0.3", "rollout.gpu_memory=0.4", "rollout.replicas=3"], "gpu_memory: 0.4 of 3 engines share a card and exceed it"),
+        (
+            ["train.gpus=0.4", "rollout.gpus=0.3", "rollout.gpu_memory=0.35", "rollout.replicas=5"],
+            "gpu_memory: 0.35 of 2 engines and train.gpus: 0.4 share a card and exceed it",
+        ),
+        (["train.gpus=0.4", "rollout.gpus=0.3", "rollout.replicas=5"], ""),
         # On cards of their own, and where nothing is generated.
         (["train.gpus=0.4", "rollout.gpu_memory=0.9"], ""),
         (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.9", "train.stages=[sft]", "train.sft.steps=1"], ""),
@@ -406,6 +421,35 @@ def test_ranks_on_a_shared_card_are_checked_together(sets: list[str], message: s
             check_fits(created, moe_shape())
     else:
         check_fits(created, moe_shape())
+
+
+def test_the_default_memory_of_an_engine_follows_its_share_of_the_card() -> None:
+    """The weights, everything that vLLM does not count as cache, and the cache add up to 0.95 of the share."""
+    card = ["cluster.device=cuda", "sync.transport=ipc", "cluster.gpu_gib=80", "rollout.kv_cache_bytes=null"]
+    sets = ["train.gpus=0.25", "rollout.gpus=0.3", "rollout.replicas=4", "rollout.on_trainer_gpus=1"]
+    created, shape = recipe(*card, *sets, name="tiny_mtp"), moe_shape()
+    for index, share in ((None, 0.3), (0, 0.75), (1, 0.3)):
+        memory = engine_memory(created, shape, index)
+        assert memory.reserve > 0
+        whole = memory.weights + memory.reserve + (memory.kv_cache or 0)
+        assert whole == pytest.approx(min(0.85, 0.95 * share) * 80 * GIB)
+    alone = engine_memory(recipe(*card, name="tiny_mtp"), shape)
+    assert (alone.reserve, alone.weights + (alone.kv_cache or 0)) == (0, pytest.approx(0.85 * 80 * GIB))
+
+
+def test_the_reserve_covers_logits_and_activations_of_the_largest_step() -> None:
+    """Beyond CUDA's own memory: four fp32 copies of each sampled position's logits; and the activations of all tokens of a step."""
+    sets = [
+        "rollout.gpus=0.5",
+        "rollout.max_in_flight=100",
+        "rollout.speculation.num_tokens=1",
+        "rollout.engine_args={max_num_batched_tokens: 1000}",
+    ]
+    small, more = (engine_memory(recipe(*sets, each), MIMO) for each in ("rollout.eager=true", "rollout.max_in_flight=200"))
+    graphs = ENGINE_GRAPH_BYTES
+    assert more.reserve - small.reserve - graphs == 100 * 2 * MIMO.vocab * 4 * SAMPLER_COPIES
+    longer = engine_memory(recipe(*sets[:-1], "rollout.eager=true", "rollout.engine_args={max_num_batched_tokens: 2000}"), MIMO)
+    assert longer.reserve - small.reserve >= 1000 * 2 * (MIMO.hidden + 3 * MIMO.ffn)
 
 
 def test_memory_is_not_checked_without_the_cards_size() -> None:

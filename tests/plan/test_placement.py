@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from mtpctl.errors import ClusterResources, UserError
-from mtpctl.plan.placement import Host, Placement, max_engines, place
+from mtpctl.plan.placement import Host, Placement, core_shortage, max_engines, place
 from mtpctl.recipe.loading import load_recipe
 
 
@@ -197,3 +197,45 @@ def test_bundles_join_ranks_of_a_card_and_ranks_of_an_engine() -> None:
         (["rollout-0", "rollout-0.1"], 2.0),
     ]
     assert [len(bundle.actors) for bundle in placed("rollout.threads=1", name="tiny_mtp", hosts=[Host(5)]).bundles()] == [1, 1]
+
+
+SMALL = ["logprob.standalone=false", "sync.transport=ipc"]
+
+
+def test_engines_on_the_trainers_gpus_get_the_share_that_it_leaves() -> None:
+    """Two trainer ranks on cards 0 and 1, three engines there, and a fourth with a card of its own."""
+    sets = [*SMALL, "train.parallel.tp=2", "train.gpus=0.6", "rollout.replicas=4", "rollout.on_trainer_gpus=3"]
+    placement = placed(*sets, hosts=[Host(64, 3)])
+    engines = placement.of("rollout")
+    assert [engine.cards for engine in engines] == [(0,), (1,), (0,), (2,)]
+    assert [engine.gpus for engine in engines] == [0.2, 0.2, 0.2, 1.0]
+    by_actors = {tuple(actor.name for actor in bundle.actors): bundle.gpus for bundle in placement.bundles()}
+    assert by_actors == {("trainer-0", "rollout-0", "rollout-2"): 1.0, ("trainer-1", "rollout-1"): 0.8, ("rollout-3",): 1.0}
+
+
+def test_an_engine_on_a_trainers_gpu_is_on_the_host_of_its_rank() -> None:
+    sets = [*SMALL, "train.parallel.tp=2", "train.gpus=0.5", "rollout.replicas=2", "rollout.on_trainer_gpus=2"]
+    with pytest.raises(UserError, match=r"train\.gpus: 0\.5 puts two"):
+        placed(*sets)
+    placement = placed(*sets, "train.gpus=0.75", hosts=[Host(64, 1), Host(64, 1)])
+    assert [(actor.name, actor.host) for actor in placement.actors] == [
+        ("trainer-0", 0),
+        ("trainer-1", 1),
+        ("rollout-0", 0),
+        ("rollout-1", 1),
+    ]
+    with pytest.raises(ClusterResources, match=r"rollout\.on_trainer_gpus: trainer-1's host has 0 CPUs left, rollout-1 needs 1"):
+        placed(*sets, "train.gpus=0.75", hosts=[Host(64, 1), Host(1, 1)])
+
+
+def test_busy_cores_of_engines_are_compared_with_those_of_the_host() -> None:
+    """Three engines keep 2 cores busy each, the trainer's rank one, and the controller one."""
+    recipe = load_recipe(
+        "mimo7b_mtp", sets=[*SMALL, "train.parallel.tp=1", "train.gpus=0.1", "rollout.gpus=0.3", "rollout.replicas=3"]
+    ).recipe
+    placement = place(recipe)
+    assert placement.cards == 1
+    assert core_shortage(recipe, placement, {0: 8}) == ""
+    assert "3 engine(s) with 2 busy cores each and the other processes need 8 cores of host 0, which has 7" in core_shortage(
+        recipe, placement, {0: 7}
+    )

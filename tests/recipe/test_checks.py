@@ -261,6 +261,22 @@ def list_complaints(sets: list[str]) -> list[str]:
     return list(complaints_of(load_recipe("tiny_mtp", sets=[*SIZES, *sets]).recipe))
 
 
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["cluster.device=cpu", "sync.transport=shm"], "a run on CPUs has no GPUs"),
+        (["rollout.replicas={min: 1, max: 2}"], "needs a fixed number of engines"),
+        (["rollout.on_trainer_gpus=2"], "2 is more than rollout.replicas: 1"),
+        (["rollout.tp=2"], "an engine on a part of a GPU has one rank, but rollout.tp is 2"),
+        (["train.gpus=1"], "train.gpus: 1 leaves nothing of the GPU"),
+        ([], ""),
+    ],
+)
+def test_engines_on_the_trainers_gpus_need_room_there(sets: list[str], message: str) -> None:
+    found = list_complaints([*CARD, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
+    assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in found] == ([True] if message else [])
+
+
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])
 def test_named_kernels_are_allowed_on_supported_devices(sets: list[str]) -> None:
     assert not list_complaints([*CARD, "train.precision=bf16", *sets])

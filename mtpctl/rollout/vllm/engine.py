@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.cluster.process import importing
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.plan.memory import GIB
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
 from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
@@ -66,7 +67,7 @@ class VllmEngine(Engine):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         check_engine_args(settings.args)
-        args = AsyncEngineArgs(**settings.args)
+        args = AsyncEngineArgs(**settings.args | sized_cache(settings))
         check_heads(args)
         # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.
         use = UsageContext.LLM_CLASS
@@ -194,6 +195,26 @@ def check_engine_args(args: Arguments) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     check_options("vLLM", [field.name for field in fields(AsyncEngineArgs)], args)
+
+
+def sized_cache(settings: VllmSettings) -> Arguments:
+    """The size of the KV cache of an engine that shares its GPU, as an option of vLLM; empty if vLLM measures it.
+
+    vLLM's memory profile counts what another process allocates on the GPU meanwhile. Raises UserError if nothing is left for the cache.
+    """
+    if settings.outside_cache is None or settings.args.get("kv_cache_memory_bytes") is not None:
+        return {}
+    from vllm.platforms import current_platform
+
+    share = settings.args["gpu_memory_utilization"]
+    # Asked of NVML: CUDA would allocate a context in this process.
+    cache = int(current_platform.get_device_total_memory() * share) - settings.outside_cache
+    if cache <= 0:
+        raise UserError(
+            f"rollout.gpu_memory: {share:g} of the GPU holds no KV cache in addition to {settings.outside_cache / GIB:.1f} GiB of weights, "
+            "activations and CUDA graphs; use fewer engines per GPU, or lower train.gpus"
+        )
+    return {"kv_cache_memory_bytes": cache}
 
 
 def check_heads(args: AsyncEngineArgs) -> None:

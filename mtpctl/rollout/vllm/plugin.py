@@ -63,7 +63,7 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import cpu_kernels, draft_counts, drafter, logprobs, pauses, routes, sampling, weights
+    from mtpctl.rollout.vllm.patches import compilation, cpu_kernels, draft_counts, drafter, logprobs, pauses, routes, sampling, weights
 
     mimo_config.install()
     for patch in (
@@ -80,6 +80,7 @@ def install() -> None:
         draft_counts.install_draft_counts,
         logprobs.install_logprobs,
         routes.install_routes,
+        compilation.install_shared_compilation,
     ):
         patch()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

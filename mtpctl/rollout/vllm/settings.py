@@ -8,6 +8,7 @@ from typing import Any, Literal
 from mtpctl.errors import UserError
 from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES
+from mtpctl.plan.placement import ENGINE_MEMORY
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
@@ -27,7 +28,8 @@ class VllmSettings:
     """Settings of one engine: `args` for vLLM, `environment` of its process, `threads` for torch (0: torch's default).
 
     `in_loop`: run the engine core in the caller's process. `release_kv`: a paused engine frees its KV cache. `routes`: MoE layers whose
-    routes are recorded in samples.
+    routes are recorded in samples. `outside_cache`: bytes that the engine needs in addition to its KV cache, which gets the rest of its
+    share of the GPU's memory; None: vLLM measures them.
     """
 
     args: Arguments
@@ -36,6 +38,7 @@ class VllmSettings:
     environment: dict[str, str] = field(default_factory=dict)
     release_kv: bool = False
     routes: tuple[int, ...] = ()
+    outside_cache: int | None = None
 
     @property
     def model(self) -> str:
@@ -54,13 +57,14 @@ def engine_settings(
     adapter: LoraConfig | None = None,
     release_kv: bool = False,
     routes: tuple[int, ...] = (),
+    outside_cache: int | None = None,
 ) -> VllmSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
     Args:
         tokenizer: folder or hub id; required for stop strings, including those of environments.
         adapter: the LoRA adapter that weight syncs send, if any.
-        release_kv, routes: see `VllmSettings`.
+        release_kv, routes, outside_cache: see `VllmSettings`.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
@@ -101,7 +105,7 @@ def engine_settings(
     if rollout.kv_cache_bytes is not None or cpu:
         args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if not cpu:
-        args["gpu_memory_utilization"] = rollout.gpu_memory
+        args["gpu_memory_utilization"] = ENGINE_MEMORY if rollout.gpu_memory is None else rollout.gpu_memory
     if adapter is not None:
         room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
@@ -121,7 +125,15 @@ def engine_settings(
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads)
-    return VllmSettings(args, in_loop, threads=rollout.threads, environment=environment, release_kv=release_kv, routes=routes)
+    return VllmSettings(
+        args,
+        in_loop,
+        threads=rollout.threads,
+        environment=environment,
+        release_kv=release_kv,
+        routes=routes,
+        outside_cache=outside_cache,
+    )
 
 
 def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
+from vllm.platforms import current_platform
 
+from mtpctl.errors import UserError
+from mtpctl.plan.memory import GIB
+from mtpctl.plan.placement import ENGINE_MEMORY
 from mtpctl.recipe.rollout import VllmConfig
-from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.engine import VllmEngine, sized_cache
+from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 
@@ -47,3 +51,18 @@ def test_a_request_ends_at_its_own_end_tokens_whatever_the_engines_tokenizer_nam
     engine._settings = engine_settings(VllmConfig(stop=["#"]), model="m", precision="fp32", device="cpu", tokenizer="t")
     params = engine._sampling(GenerationRequest(Sample("p", "g", [1]), 8, stop=["#"], stop_token_ids=[5, 6]), 8)
     assert (params.ignore_eos, params.stop_token_ids, params.stop) == (True, [5, 6], ["#"])
+
+
+def settings_of(outside: int | None, **rollout: object) -> VllmSettings:
+    config = VllmConfig(**rollout)  # type: ignore[arg-type]
+    return engine_settings(config, model="m", precision="bf16", device="cuda", outside_cache=outside)
+
+
+def test_the_cache_of_an_engine_that_shares_its_gpu_is_the_rest_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", classmethod(lambda cls, device_id=0: 80 * GIB))
+    assert sized_cache(settings_of(3 * GIB, gpu_memory=0.25)) == {"kv_cache_memory_bytes": 17 * GIB}
+    assert sized_cache(settings_of(None, gpu_memory=0.25)) == {}, "vLLM measures the memory of an engine that is alone"
+    assert sized_cache(settings_of(3 * GIB, kv_cache_bytes=GIB)) == {}
+    with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.03 of the GPU holds no KV cache in addition to 3.0 GiB of weights"):
+        sized_cache(settings_of(3 * GIB, gpu_memory=0.03))
+    assert settings_of(None).args["gpu_memory_utilization"] == ENGINE_MEMORY
