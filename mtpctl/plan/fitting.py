@@ -193,18 +193,18 @@ def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None = None) -
     rollout, card, memory = recipe.rollout, recipe.cluster.gpu_gib, engine_memory(recipe, shape, index)
     cache, share = memory.kv_cache, engine_share(recipe, index)
     fixed = memory.weights + memory.reserve
-    held = f"{fixed / GIB:.1f} GiB of weights" + (", activations and CUDA graphs" if memory.reserve else "")
+    contents = f"{fixed / GIB:.1f} GiB of weights" + (", activations and CUDA graphs" if memory.reserve else "")
     if rollout.kv_cache_bytes is not None and card is not None and fixed + rollout.kv_cache_bytes > card * share * GIB:
         room = f"the card's {card:g} GiB" if share == 1 else f"the engine's {card * share:.1f} GiB of a card"
         return ClusterResources(
-            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {held} exceed {room}; "
+            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {contents} exceed {room}; "
             + ("lower it" if index is None else "lower it, or train.gpus")
         )
     field, fix = ("rollout.gpu_memory", "raise it, or rollout.tp") if share == 1 else ("rollout.gpu_memory", "raise it, or rollout.gpus")
     if index is not None:
         field, fix = "rollout.on_trainer_gpus", "lower train.gpus, or set on_trainer_gpus: 0"
     if cache is not None and cache <= 0:
-        return ClusterResources(f"{field}: {(fixed + cache) / GIB:.1f} GiB of the card do not hold {held}; {fix}")
+        return ClusterResources(f"{field}: {(fixed + cache) / GIB:.1f} GiB of the card do not hold {contents}; {fix}")
     tokens = replace(memory, states=memory.sequence_state).kv_tokens
     if tokens is not None and tokens < _longest(recipe, shape):
         source = f"{field}: {engine_memory_share(recipe, index):g} leaves a cache;"

@@ -134,9 +134,9 @@ def engine_reserve(recipe: Recipe, shape: ModelShape) -> int:
     """
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
-    given = rollout.engine_args.get("max_num_batched_tokens")
-    tokens = given if isinstance(given, int) else ENGINE_STEP_TOKENS
-    activations = tokens * (4 * shape.hidden + _attention_width(shape) + 3 * _ffn_width(shape)) * width
+    limit = rollout.engine_args.get("max_num_batched_tokens")
+    tokens = limit if isinstance(limit, int) else ENGINE_STEP_TOKENS
+    activations = int(tokens * (4 * shape.hidden + _attention_width(shape) + 3 * _ffn_width(shape)) * width)
     sampled = rollout.max_in_flight * (1 + rollout.speculation.num_tokens)
     sampling = sampled * shape.vocab * 4 * SAMPLER_COPIES
     graphs = 0 if getattr(rollout, "eager", False) else ENGINE_GRAPH_BYTES

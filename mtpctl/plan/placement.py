@@ -235,10 +235,10 @@ def engine_memory_share(recipe: Recipe, index: int | None = None) -> float:
     An engine on the trainer's cards never gets more than the default.
     """
     share = engine_share(recipe, index)
-    default, given = min(ENGINE_MEMORY, MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
-    if given is None:
+    default, configured = min(ENGINE_MEMORY, MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
+    if configured is None:
         return default
-    return min(given, default) if index is not None and index < recipe.rollout.on_trainer_gpus else given
+    return min(configured, default) if index is not None and index < recipe.rollout.on_trainer_gpus else configured
 
 
 def shares_card(recipe: Recipe, index: int | None = None) -> bool:

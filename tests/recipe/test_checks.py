@@ -273,8 +273,8 @@ def list_complaints(sets: list[str]) -> list[str]:
     ],
 )
 def test_engines_on_the_trainers_gpus_need_room_there(sets: list[str], message: str) -> None:
-    found = list_complaints([*CARD, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
-    assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in found] == ([True] if message else [])
+    complaints = list_complaints([*CARD, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
+    assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in complaints] == ([True] if message else [])
 
 
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])
