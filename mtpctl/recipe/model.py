@@ -12,6 +12,7 @@ from pydantic import Field
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
+from mtpctl.families.reading import DRAFTER
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.section import Complaints, Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
@@ -182,7 +183,7 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
         return dict(model.config)
     folder = model_folder(model, field)
     if folder is not None:
-        return _read(folder / "config.json", field)
+        return read_config(folder, field)
     assert model.path is not None
     if model.path in HUB_CONFIGS:
         return hub_config(model.path)
@@ -217,6 +218,17 @@ def tensor_names(folder: Path) -> set[str]:
             with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
                 names.update(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER))))
     return names
+
+
+def read_config(folder: Path, field: str = "model.path") -> dict[str, object]:
+    """The fields of a folder's config.json, with the config of its EAGLE-3 drafter under `drafter`. `field` names the path in errors.
+
+    Raises UserError for a file that is missing or no JSON object.
+    """
+    config = _read(folder / "config.json", field)
+    if (folder / DRAFTER / "config.json").is_file():
+        config[DRAFTER] = _read(folder / DRAFTER / "config.json", field)
+    return config
 
 
 def _read(path: Path, field: str) -> dict[str, object]:
