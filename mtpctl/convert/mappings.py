@@ -219,7 +219,13 @@ def add_eagle3(bridge: ModelBridge) -> None:
     more = [auto(*pair) for pair in pairs.items()]
     more += [qkv(f"{inner}.self_attention.linear_qkv.weight", **attention), *_mlp(f"{inner}.mlp", f"{layer}.mlp")]
     upstream = bridge.mapping_registry
-    bridge.mapping_registry = lambda: _extended(upstream(), more)
+
+    def mapping_registry() -> MegatronMappingRegistry:
+        registry = upstream()
+        # The first match counts, and some bridges have mappings for MTP layers.
+        return type(registry)(*more, *(each for each in registry.mappings if not each.megatron_param.startswith("mtp.")))
+
+    bridge.mapping_registry = mapping_registry
 
 
 def _of_text_model(upstream: type) -> type:

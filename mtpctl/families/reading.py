@@ -114,10 +114,10 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         delta=_delta(family, fields),
         layer_kinds=_layer_kinds(family, fields, layers),
     )
-    return replace(shape, mtp=EAGLE3, eagle3=_eagle3(config, shape)) if has_eagle3 else shape
+    return replace(shape, mtp=EAGLE3, eagle3=_eagle3(config, family, shape)) if has_eagle3 else shape
 
 
-def _eagle3(config: Mapping[str, object], shape: ModelShape) -> Eagle3Shape:
+def _eagle3(config: Mapping[str, object], family: Family, shape: ModelShape) -> Eagle3Shape:
     """The drafter's own fields. Raises UserError for a drafter that the trainer does not compute, or that does not fit the model."""
     drafter = Fields(mapping(config, DRAFTER))
     names = _architectures(drafter.raw)
@@ -140,8 +140,9 @@ def _eagle3(config: Mapping[str, object], shape: ModelShape) -> Eagle3Shape:
     for key, size in sizes.items():
         if (value := drafter.whole(key, size)) != size:
             raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
-    if (base := drafter.number("rope_theta", shape.rope_theta)) != shape.rope_theta:
-        raise UserError(f"drafter config: rope_theta {base:g} is not the model's {shape.rope_theta:g}")
+    rope = rope_fields(family, drafter.raw, drafter.whole("max_position_embeddings"))
+    if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
+        raise UserError("drafter config: rope_theta and rope_scaling must be the model's; copy them from its config.json")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
         if drafter.switch(key, False):
             raise UserError(f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
