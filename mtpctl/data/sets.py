@@ -237,7 +237,7 @@ def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Seq
     columns, rows = config.columns, {}
     if config.path is not None:
         # Only a run without RL may train on conversations, which are not prompts.
-        reading = Reading(columns, supervised="rl" not in stages)
+        reading = Reading(columns, supervised=not {"rl", "draft"} & {*stages})
         rows["train"] = Rows(config.path, reading, "data.path", config.subset, config.split)
     if config.eval_path is not None:
         rows["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")
