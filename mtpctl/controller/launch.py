@@ -298,14 +298,23 @@ class Run:
             await self.state.until_saved(lambda: self.state.checkpoint(trainer))
 
     async def _draft(self, trainer: TrainerGroup, starting: StartingActors | None) -> None:
-        generator, file = None, self.directory.path / SAMPLES
+        generator = None
         if self.recipe.train.draft.samples:
             assert starting is not None
             if not await finished_before(starting, self.state.stopping):
                 return
             generator, _server = starting.result()
-        options = {"revive": self.revival, "generator": generator, "file": file}
-        await DraftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, **options).run()
+        stage = DraftStage(
+            self.recipe,
+            self.prepared,
+            trainer,
+            self.telemetry,
+            self.state,
+            revive=self.revival,
+            generator=generator,
+            file=self.directory.path / SAMPLES,
+        )
+        await stage.run()
 
     async def _restore(self, trainer: TrainerGroup, checkpoint: Path) -> None:
         with self.waits.on(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):

@@ -72,11 +72,8 @@ class HfWriter:
     def _add_shard(self, file: str, group: list[Stored], sizes: Mapping[str, int]) -> None:
         header, at = {}, 0
         for stored in group:
-            header[stored.name.removeprefix(f"{DRAFTER}.")] = {
-                "dtype": stored.code,
-                "shape": list(stored.shape),
-                "data_offsets": [at, at + stored.nbytes],
-            }
+            name = stored.name.removeprefix(f"{DRAFTER}.")
+            header[name] = {"dtype": stored.code, "shape": list(stored.shape), "data_offsets": [at, at + stored.nbytes]}
             at += stored.nbytes
         text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)

@@ -114,8 +114,8 @@ class MtpModel(GPTModel):
 
     Set per model family: `mtp_reads_prenorm` (MiMo's MTP head reads the trunk's state before the final norm, DeepSeek's after it) and
     `mtp_masks_first_embedding` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth
-    only). `boundary_states` are the trunk's states that an EAGLE-3 drafter reads. Set by the recipe: `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through
-    the depths.
+    only). `boundary_states` has the states that an EAGLE-3 drafter reads. Set by the recipe: `mtp_isolated` detaches all embeddings, but
+    the state only at the first depth, so that gradients flow through the depths.
     """
 
     mtp_reads_prenorm: bool = False

@@ -142,8 +142,8 @@ def check_train(train: TrainConfig) -> Complaints:
         yield "train.stages: draft must come first, because its samples are generated with the weights of model.path; move it"
     if "draft" in train.stages and train.distributed_optimizer:
         yield (
-            "train.distributed_optimizer: is not supported in the stage draft, whose optimizer has only the drafter's parameters; set it to "
-            "false, or add the drafter first (mtpctl add-drafter)"
+            "train.distributed_optimizer: is not supported in the stage draft, whose optimizer has only the drafter's parameters; set it "
+            "to false, or add the drafter first (mtpctl add-drafter)"
         )
     for stage, steps in (("draft", train.draft.steps), ("sft", train.sft.steps), ("rl", train.rl.steps)):
         if stage in train.stages and steps == 0:

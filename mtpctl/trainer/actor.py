@@ -142,7 +142,7 @@ class TrainerRank(WeightExporter):
         elif penalized and train.keep_checkpoints:
             self.engine.optimizer = None  # This checkpoint does not include the last stage's optimizer.
             self.engine.save(Path(reference))
-        self.engine.set_optimizer({"draft": train.draft, "sft": train.sft, "rl": train.rl}[stage].optimizer)
+        self.engine.set_optimizer({"draft": train.draft.optimizer, "sft": train.sft.optimizer, "rl": train.rl.optimizer}[stage])
         if penalized:
             with self.engine.resident():  # After set_optimizer, which decides which parameters train.
                 self.reference = [p.detach().clone() for p in self._trained()]
