@@ -89,7 +89,7 @@ class DraftsOnly(NextToken):
         return loss
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"draft/trunk_nll": sums["loss"] / max(1.0, sums["tokens"])}
+        return {"mtp/trunk_nll": sums["loss"] / max(1.0, sums["tokens"])}
 
 
 class PolicyObjective:
