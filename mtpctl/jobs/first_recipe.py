@@ -145,11 +145,7 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         Setting("train.rl.preset", "dapo", "no KL to the start, clip-higher, and groups without signal are replaced"),
         Setting("rollout.engine", "vllm"),
     ]
-    last = [
-        Setting("async.staleness_threshold", 1.0, "the next batch is generated during an update"),
-        *([] if gpu else [Setting("cluster.device", "cpu")]),
-    ]
-    everything = [*given, *settings, *last]
+    everything = [*given, *settings, *([] if gpu else [Setting("cluster.device", "cpu")])]
     reasons = {setting.key: setting.why for setting in everything if setting.why}
     size = f"{work.parameters / 1e6:.0f}M"
     head = f"# {task} of reasoning-gym with {model} ({size} parameters). docs/your-first-run.md explains the choices.\n"

@@ -109,6 +109,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
         Setting("train.rl.overlong.buffer", max(1, response // 8), "only the last eighth of max_tokens is penalized"),
         Setting("rollout.context", context, f"the longest prompt has {work.prompt_tokens} tokens"),
         *_placement(work, machine),
+        _ahead(work, machine),
     ]
 
 
@@ -116,6 +117,13 @@ def _duration(work: Workload, machine: Machine) -> str:
     if not machine.gpus:
         return "a sample of a run: on two cores an update takes most of a minute"
     return "about 15 minutes on one H100" if work.small else "watch the curve of held-out accuracy, and stop when it is flat"
+
+
+def _ahead(work: Workload, machine: Machine) -> Setting:
+    key = "async.staleness_threshold"
+    if machine.gpus and work.small:
+        return Setting(key, 2.0, "responses of two batches are in flight during an update, as many as the engines take")
+    return Setting(key, 1.0, "the next batch is generated during an update")
 
 
 def _placement(work: Workload, machine: Machine) -> list[Setting]:
