@@ -101,7 +101,8 @@ class OfflineEngine:
         own = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
         self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in own})
 
-    def send(self, load: Load, vocab: int, logprobs: bool) -> Run:
+    def send(self, load: Load, vocab: int | None, logprobs: bool) -> Run:
+        """Send a load. vocab: the cycle model's vocabulary size, to check its answers; None for another model."""
         from vllm import SamplingParams, TokensPrompt
 
         settings = [
@@ -121,7 +122,7 @@ class OfflineEngine:
         outputs = self._llm.generate(prompts, settings, use_tqdm=False)
         seconds = time.perf_counter() - began
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab))
+        return Run(seconds, sum(map(len, answers)), 0 if vocab is None else _wrong(load, answers, vocab))
 
 
 async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:

@@ -103,7 +103,16 @@ def rollout(
     shape: Annotated[str, typer.Option("--shape", help="mimo7b, or tiny for a CPU.")] = "",
     model: Annotated[
         Path | None,
-        typer.Option("--model", metavar="FOLDER", help="Where the model is written if it does not exist; default: a temporary folder."),
+        typer.Option(
+            "--model",
+            metavar="FOLDER",
+            help="Your model with its tokenizer: measured against vLLM alone. Otherwise where the benchmark's model is written; default: a "
+            "temporary folder.",
+        ),
+    ] = None,
+    engines: Annotated[int, typer.Option("--engines", min=1, help="Of your model: engines on the GPU, in addition to one alone.")] = 1,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="For your model: a prompt per line; default: random tokens.")
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="path|speculation", help="Only this part; default: both.")] = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests; default: 8, 64, 256.")] = None,
@@ -118,6 +127,14 @@ def rollout(
     """Tokens/s through mtpctl's pool and through vLLM alone, empty slots, and the gain by k drafts. Exit code 6 if a bound is missed."""
     from mtpctl.errors import UserError
 
+    if model is not None and _is_users_model(model):
+        if shape or part:
+            raise UserError(
+                f"--{'shape' if shape else 'part'}: applies to the benchmark's own model, and {model} is another one; leave it out"
+            )
+        return _rollout_of_model(model, batch or [], engines, prompts, prompt, tokens or 0, rounds, eager=eager, json=json)
+    if engines > 1 or prompts is not None:
+        raise UserError(f"--{'engines' if engines > 1 else 'prompts'}: needs --model with your model's folder")
     parts = part or ["path", "speculation"]
     for name in parts:
         if name not in ("path", "speculation"):
@@ -154,6 +171,42 @@ def rollout(
     if json:
         answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))
     _check([f"{r.what}, {r.load}: {miss}" for r in results for miss in r.misses])
+
+
+def _is_users_model(folder: Path) -> bool:
+    """Whether the folder contains a model that the benchmark did not write."""
+    config = folder / "config.json"
+    return config.is_file() and "mtpctl_cycle" not in config.read_text()
+
+
+def _rollout_of_model(
+    folder: Path, batches: list[int], engines: int, prompts: Path | None, prompt: int, tokens: int, rounds: int, *, eager: bool, json: bool
+) -> None:
+    """The rollout of a user's model through mtpctl's pool and through vLLM alone."""
+    import torch
+
+    from mtpctl.bench import rollout_model as bench
+    from mtpctl.bench.report import describe, machine, to_json
+    from mtpctl.errors import UserError
+
+    texts: list[str] = []
+    if prompts is not None:
+        try:
+            texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompts: {prompts} cannot be read ({error})") from error
+        if not texts:
+            raise UserError(f"--prompts: {prompts} has no prompt; write one per line")
+    cuda = torch.cuda.is_available()
+    options = bench.Options(
+        folder, "cuda" if cuda else "cpu", prompt, tokens or (256 if cuda else 32), rounds=rounds, prompts=tuple(texts), eager=eager
+    )
+    show = partial(print, flush=True)
+    arms = bench.default_arms(sorted(set(batches)) or [256 if cuda else 8], engines)
+    show(f"{describe(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEADINGS}\n{bench.RULE}")
+    results = bench.run(options, arms, show)
+    if json:
+        answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))
 
 
 @app.command("sync-weights")

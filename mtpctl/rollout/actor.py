@@ -46,6 +46,8 @@ class EngineControl(Protocol):
 
     async def speculate(self, drafts: int | None = None) -> SpeculationState: ...
 
+    async def admit_at_once(self, at_once: bool) -> None: ...
+
     async def health(self) -> Health: ...
 
 
@@ -53,6 +55,8 @@ class Replica(EngineControl, Protocol):
     """One engine of a pool. Every call raises EngineDead once the engine is lost."""
 
     async def generate(self, request: GenerationRequest) -> Sample: ...
+
+    async def pid(self) -> int: ...
 
     async def shutdown(self) -> None: ...
 
@@ -172,6 +176,7 @@ class RayReplica:
     update = _control(EngineControl.update)
     pause = _control(EngineControl.pause)
     speculate = _control(EngineControl.speculate)
+    admit_at_once = _control(EngineControl.admit_at_once)
     health = _control(EngineControl.health)
 
     async def _call[**P, T](self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -207,6 +207,14 @@ class Engine(ABC):
         `look_again` makes the engine time all numbers of drafts again. Raises UserError for an engine without `speculation.auto`.
         """
 
+    async def admit_at_once(self, at_once: bool) -> None:
+        """Start each request as soon as a slot is free; False: hold requests back if that is faster.
+
+        Raises UserError if the engine cannot hold requests back.
+        """
+        if not at_once:
+            raise UserError("admission: this engine starts each request as soon as a slot is free")
+
     @abstractmethod
     async def shutdown(self) -> None:
         """End the engine. May be called again."""

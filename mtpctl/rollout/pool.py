@@ -275,6 +275,14 @@ class ReplicaPool:
         """See `Generator.speculate`; one entry per live replica."""
         return await self._replicas.each(lambda replica: replica.speculate(drafts))
 
+    async def admit_at_once(self, at_once: bool) -> None:
+        """See `VllmEngine.admit_at_once`, for all live replicas."""
+        await self._replicas.each(lambda replica: replica.admit_at_once(at_once))
+
+    async def pids(self) -> list[int]:
+        """The process ids of the live replicas' actors."""
+        return await self._replicas.each(lambda replica: replica.pid())
+
     async def health(self) -> list[Health]:
         """One entry per replica, including failed ones."""
         entries = []

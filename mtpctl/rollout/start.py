@@ -93,6 +93,7 @@ async def start_pool(
             release_kv=recipe.sync.release_kv,
             routes=routes,
             outside_cache=outside,
+            admit_at_once=recipe.async_.deterministic,
         )
 
     async def start(index: int) -> Replica:

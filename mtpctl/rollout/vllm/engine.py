@@ -173,6 +173,10 @@ class VllmEngine(Engine):
         )
         return state
 
+    async def admit_at_once(self, at_once: bool) -> None:
+        """False: hold requests back if that is faster (`mtpctl.rollout.bursts`)."""
+        await self._within(self._llm.engine_core.call_utility_async("mtpctl_admit_at_once", at_once), "setting the admission")
+
     @property
     def _errored(self) -> bool:
         return bool(self._llm.errored)

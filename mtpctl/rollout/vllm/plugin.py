@@ -19,6 +19,9 @@ TRANSFER_BACKEND = "mtpctl"
 OURS = "MTPCTL_VLLM"
 """Environment variable that marks processes of mtpctl's engines. vLLM's child processes inherit it."""
 
+AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
+"""Environment variable of an engine that admits each request as soon as a slot is free, so that its steps do not depend on time."""
+
 _WRAPPED = "_mtpctl_watches"
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
@@ -63,7 +66,18 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
-    from mtpctl.rollout.vllm.patches import compilation, cpu_kernels, draft_counts, drafter, logprobs, pauses, routes, sampling, weights
+    from mtpctl.rollout.vllm.patches import (
+        admission,
+        compilation,
+        cpu_kernels,
+        draft_counts,
+        drafter,
+        logprobs,
+        pauses,
+        routes,
+        sampling,
+        weights,
+    )
 
     mimo_config.install()
     for patch in (
@@ -81,6 +95,7 @@ def install() -> None:
         logprobs.install_logprobs,
         routes.install_routes,
         compilation.install_shared_compilation,
+        admission.install_admission,
     ):
         patch()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from mtpctl.errors import UserError
-from mtpctl.families.reading import DRAFTER
 from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES
 from mtpctl.plan.placement import ENGINE_MEMORY
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
-from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND
+from mtpctl.rollout.vllm.plugin import AT_ONCE, OURS, TRANSFER_BACKEND
 
 Arguments = dict[str, Any]
 """Keyword arguments of vLLM's `AsyncEngineArgs`."""
@@ -60,6 +58,7 @@ def engine_settings(
     release_kv: bool = False,
     routes: tuple[int, ...] = (),
     outside_cache: int | None = None,
+    admit_at_once: bool = False,
 ) -> VllmSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
@@ -67,6 +66,8 @@ def engine_settings(
         tokenizer: folder or hub id; required for stop strings, including those of environments.
         adapter: the LoRA adapter that weight syncs send, if any.
         release_kv, routes, outside_cache: see `VllmSettings`.
+        admit_at_once: start each request as soon as a slot is free. By default requests are held back if that is faster
+            (`mtpctl.rollout.bursts`), which depends on measured times.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
@@ -93,8 +94,6 @@ def engine_settings(
     if k:
         method = rollout.speculation.draft_method
         speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
-        if (drafter := Path(model) / DRAFTER).is_dir():
-            speculative |= {"method": "eagle3", "model": str(drafter)}
         args["speculative_config"] = speculative
     if k and rollout.speculation.auto:
         speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
@@ -128,7 +127,7 @@ def engine_settings(
         # Also for other speculators such as n-gram, whose drafts are counted in the same way.
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
-    environment = _environment(cpu, in_loop, rollout.threads)
+    environment = _environment(cpu, in_loop, rollout.threads) | ({AT_ONCE: "1"} if admit_at_once else {})
     return VllmSettings(
         args,
         in_loop,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mtpctl.errors import UserError
+from mtpctl.rollout.bursts import AdmissionBursts
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
@@ -108,6 +109,32 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
     assert [each[3] is None for each in of_late] == [each[2] is None for each in of_late] and len(of_late) > 15
     assert len(of_late[-1][3].logprobs) == sum(each[1] for each in of_late) == 40
     assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
+
+
+def test_requests_that_are_held_back_get_the_same_responses(
+    engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """160 requests for 64 slots: the first cycles hold back for different numbers of steps, whatever that is worth."""
+    hold, holds = AdmissionBursts.hold, []
+
+    def count(self: AdmissionBursts, now: float, running: int, waiting: int) -> bool:
+        held = hold(self, now, running, waiting)
+        holds.append(held)
+        return held
+
+    async def many() -> list[Sample]:
+        return await asyncio.gather(*(engine.generate(request(200 + index, 5 + index % 30)) for index in range(160)))
+
+    run(engine.admit_at_once(True))
+    monkeypatch.setattr(AdmissionBursts, "hold", count)
+    at_once = run(many())
+    assert not holds
+    run(engine.admit_at_once(False))
+    held_back = run(many())
+    assert sum(holds) >= 5
+    assert [sample.response_ids.tolist() for sample in held_back] == [sample.response_ids.tolist() for sample in at_once]
+    for sample in held_back[::20]:
+        assert_matches(sample, weights.made.__getitem__)
 
 
 def test_other_requests_keep_their_own_logprobs(engine: VllmEngine, run: Loop) -> None:

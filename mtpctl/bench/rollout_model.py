@@ -1,0 +1,359 @@
+"""`mtpctl bench rollout --model FOLDER`: throughput of a model's rollout on one GPU, in comparison with vLLM's offline generation.
+
+Prompts and responses have fixed lengths, so every way generates the same number of tokens. The response lengths of a load vary around their
+mean, so slots become free at different times. All engines are loaded at the same time and alternate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpctl.bench.rollout_engines import START_S, Load, OfflineEngine, enter_all
+from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.local import cluster
+from mtpctl.cluster.process import freeze_heap
+from mtpctl.errors import UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.families.shape import ModelShape
+from mtpctl.plan.memory import kv_bytes_per_token
+from mtpctl.plan.placement import Actor, Placement
+from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.model import ModelConfig, hf_config
+from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.start import start_pool
+from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.samples import GenerationRequest, Sample
+
+OFFLINE = "vLLM LLM.generate"
+SPREAD = 0.75
+"""Response lengths are uniform in the mean times 1 ± this."""
+MEMORY_SHARE = 0.8
+"""Share of GPU memory for all engines together."""
+RUN_S = 300.0
+TIMER = (
+    "the first request sent to the last response received, prefill included; engine start and one warm-up round excluded. "
+    "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
+)
+HEADINGS = "| what | in flight | tokens/s (least – most) | of vLLM | controller's loop, cores | engines, busy cores each |"
+RULE = "|---" * 6 + "|"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to generate: `engines` engines of mtpctl on the GPU, or vLLM alone if 0.
+
+    in_flight: maximum concurrent requests of each engine. at_once: admit each request as soon as a slot is free. worker: run the model in
+    a separate process of the engine, so that scheduling overlaps with it.
+    """
+
+    name: str
+    engines: int
+    in_flight: int
+    at_once: bool = False
+    worker: bool = False
+
+    @property
+    def engine_key(self) -> tuple[int, int, bool]:
+        """Arms with the same key use the same engines."""
+        return self.engines, self.in_flight, self.worker
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """prompt, tokens: tokens of a prompt and mean tokens of a response. group: responses per prompt. requests: per slot and round."""
+
+    folder: Path
+    device: Literal["cpu", "cuda"]
+    prompt: int = 60
+    tokens: int = 39
+    group: int = 8
+    requests: int = 8
+    rounds: int = 2
+    prompts: tuple[str, ...] = ()
+    eager: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a response."""
+        return max(1, round(self.tokens * (1 + SPREAD)))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One round of an arm. loop: CPU seconds of the controller's event loop. engines: CPU seconds of all engine processes; None for vLLM
+    alone."""
+
+    seconds: float
+    tokens: int
+    loop_s: float = 0.0
+    engines_s: float | None = None
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row of the table. loop, busy: cores that the controller's loop and each engine keep busy."""
+
+    what: str
+    in_flight: int
+    rates: tuple[float, ...]
+    ratios: tuple[float, ...]
+    loop: float | None
+    busy: float | None
+
+
+def prompts_of(options: Options, count: int) -> list[list[int]]:
+    """`count` prompts: the texts of `options.prompts` in turn, or random tokens that are not special.
+
+    Raises UserError for a folder without a tokenizer.
+    """
+    from mtpctl.data.tokenizers import load_plain_tokenizer
+
+    tokenizer = load_plain_tokenizer(options.folder)
+    if options.prompts:
+        texts = [tokenizer.encode(text, special=True) for text in options.prompts]
+        return [texts[number % len(texts)] for number in range(count)]
+    tokens, draw = sorted({*range(tokenizer.vocab_size)} - tokenizer.special_ids), random.Random(0)
+    return [draw.choices(tokens, k=options.prompt) for _ in range(count)]
+
+
+def make_load(options: Options, prompts: Sequence[list[int]], in_flight: int, engines: int) -> Load:
+    """A load that fills the slots of all engines several times. The members of a group share their prompt and are consecutive."""
+    count = requests_of(options, in_flight, engines)
+    draw = random.Random(f"{in_flight} {count}")
+    lengths = [max(1, round(options.tokens * draw.uniform(1 - SPREAD, 1 + SPREAD))) for _ in range(count)]
+    return Load(f"{in_flight} in flight", in_flight, [prompts[number // options.group] for number in range(count)], lengths)
+
+
+def requests_of(options: Options, in_flight: int, engines: int) -> int:
+    """Number of requests of a load. engines: 0 for vLLM alone."""
+    return in_flight * options.requests * max(1, engines)
+
+
+async def send(pool: ReplicaPool, load: Load, group: int, pids: Sequence[int]) -> Measured:
+    """Send a load through a pool, and wait for all responses. pids: the processes of its engines' actors."""
+
+    async def requests() -> AsyncIterator[GenerationRequest]:
+        for number, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
+            yield GenerationRequest(Sample(str(number), str(number // group), prompt), length)
+
+    busy, loop, began = cpu_seconds(pids), time.thread_time(), time.perf_counter()
+    tokens = 0
+    async with aclosing(pool.generate(requests())) as samples:
+        async for sample in samples:
+            tokens += len(sample.response_ids)
+    seconds = time.perf_counter() - began
+    if tokens != sum(load.lengths):
+        raise RuntimeError(f"{tokens} tokens were generated, {sum(load.lengths)} requested")
+    return Measured(seconds, tokens, time.thread_time() - loop, cpu_seconds(pids) - busy)
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds that these processes and their descendants have used."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # ended meanwhile
+                continue
+            parents[int(entry.name)], ticks[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+
+    def belongs(pid: int) -> bool:
+        while pid in parents and pid not in pids:
+            pid = parents[pid]
+        return pid in pids
+
+    return sum(count for pid, count in ticks.items() if belongs(pid)) / os.sysconf("SC_CLK_TCK")
+
+
+Run = Callable[[Load], Awaitable[Measured]]
+
+
+class ModelBench:
+    """Starts the engines of the arms for a model's folder, and measures them."""
+
+    def __init__(self, options: Options, arms: Sequence[Arm]) -> None:
+        self.options, self.arms = options, list(arms)
+        config = hf_config(ModelConfig(path=str(options.folder)))
+        if config is None:
+            raise UserError(f"--model: {options.folder} has no config.json")
+        self.shape: ModelShape = shape_of(config)
+        most = max(requests_of(options, arm.in_flight, arm.engines) for arm in self.arms)
+        self.prompts = prompts_of(options, -(-most // options.group))
+        if self.context > self.shape.max_positions:
+            raise UserError(
+                f"--prompt: prompts and responses of up to {options.longest} tokens take {self.context} positions, the model has "
+                f"{self.shape.max_positions}; shorten the prompts, or reduce --tokens"
+            )
+        keys = {arm.engine_key for arm in self.arms}
+        self.at_once = sum(max(1, engines) for engines, _, _ in keys)
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of a prompt with its response, plus a margin."""
+        return max(map(len, self.prompts)) + self.options.longest + 8
+
+    def recipe(self, key: tuple[int, int, bool]) -> Recipe:
+        """The recipe of an arm's engines. Each has a cache for all of its slots."""
+        engines, in_flight, worker = key
+        options, gpu = self.options, self.options.device == "cuda"
+        rollout: dict[str, object] = {
+            "replicas": max(1, engines),
+            "max_in_flight": in_flight,
+            "max_tokens": options.longest,
+            "threads": 0 if gpu else 1,
+            "eager": options.eager,
+            "speculation": {"num_tokens": 0},
+        }
+        if gpu:
+            rollout["gpus"] = self.share
+            rollout["gpu_memory"] = MEMORY_SHARE / self.at_once
+            rollout["kv_cache_bytes"] = in_flight * (self.context + 64) * kv_bytes_per_token(self.shape, 1, 2, drafting=False)
+            rollout["engine_args"] = {"distributed_executor_backend": "mp"} if worker else {}
+        return Recipe.model_validate(
+            {
+                "model": {"path": str(options.folder)},
+                "mtp": {"mode": "off"},
+                "train": {"precision": "bf16" if gpu else "fp32"},
+                "rollout": rollout,
+                "sync": {"transport": "shm"},
+                "cluster": {"device": options.device, "actor_deadline_s": START_S},
+            }
+        )
+
+    @property
+    def share(self) -> float:
+        """Share of the GPU of each engine."""
+        return int(1e4 / self.at_once) / 1e4 if self.options.device == "cuda" else 0.0
+
+    @asynccontextmanager
+    async def pool(self, key: tuple[int, int, bool]) -> AsyncIterator[ReplicaPool]:
+        """A pool with the engines of an arm."""
+        actors = tuple(Actor("rollout", index, 0, 0, 1.0, self.share) for index in range(key[0]))
+        placement = Placement(self.options.device, actors, 1)
+        pool = await start_pool(self.recipe(key), model=str(self.options.folder), context=self.context, placement=placement)
+        try:
+            yield pool
+        finally:
+            await pool.close()
+
+    @asynccontextmanager
+    async def offline(self, key: tuple[int, int, bool]) -> AsyncIterator[Run]:
+        """vLLM's offline generation with the settings of an engine."""
+        import ray
+
+        recipe = self.recipe(key)
+        settings = engine_settings(
+            recipe.rollout.model_copy(update={"context": self.context}),  # type: ignore[arg-type]
+            model=str(self.options.folder),
+            precision=recipe.train.precision,
+            device=self.options.device,
+            admit_at_once=True,
+        )
+        resources = {"num_cpus": 1, "num_gpus": self.share, "runtime_env": {"env_vars": settings.environment}}
+        actor: Any = ray.remote(OfflineEngine).options(**resources).remote(settings)
+
+        async def run(load: Load) -> Measured:
+            done = await actor.send.remote(load, None, True)
+            return Measured(done.seconds, done.tokens)
+
+        try:
+            await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
+            yield run
+        finally:
+            ray.kill(actor)
+
+    async def measure(self, say: Say) -> list[Result]:
+        """Start all engines, send each load each way, and print a row for each arm."""
+        keys = list(dict.fromkeys(arm.engine_key for arm in self.arms))
+        managers: list[AbstractAsyncContextManager[ReplicaPool | Run]] = [self.pool(key) if key[0] else self.offline(key) for key in keys]
+        results: list[Result] = []
+        async with enter_all(*managers) as engines:
+            freeze_heap()
+            by_key = dict(zip(keys, engines, strict=True))
+            for in_flight in dict.fromkeys(arm.in_flight for arm in self.arms):
+                arms = [arm for arm in self.arms if arm.in_flight == in_flight]
+                measured = await self._alternate(arms, by_key)
+                for arm in arms:
+                    baseline = next((measured[other.name] for other in arms if not other.engines), None)
+                    results.append(_result(arm, measured[arm.name], baseline))
+                    say(line(results[-1]))
+        return results
+
+    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[tuple[int, int, bool], ReplicaPool | Run]) -> dict[str, list[Measured]]:
+        measured: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
+        for number in range(-1, self.options.rounds):
+            for arm in arms[:: 1 if number % 2 else -1]:
+                load, engine = make_load(self.options, self.prompts, arm.in_flight, arm.engines), by_key[arm.engine_key]
+                if isinstance(engine, ReplicaPool):
+                    await engine.admit_at_once(arm.at_once)
+                    run = send(engine, load, self.options.group, await engine.pids())
+                else:
+                    run = engine(load)  # type: ignore[assignment]
+                done = await within(run, RUN_S, f"{arm.name}, {load.name}")
+                if number >= 0:
+                    measured[arm.name].append(done)
+        return measured
+
+
+def _result(arm: Arm, rounds: list[Measured], baseline: list[Measured] | None) -> Result:
+    seconds = sum(each.seconds for each in rounds)
+    engines_s = [each.engines_s for each in rounds if each.engines_s is not None]
+    return Result(
+        arm.name,
+        arm.in_flight,
+        tuple(each.rate for each in rounds),
+        tuple(each.rate / other.rate for each, other in zip(rounds, baseline, strict=True)) if baseline else (),
+        sum(each.loop_s for each in rounds) / seconds if arm.engines else None,
+        sum(engines_s) / seconds / arm.engines if arm.engines and len(engines_s) == len(rounds) else None,
+    )
+
+
+def line(result: Result) -> str:
+    """Format a result as a row of the table."""
+    rates = result.rates
+    ratio = f"{statistics.median(result.ratios):.2f}" if result.ratios else "–"
+    loop = "–" if result.loop is None else f"{result.loop:.2f}"
+    busy = "–" if result.busy is None else f"{result.busy:.2f}"
+    spread = f"{statistics.median(rates):,.0f} ({min(rates):,.0f} – {max(rates):,.0f})"
+    return f"| {result.what} | {result.in_flight} | {spread} | {ratio} | {loop} | {busy} |"
+
+
+def default_arms(batches: Sequence[int], engines: int) -> list[Arm]:
+    """vLLM alone, one engine and, if more than one, `engines` engines, for each number of requests in flight."""
+    arms = []
+    for batch in batches:
+        arms += [Arm(OFFLINE, 0, batch), Arm("one engine", 1, batch)]
+        arms += [Arm(f"{engines} engines", engines, batch)] if engines > 1 else []
+    return arms
+
+
+def run(options: Options, arms: Sequence[Arm], say: Say) -> list[Result]:
+    """Measure the arms on one GPU, or on CPUs."""
+    bench = ModelBench(options, arms)
+    gpus = int(options.device == "cuda")
+    config = ClusterConfig(device=options.device, num_cpus=bench.at_once + 1)
+    with cluster(config, cpus=bench.at_once, gpus=gpus):
+        return asyncio.run(bench.measure(say))
+
+
+def as_dict(options: Options, results: Sequence[Result]) -> dict[str, object]:
+    """Options and results for JSON."""
+    return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}
