@@ -49,6 +49,9 @@ ADVICE: dict[str, Advice] = {
     ),
     "eval/spec_accept_rate": Advice("as `rollout/spec_accept_rate`", "far lower: held-out problems differ from the training problems"),
     "sft/loss": Advice("falls", "flat: raise `train.sft.optimizer.lr`; rises: lower it"),
+    "mtp/trunk_nll": Advice(
+        "near the entropy of the samples", "far above it: the samples are not the model's, or have another `rollout.temperature`"
+    ),
     "actor/entropy": Advice(
         "falls slowly, stays above 0", "collapses: raise `train.rl.clip_high` or `train.rl.entropy_coef`; grows: lower the learning rate"
     ),

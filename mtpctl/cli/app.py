@@ -28,6 +28,7 @@ COMMANDS = {
     "rollout": ("rollout:rollout", "Generate responses to a file of prompts with the latest weights."),
     "eval": ("rollout:evaluate", "Evaluate a run on its held-out sets."),
     "logprob-serve": ("logprob_serve:logprob_serve", "Serve log-probs, entropy and MTP scores over HTTP."),
+    "add-drafter": ("add_drafter:add_drafter", "Add a drafter to a model without one, and train it."),
     "convert-hf": ("convert_hf:convert_hf", "Convert weights, Hugging Face to Megatron and back."),
     "report": ("runs:report", "Write an HTML page of one run or of several."),
     "runs": ("runs:runs", "List the runs below a folder."),

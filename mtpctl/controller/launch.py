@@ -17,6 +17,7 @@ from mtpctl.cluster.local import Daemons, check_capacity, cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost, start_copier
+from mtpctl.controller.draft import SAMPLES, DraftStage
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, prepare, store_in
 from mtpctl.controller.resuming import REFERENCE, Start, changed_old_logprobs, check_random_init, find_start, report_ended
@@ -59,7 +60,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     resumed = resumed_from(checkpoint, recipe.train)
     if report_ended(recipe, earlier, checkpoint, resumed, report):
         return 0
-    if "rl" in recipe.train.stages:
+    if recipe.train.generates:
         check_engine(recipe)
     check_packages(recipe.telemetry)
     # The hosts of a cluster, and their free resources, are known only after joining it: until then they count as unlimited.
@@ -177,7 +178,7 @@ class Run:
                 return self.stops.number
             self.placement, self.bundles = reserved
             self.telemetry.event("start", f"places: {self.bundles.summary()}")
-            if self.trains_rl and self.recipe.rollout.elastic:
+            if self.recipe.train.generates and self.recipe.rollout.elastic:
                 report = partial(self.telemetry.event, "rollout")
                 self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, report)
                 await stack.enter_async_context(self.elastic.watching())
@@ -187,7 +188,7 @@ class Run:
             )
             self.services = Services(self.recipe, self.prepared, self.placement, self.bundles, self.store, self.waits, self.telemetry)
             # The supervised stage does not need the engines, and runs while they start.
-            starting = asyncio.create_task(self._start_actors(stack)) if self.trains_rl else None
+            starting = asyncio.create_task(self._start_actors(stack)) if self.recipe.train.generates else None
             try:
                 await self._stages(trainer, starting)
             except MtpctlError:
@@ -221,7 +222,7 @@ class Run:
 
     async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
         """Start the rollout engines and, if configured, the log-prob server."""
-        if not self.recipe.logprob.standalone:
+        if not (self.recipe.logprob.standalone and self.trains_rl):
             return await self._start_rollout(stack), None
         return await asyncio.gather(self._start_rollout(stack), self.services.start_logprob(stack))
 
@@ -286,6 +287,8 @@ class Run:
         """
         if stage == "sft":
             await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, background=starting, revive=self.revival).run()
+        elif stage == "draft":
+            await self._draft(trainer, starting)
         else:
             assert starting is not None
             if await finished_before(starting, self.state.stopping):
@@ -293,6 +296,25 @@ class Run:
         if not self.state.stopping.is_set():
             self.state.end(stage)
             await self.state.until_saved(lambda: self.state.checkpoint(trainer))
+
+    async def _draft(self, trainer: TrainerGroup, starting: StartingActors | None) -> None:
+        generator = None
+        if self.recipe.train.draft.samples:
+            assert starting is not None
+            if not await finished_before(starting, self.state.stopping):
+                return
+            generator, _server = starting.result()
+        stage = DraftStage(
+            self.recipe,
+            self.prepared,
+            trainer,
+            self.telemetry,
+            self.state,
+            revive=self.revival,
+            generator=generator,
+            file=self.directory.path / SAMPLES,
+        )
+        await stage.run()
 
     async def _restore(self, trainer: TrainerGroup, checkpoint: Path) -> None:
         with self.waits.on(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):

@@ -133,7 +133,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     tried = try_code(recipe, problems, compare=True)
     model = model_of(recipe, run_dir)
-    if "rl" in recipe.train.stages and not recipe.rollout.traits.own_environment:
+    if recipe.train.generates and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
     # Finds tensors with wrong names, sizes or scales before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
@@ -153,7 +153,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     if tried.environment is not None:
         tried.environment.check_text(tokenizer)
         tools = tried.environment.tools
-    imitated = problems.supervised if "sft" in recipe.train.stages else []
+    imitated = problems.supervised if recipe.train.imitates else []
     if imitated is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)
     fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools, ends=ends)
@@ -206,9 +206,9 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     """
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 
-    config = recipe.model
+    config, folder = recipe.model, recipe.model.folder_in(run_dir.absolute())
     if recipe.model.drawn:
-        folder = run_dir.absolute() / "model"
+        assert folder is not None
         if folder.exists():
             _verify_created(folder)
             return HfFolder.open(folder)
@@ -216,7 +216,15 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
         assert fields is not None, "the hub was contacted"
         return create_hf_folder(fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks reject a model without path and config"
-    return HfFolder.open(local_folder(config.path, "model.path"))
+    source = local_folder(config.path, "model.path")
+    if config.drafter is None:
+        return HfFolder.open(source)
+    assert folder is not None
+    if folder.exists():
+        return HfFolder.open(folder)
+    from mtpctl.convert.drafter import add_drafter
+
+    return add_drafter(source, folder, config.drafter.kind, config.drafter.layers, seed=recipe.seed)
 
 
 def _verify_created(folder: Path) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.evaluate import Evaluations
+from mtpctl.controller.hints import HintWatch
 from mtpctl.controller.idle import IdleTrainer
 from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
 from mtpctl.controller.prepare import Prepared
@@ -89,6 +90,7 @@ class RlStage:
         self.evaluations = Evaluations(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
         self.stability = StabilityWatch(recipe)
         self.idle_trainer = IdleTrainer(recipe)
+        self.hints = HintWatch(recipe)
         self._replaying = False  # the updates since the newest checkpoint are to be repeated
         self._waited_for_evaluation = 0.0  # seconds since the last update
         self._updated = asyncio.Event()  # set at the end of each update
@@ -251,12 +253,15 @@ class RlStage:
         times, counts = self.clock.read(), self.rollout.take_counts()
         self.idle_trainer.observe(times)
         generating, self._waited_for_evaluation = times["timing_s/step"] + self._waited_for_evaluation, 0.0
-        steady, warning = self.stability.update(counts.reward_means(), metrics)
+        means, counted = counts.reward_means(), counts.metrics(groups, generating)
+        steady, warning = self.stability.update(means, metrics)
         if warning is not None:
             self.telemetry.event("alarm", warning)
+        for hint in self.hints.update(means, metrics | counted):
+            self.telemetry.event("hint", hint)
         return (
             times
-            | counts.metrics(groups, generating)
+            | counted
             | steady
             | self.state.copy_metrics()
             | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Literal
 
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
@@ -19,12 +20,14 @@ WINDOW = 10
 
 
 class SftStage:
-    """Runs the updates of `train.sft.steps` that are not done yet.
+    """Runs the updates of `train.sft.steps` that are not done yet. `name`: the section of `train` with its settings.
 
     Args:
         background: starts the actors of the next stage. If it fails, this stage fails at its next step.
         revive: restarts a lost trainer.
     """
+
+    name: Literal["sft", "draft"] = "sft"
 
     def __init__(
         self,
@@ -58,28 +61,30 @@ class SftStage:
 
     async def _updates(self) -> None:
         """Run updates and checkpoints until all are done, the loss reaches `until_loss`, or a stop is requested."""
-        sft, bad = self.recipe.train.sft, 0
-        while self.state.step < sft.steps and not self.state.stopping.is_set():
+        train, bad = self.recipe.train, 0
+        stage = train.draft if self.name == "draft" else train.sft
+        update = self.trainer.draft_step if self.name == "draft" else self.trainer.sft_step
+        while self.state.step < stage.steps and not self.state.stopping.is_set():
             losses = self.state.losses
-            if len(losses) == WINDOW and sum(losses) / WINDOW <= sft.until_loss:
+            if len(losses) == WINDOW and sum(losses) / WINDOW <= train.sft.until_loss:
                 self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
                 return
             if self.background is not None and self.background.done():
                 self.background.result()
             began = time.perf_counter()
-            sequences = [self._sequence() for _ in range(sft.batch_size)]
+            sequences = [self._sequence() for _ in range(stage.batch_size)]
             self.state.updating = True
-            metrics = await self.trainer.sft_step(sequences)
+            metrics = await update(sequences)
             seconds = time.perf_counter() - began
             bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
-            if not metrics["skipped"]:
+            if "sft/loss" in metrics and not metrics["skipped"]:
                 self.state.losses = [*losses, metrics["sft/loss"]][-WINDOW:]
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
             self.state.updating = False
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
             metrics |= self.state.copy_metrics()
-            self.telemetry.log(self.state.step, metrics, "sft")
+            self.telemetry.log(self.state.step, metrics, self.name)
             await self.state.checkpoint_if_due(self.trainer)
 
     def _sequence(self) -> SftSample:

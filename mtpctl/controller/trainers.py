@@ -107,6 +107,9 @@ class TrainerGroup:
     async def sft_step(self, rows: list[SftSample]) -> dict[str, float]:
         return await self._call(TrainerRank.sft_step, rows)
 
+    async def draft_step(self, rows: list[SftSample]) -> dict[str, float]:
+        return await self._call(TrainerRank.draft_step, rows)
+
     async def restore(self, checkpoint: Path) -> None:
         await self._call(TrainerRank.restore, str(checkpoint))
 

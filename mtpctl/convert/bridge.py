@@ -54,8 +54,11 @@ class WeightBridge:
         return config
 
     def mapping(self) -> ModelBridge:
-        """Megatron-Bridge's own bridge."""
-        return self._bridge._model_bridge
+        """Megatron-Bridge's own bridge, with the parameters of an EAGLE-3 drafter."""
+        bridge: ModelBridge = self._bridge._model_bridge
+        if self.folder.shape.eagle3 is not None:
+            mappings.add_eagle3(bridge)
+        return bridge
 
     def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:
         """A stand-in for the Hugging Face model that Megatron-Bridge expects: config, tensor names and, if given, tensors."""

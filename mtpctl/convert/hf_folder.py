@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.families.reading import MTP_COUNTS, shape_of, stated_positions
+from mtpctl.families.reading import DRAFTER, MTP_COUNTS, shape_of, stated_positions
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
+from mtpctl.recipe.model import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -53,17 +54,7 @@ class HfFolder:
         field: the name of the path in error messages. Raises UserError if the folder, its config or its weights are missing or unreadable.
         """
         folder = Path(path)
-        file = folder / "config.json"
-        if not file.is_file():
-            raise UserError(f"{field}: {folder} holds no config.json; name a Hugging Face model folder")
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{file}:1: must hold an object")
+        config = read_config(folder, field)
         result = cls(folder, config, shape_of(config))
         return result.completed(FolderWeights(folder)) if weights else result
 
@@ -155,11 +146,15 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
             tensors[name] = _drawn(name, size, shape, std, generator).to(dtype)
     # safetensors rejects tensors that share memory.
     tensors |= {name: tensors[same[name]].clone() for name in tensor_shapes(shape) if name in same}
-    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+    target, drafter = split_drafter(tensors)
+    save_file(target, aside / "model.safetensors", metadata={"format": "pt"})
+    if drafter:
+        (aside / DRAFTER).mkdir()
+        save_file(drafter, aside / DRAFTER / "model.safetensors", metadata={"format": "pt"})
     # These weights are not quantized, even if the config was copied from a folder with quantized weights.
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_config(config, aside)
     aside.rename(folder)
     return HfFolder(folder, config, shape)
 
@@ -223,7 +218,20 @@ def _section_with(config: HfConfig, key: str) -> HfConfig:
 
 
 def write_config(config: HfConfig, folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    """Write config.json, and that of an EAGLE-3 drafter to its subfolder."""
+    config = dict(config)
+    drafter = config.pop(DRAFTER, None)
+    for part, fields in ((folder, config), (folder / DRAFTER, drafter)):
+        if fields:
+            part.mkdir(exist_ok=True)
+            (part / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+
+
+def split_drafter[T](tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Divide the tensors of a model into those of its folder and those of its EAGLE-3 drafter's subfolder, under their stored names."""
+    prefix = f"{DRAFTER}."
+    target = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    return target, {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def check_target(source: Path, target: Path, *, force: bool) -> None:

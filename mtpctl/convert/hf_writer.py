@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.convert.model_weights import Stored
+from mtpctl.families.reading import DRAFTER
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size of a file, as on the Hugging Face hub. A file with a single tensor may be larger."""
@@ -59,6 +60,10 @@ class HfWriter:
         self._weight_map: dict[str, str] = {}
         self._files: dict[str, int] = {}
         self._total = sum(stored.nbytes for stored in layout)
+        drafter = [stored for stored in layout if stored.name.startswith(f"{DRAFTER}.")]
+        if drafter:
+            self._add_shard(f"{DRAFTER}/model.safetensors", drafter, sizes)
+            layout = [stored for stored in layout if stored not in drafter]
         groups = list(_groups(layout, shard_bytes))
         for number, group in enumerate(groups, start=1):
             name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -67,14 +72,16 @@ class HfWriter:
     def _add_shard(self, file: str, group: list[Stored], sizes: Mapping[str, int]) -> None:
         header, at = {}, 0
         for stored in group:
-            header[stored.name] = {"dtype": stored.code, "shape": list(stored.shape), "data_offsets": [at, at + stored.nbytes]}
+            name = stored.name.removeprefix(f"{DRAFTER}.")
+            header[name] = {"dtype": stored.code, "shape": list(stored.shape), "data_offsets": [at, at + stored.nbytes]}
             at += stored.nbytes
         text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self.shards.append(Shard(file, len(text).to_bytes(_LENGTH_BYTES, "little") + text, _LENGTH_BYTES + len(text) + at))
         at = _LENGTH_BYTES + len(text)
         for stored in group:
-            self._weight_map[stored.name] = file
+            if not file.startswith(f"{DRAFTER}/"):
+                self._weight_map[stored.name] = file
             end = at + stored.nbytes
             for name in stored.pieces or (stored.name,):
                 nbytes = sizes[name] * stored.dtype.itemsize if len(stored.pieces) > 1 else stored.nbytes
@@ -89,10 +96,11 @@ class HfWriter:
     def allocate(self) -> None:
         """Create the files with their headers, and the index."""
         for shard in self.shards:
+            (self.folder / shard.name).parent.mkdir(exist_ok=True)
             with (self.folder / shard.name).open("wb") as stream:
                 os.posix_fallocate(stream.fileno(), 0, shard.nbytes)
                 stream.write(shard.header)
-        if len(self.shards) > 1:
+        if len(set(self._weight_map.values())) > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 

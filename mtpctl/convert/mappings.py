@@ -55,6 +55,7 @@ class ModelBridge(Protocol):
     """The conversion of one model architecture."""
 
     build_conversion_tasks: Callable[..., list[ConversionTask | None]]
+    mapping_registry: Callable[[], MegatronMappingRegistry]
 
     def load_weights_hf_to_megatron(self, hf_pretrained: object, megatron_model: list[torch.nn.Module]) -> object: ...
 
@@ -95,7 +96,7 @@ def packs_experts(task: ConversionTask) -> bool:
 
 
 _LAYERS = {
-    "column": ("LoraColumnParallelLinear",),
+    "column": ("LoraColumnParallelLinear", "PairedColumnParallelLinear"),
     "row": ("LoraRowParallelLinear",),
     "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router", "GatedRMSNorm"),
 }
@@ -199,6 +200,32 @@ def _with_glm_experts(upstream: type) -> type:
             return _extended(super().mapping_registry(), experts)
 
     return GlmBridge
+
+
+def add_eagle3(bridge: ModelBridge) -> None:
+    """Add the parameters of an EAGLE-3 drafter to the mappings of a bridge object."""
+    auto, qkv = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
+    ours, theirs = "mtp.layers.0", "drafter"
+    inner, layer = f"{ours}.mtp_model_layer", f"{theirs}.midlayer"
+    pairs = {
+        f"{ours}.eh_proj.weight": f"{theirs}.fc.weight",
+        f"{ours}.enorm.weight": f"{layer}.input_layernorm.weight",
+        f"{ours}.hnorm.weight": f"{layer}.hidden_norm.weight",
+        f"{ours}.final_layernorm.weight": f"{theirs}.norm.weight",
+        f"{inner}.self_attention.linear_proj.weight": f"{layer}.self_attn.o_proj.weight",
+        f"{inner}.mlp.linear_fc1.layer_norm_weight": f"{layer}.post_attention_layernorm.weight",
+    }
+    attention = {part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"}
+    more = [auto(*pair) for pair in pairs.items()]
+    more += [qkv(f"{inner}.self_attention.linear_qkv.weight", **attention), *_mlp(f"{inner}.mlp", f"{layer}.mlp")]
+    upstream = bridge.mapping_registry
+
+    def mapping_registry() -> MegatronMappingRegistry:
+        registry = upstream()
+        # The first match counts, and some bridges have mappings for MTP layers.
+        return type(registry)(*more, *(each for each in registry.mappings if not each.megatron_param.startswith("mtp.")))
+
+    bridge.mapping_registry = mapping_registry
 
 
 def _of_text_model(upstream: type) -> type:

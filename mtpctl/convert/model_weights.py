@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
 from mtpctl.convert.tensor_files import SIZES, FolderWeights, code_of, dtype_of
 from mtpctl.errors import UserError
+from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
@@ -214,6 +215,11 @@ class ModelWeights(Mapping[str, "Tensor"]):
         known = {location.name for location in self._locations.values()} | self._unread | self._scales
         known |= {self._name_of(alias) for alias in self._aliases}
         for name in self.raw.entries:
+            if name not in known and name.startswith(f"{DRAFTER}."):
+                raise UserError(
+                    f"{self.folder.path / DRAFTER}: {name.removeprefix(f'{DRAFTER}.')} is not supported: the drafter shares the model's "
+                    "embedding, head and vocabulary; use a drafter of mtpctl add-drafter"
+                )
             if name not in known and name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
                 layer = name.removeprefix(decoder).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:

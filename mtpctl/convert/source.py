@@ -103,7 +103,7 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
     if not file.is_file():
         raise UserError(f"{checkpoint}: does not name its model; name the model's folder with --model")
     recipe = load_recipe(file).recipe
-    model = run / "model" if recipe.model.drawn else Path(recipe.model.path or "")
+    model = recipe.model.folder_in(run) or Path(recipe.model.path or "")
     if not (model / "config.json").is_file():
         raise UserError(f"{file}: model.path {recipe.model.path} is no folder here; name the model's folder with --model")
     tokenizer = run / "tokenizer"

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from mtpctl.errors import UserError
+from mtpctl.families.reading import DRAFTER
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,9 @@ class Entry:
 
 
 class FolderWeights:
-    """Names, shapes and tensors of a folder with one weight file, or with shards and an index.
+    """Names, shapes and tensors of a folder with one weight file, or with shards and an index, and of the EAGLE-3 drafter next to them.
+
+    The drafter's tensors have the prefix `drafter.`.
 
     Raises UserError if shards are missing, damaged or outside the folder.
     """
@@ -94,6 +97,10 @@ class FolderWeights:
                 if name in self.entries:
                     raise UserError(f"{path}: {name} is both in {self.entries[name].file.name} and in {file.name}; remove one of them")
                 self.entries[name] = entry
+        if (path / DRAFTER / "config.json").is_file():
+            drafter = FolderWeights(path / DRAFTER)
+            self.files = [*self.files, *drafter.files]
+            self.entries |= {f"{DRAFTER}.{name}": entry for name, entry in drafter.entries.items()}
         if index is not None:
             for name, file_name in json.loads(index.read_text())["weight_map"].items():
                 if name not in self.entries:

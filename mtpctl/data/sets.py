@@ -90,14 +90,14 @@ class ProblemSets:
     """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and named sets.
 
     Attributes:
-        seen: `prompt_hash` of the held-out prompts that a stage trains on; None if the training rows are not known.
+        seen_prompts: `prompt_hash` of the held-out prompts that a stage trains on; None if the training rows are not known.
     """
 
     train: list[Problem]
     evaluation: list[Problem]
     supervised: list[Problem]
     named: Mapping[str, list[Problem]] = field(default_factory=dict)
-    seen: frozenset[bytes] | None = frozenset()
+    seen_prompts: frozenset[bytes] | None = frozenset()
 
     @property
     def held_out(self) -> dict[str, list[Problem]]:
@@ -106,7 +106,7 @@ class ProblemSets:
 
     def is_seen(self, problem: Problem) -> bool:
         """Whether a stage trains on the prompt of this held-out problem, so that its accuracy may be memorization."""
-        return problem.prompt_hash in (self.seen or ())
+        return problem.prompt_hash in (self.seen_prompts or ())
 
     def count_seen(self) -> int:
         """Number of held-out problems whose prompt a stage trains on."""
@@ -151,8 +151,8 @@ def load_problem_sets(
         supervised = rows["sft"].read()
     named = dict(_named_sets(rows, evaluation))
     trained = [problems for stage, problems in (("rl", train), ("sft", supervised)) if stage in stages]
-    seen = _seen(chain.from_iterable(trained), [held_out, *named.values()])
-    return ProblemSets(train, held_out, supervised, named, seen)
+    shared = _seen(chain.from_iterable(trained), [held_out, *named.values()])
+    return ProblemSets(train, held_out, supervised, named, shared)
 
 
 def _seen(trained: Iterable[Problem], held_out: Sequence[Sequence[Problem]]) -> frozenset[bytes]:
@@ -190,8 +190,8 @@ def load_held_out(
 ) -> ProblemSets:
     """Only the held-out problems, if any. Raises like `load_problem_sets`.
 
-    The training rows of `stages` are read to compare prompts. They are optional here: `seen` is None if there are none, or if a row cannot
-    be read.
+    The training rows of `stages` are read to compare prompts. They are optional here: `seen_prompts` is None if there are none, or if a row
+    cannot be read.
     """
     rows = rows_of(config, evaluation, stages)
     train: Iterable[Problem] | None = None
@@ -211,10 +211,10 @@ def load_held_out(
     if "sft" in stages and "sft" in rows:
         trained = chain(trained, rows["sft"].problems(fetch=False))
     try:
-        seen: frozenset[bytes] | None = _seen(trained, [held_out, *named.values()])
+        shared: frozenset[bytes] | None = _seen(trained, [held_out, *named.values()])
     except (UserError, EnvironmentMissing):
-        seen = None
-    return ProblemSets([], held_out, [], named, seen)
+        shared = None
+    return ProblemSets([], held_out, [], named, shared)
 
 
 def _from_environment(config: DataConfig, rollout: RolloutBase | None) -> bool:
@@ -237,7 +237,7 @@ def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Seq
     columns, rows = config.columns, {}
     if config.path is not None:
         # Only a run without RL may train on conversations, which are not prompts.
-        reading = Reading(columns, supervised="rl" not in stages)
+        reading = Reading(columns, supervised=not {"rl", "draft"} & {*stages})
         rows["train"] = Rows(config.path, reading, "data.path", config.subset, config.split)
     if config.eval_path is not None:
         rows["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import get_args
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
-from mtpctl.families.registry import FAMILIES, Family, MoeFields
-from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, ModelShape, MoeShape
+from mtpctl.families.registry import EAGLE3, FAMILIES, Family, MoeFields
+from mtpctl.families.shape import DeltaShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape
+
+DRAFTER = "drafter"
+"""Subfolder of a model's folder with its EAGLE-3 drafter, and the key of the drafter's config in the model's config."""
+
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Config fields with the number of MTP layers, at the top level or in `text_config`."""
@@ -38,7 +44,9 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:
-    """The number of MTP layers in a config, 0 if it has no such field."""
+    """The number of MTP layers in a config, 0 if it has no such field. An EAGLE-3 drafter counts as one."""
+    if config.get(DRAFTER):
+        return 1
     for part in (config, mapping(config, "text_config")):
         for key in MTP_COUNTS:
             if part.get(key):
@@ -72,13 +80,14 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
             f"model config: head_dim {head_dim} is not hidden_size / num_attention_heads = {hidden / heads:g}, as {family.name} needs it"
         )
     mtp_layers = mtp_layers_of(config)
-    if mtp_layers and family.mtp is None:
+    has_eagle3 = bool(config.get(DRAFTER))
+    if mtp_layers and family.mtp is None and not has_eagle3:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
     moe = _moe(family.moe, fields, layers) if family.moe else None
     rope = rope_fields(family, fields.raw, positions)
-    return ModelShape(
+    shape = ModelShape(
         family=family.name,
         architecture=next((a for a in _architectures(config) if a in family.architectures), family.architectures[0]),
         prefix=family.prefix,
@@ -105,6 +114,48 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         delta=_delta(family, fields),
         layer_kinds=_layer_kinds(family, fields, layers),
     )
+    return replace(shape, mtp=EAGLE3, eagle3=_eagle3(config, family, shape)) if has_eagle3 else shape
+
+
+def _eagle3(config: Mapping[str, object], family: Family, shape: ModelShape) -> Eagle3Shape:
+    """The drafter's own fields. Raises UserError for a drafter that the trainer does not compute, or that does not fit the model."""
+    drafter = Fields(mapping(config, DRAFTER))
+    names = _architectures(drafter.raw)
+    if not any(name in EAGLE3_ARCHITECTURES for name in names):
+        raise UserError(f"drafter config: architectures {names} is not supported; {EAGLE3_ARCHITECTURES[0]} is")
+    for part in (config, mapping(config, "text_config")):
+        if any(part.get(key) for key in MTP_COUNTS):
+            raise UserError("model config: the model has both MTP layers and an EAGLE-3 drafter; keep one of them")
+    if shape.latent is not None or shape.delta is not None:
+        raise UserError(f"drafter config: an EAGLE-3 drafter is not supported for {shape.family}; its MTP layers are")
+    sizes = {
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "draft_vocab_size": shape.vocab,
+        "num_hidden_layers": 1,
+    }
+    for key, size in sizes.items():
+        if (value := drafter.whole(key, size)) != size:
+            raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
+    rope = rope_fields(family, drafter.raw, drafter.whole("max_position_embeddings"))
+    if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
+        raise UserError("drafter config: rope_theta and rope_scaling must be the model's; copy them from its config.json")
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
+        if drafter.switch(key, False):
+            raise UserError(f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
+    stated = drafter.raw.get("eagle_aux_hidden_state_layer_ids")
+    boundaries = tuple(stated) if isinstance(stated, list) else default_boundaries(shape.layers)
+    if not boundaries or not all(isinstance(each, int) and 0 < each <= shape.layers for each in boundaries):
+        raise UserError(f"drafter config: eagle_aux_hidden_state_layer_ids must be numbers from 1 to {shape.layers}, got {stated!r}")
+    return Eagle3Shape(boundaries, drafter.whole("intermediate_size"))
+
+
+def default_boundaries(layers: int) -> tuple[int, ...]:
+    """The boundaries of an EAGLE-3 drafter whose config has none, as engines choose them: an early, the middle and a late layer."""
+    return 2, layers // 2, layers - 3
 
 
 def _architectures(config: Mapping[str, object]) -> list[str]:

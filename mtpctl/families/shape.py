@@ -60,6 +60,18 @@ class MtpConvention:
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle3Shape:
+    """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in a folder next to the model.
+
+    It is a Llama layer with the model's attention heads, whose attention reads token embedding and state side by side. `boundaries`: the
+    decoder layers whose inputs it reads at the first depth; the number of layers names the last layer's output. `ffn`: width of its MLP.
+    """
+
+    boundaries: tuple[int, ...]
+    ffn: int
+
+
+@dataclass(frozen=True, slots=True)
 class MoeShape:
     """Mixture of experts: counts, widths, and the dense decoder layers."""
 
@@ -126,6 +138,7 @@ class ModelShape:
     latent: LatentShape | None
     delta: DeltaShape | None
     layer_kinds: tuple[LayerKind, ...]
+    eagle3: Eagle3Shape | None = None
 
     @property
     def mtp_reads_prenorm(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Literal
 
-from mtpctl.families.shape import LayerKind, ModelShape
+from mtpctl.families.shape import Eagle3Shape, LayerKind, ModelShape, MtpConvention
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
@@ -47,8 +47,9 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
     """Whether a tensor belongs to the trunk (`target`) or to the MTP layers (`draft`)."""
     if shape.mtp is None:
         return "target"
-    if shape.mtp.layer.startswith("mtp."):
-        return "draft" if name.startswith("mtp.") else "target"
+    root = shape.mtp.layer.partition(".")[0]
+    if root in ("mtp", "drafter"):
+        return "draft" if name.startswith(f"{root}.") else "target"
     pattern = re.escape(shape.mtp.layer).replace(r"\{k\}", "(?P<k>[0-9]+)").replace(r"\{n\}", "(?P<n>[0-9]+)")
     matched = re.match(pattern, name)
     if matched is None:
@@ -167,6 +168,25 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
         mtp.head_copy: (shape.vocab, hidden),
         mtp.final_norm: (hidden,),
     }
+    if shape.eagle3 is not None:
+        return _eagle3(shape, shape.eagle3, mtp)
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
     tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), "full_attention", shape.moe is not None))
     return tensors
+
+
+def _eagle3(shape: ModelShape, eagle3: Eagle3Shape, names: MtpConvention) -> Mapping[str, Shape]:
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = f"{names.layer}self_attn."
+    return {
+        names.projection: (hidden, hidden * len(eagle3.boundaries)),
+        names.embedding_norm: (hidden,),
+        names.hidden_norm: (hidden,),
+        f"{attention}q_proj.weight": (q, 2 * hidden),
+        f"{attention}k_proj.weight": (kv, 2 * hidden),
+        f"{attention}v_proj.weight": (kv, 2 * hidden),
+        f"{attention}o_proj.weight": (hidden, q),
+        f"{names.layer}post_attention_layernorm.weight": (hidden,),
+        **dict(_mlp(shape, f"{names.layer}mlp.", eagle3.ffn)),
+        names.final_norm: (hidden,),
+    }

@@ -128,11 +128,11 @@ def dry_run(recipe: Recipe) -> Plan:
     hosts = [host for _, host in names] if names else None
     placement = run_check(partial(place, recipe, hosts))
     engines = recipe.rollout.replica_range.min
-    if placement is not None and "rl" in recipe.train.stages:
+    if placement is not None and recipe.train.generates:
         engines = max_engines(recipe, hosts)
         if recipe.cluster.address is None:
             run_check(partial(place, recipe, engines=recipe.rollout.replica_range.max))
-    if "rl" in recipe.train.stages:
+    if recipe.train.generates:
         run_check(partial(check_engine, recipe))
         if not recipe.rollout.traits.own_environment:
             run_check(partial(check_importable, config))
@@ -294,7 +294,7 @@ def render(plan: Plan) -> str:
 
 def _stages(recipe: Recipe) -> dict[str, int]:
     """The updates of each stage."""
-    return {stage: {"sft": recipe.train.sft.steps, "rl": recipe.train.rl.steps}[stage] for stage in recipe.train.stages}
+    return {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
 
 
 def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> Iterator[str]:
@@ -394,9 +394,9 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
         except EnvironmentMissing:  # not in the hub's cache
             imitated = []
     for role, problems in sets.items():
-        if "rl" in stages or role != "train":
+        if recipe.train.generates or role != "train":
             fit_problems(tokenizer, problems, recipe.data, context=context)
-    if "sft" in stages:
+    if recipe.train.imitates:
         fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
 
 

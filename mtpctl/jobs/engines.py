@@ -59,7 +59,7 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
     """
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if start is not None and (Path(start) / "config.json").is_file():
-        model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights"})
+        model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights", "drafter": None})
         recipe = recipe.model_copy(update={"model": model})
     elif start is not None:
         run, checkpoint, version = version_named(start, "a model's folder (config.json)", report=report)

@@ -64,7 +64,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         report(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
         if source.ends.disagreement:
             report(source.ends.disagreement)
-        if problems.seen is None and recipe.data.path is not None:
+        if problems.seen_prompts is None and recipe.data.path is not None:
             report("data.path: the training rows cannot be read, so the accuracy on unseen prompts is not known")
         store = stack.enter_context(room_for_engines(recipe, source, folder))
         prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
@@ -75,7 +75,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         "model": source.name,
         "version": source.version,
         "seconds": seconds,
-        "seen": None if problems.seen is None else problems.count_seen(),
+        "seen": None if problems.seen_prompts is None else problems.count_seen(),
         "sets": {name or UNNAMED_SHOWN: {"n": counts[name], **_of_set(metrics, name)} for name in problems.held_out},
     }
 

@@ -129,8 +129,11 @@ class StartWeights:
 
     def sets(self, folder: Path | None = None) -> list[str]:
         """The values of `--set` for a recipe with these weights, or with the `folder` that they were converted to."""
-        path = json.dumps(str(folder or self.base), ensure_ascii=False)
-        return [f"model.path={path}", "model.config=null", "model.init=weights"]
+        from mtpctl.recipe.model import ModelConfig, has_drafter
+
+        path = str(folder or self.base)
+        added = ["model.drafter=null"] if has_drafter(ModelConfig(path=path)) else []
+        return [f"model.path={json.dumps(path, ensure_ascii=False)}", "model.config=null", "model.init=weights", *added]
 
 
 def start_weights(text: str) -> StartWeights:
@@ -145,7 +148,7 @@ def start_weights(text: str) -> StartWeights:
     run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})", report=print_progress)
     recipe = load_recipe(_recipe_of(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
-    base = run / "model" if model.drawn else model.path
+    base = model.folder_in(run) or model.path
     return StartWeights(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(base), checkpoint, adapter)
 
 

@@ -29,6 +29,7 @@ from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
 from mtpctl.model.attention import LatentAttention, SelfAttention
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
+from mtpctl.model.eagle3 import BoundaryStates, Eagle3Layer, PairedColumnParallelLinear
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
 from mtpctl.model.layers import ColumnParallelLinear, GatedMlp, GatedRMSNorm, LayerNormColumnParallelLinear, RMSNorm, RowParallelLinear
@@ -197,13 +198,13 @@ def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> Mod
     return _latent_attention(shape.latent) if shape.latent else _attention(config)
 
 
-def _attention(config: TransformerConfig) -> ModuleSpec:
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _attention(config: TransformerConfig, *, eagle3: bool = False) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm and not eagle3 else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=LayerNormColumnParallelLinear,
+            linear_qkv=PairedColumnParallelLinear if eagle3 else LayerNormColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
@@ -250,14 +251,18 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
     """The MTP layers of this pipeline stage, or None."""
     if not config.mtp_num_layers or get_mtp_num_layers_to_build(config) == 0:
         return None
+    inner = layer_spec(config, shape, sparse=shape.moe is not None and shape.eagle3 is None)
+    if shape.eagle3 is not None:
+        inner.submodules.self_attention = _attention(config, eagle3=True)
     layer = ModuleSpec(
-        module=MtpLayer,
+        module=MtpLayer if shape.eagle3 is None else Eagle3Layer,
+        params={} if shape.eagle3 is None else {"eagle3": shape.eagle3},
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
             layer_norm=RMSNorm,
             eh_proj=ColumnParallelLinear,
-            mtp_model_layer=layer_spec(config, shape, sparse=shape.moe is not None),
+            mtp_model_layer=inner,
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (1 if config.mtp_use_repeated_layer else config.mtp_num_layers))
@@ -283,6 +288,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_masks_first_embedding = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"
+    if model.mtp_process and shape.eagle3 is not None:
+        model.boundary_states = BoundaryStates(model.decoder.layers, model.decoder.final_layernorm, shape.eagle3.boundaries)
     for layer in model.mtp.layers if model.mtp_process else ():
         layer.passes_prenorm = shape.mtp is not None and shape.mtp.passes_prenorm
         if config.mtp_use_repeated_layer:

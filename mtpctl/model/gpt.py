@@ -8,7 +8,7 @@ that logits are never materialized and the model needs no labels.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -22,6 +22,9 @@ from mtpctl.model.attention import LatentAttention
 from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import EarlierDepths, Packing
 from mtpctl.model.rope import Rope, Rotary
+
+if TYPE_CHECKING:
+    from mtpctl.model.eagle3 import BoundaryStates
 
 
 @dataclass
@@ -111,13 +114,14 @@ class MtpModel(GPTModel):
 
     Set per model family: `mtp_reads_prenorm` (MiMo's MTP head reads the trunk's state before the final norm, DeepSeek's after it) and
     `mtp_masks_first_embedding` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth
-    only). Set by the recipe: `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through
-    the depths.
+    only). `boundary_states` has the states that an EAGLE-3 drafter reads. Set by the recipe: `mtp_isolated` detaches all embeddings, but
+    the state only at the first depth, so that gradients flow through the depths.
     """
 
     mtp_reads_prenorm: bool = False
     mtp_masks_first_embedding: bool = True
     mtp_isolated: bool = True
+    boundary_states: BoundaryStates | None = None
     rope: Rope
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -158,6 +162,8 @@ class MtpModel(GPTModel):
         packing.rotary = self._rotary(position_ids)
         embedded = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
         padding = self._padding(packing)
+        if self.boundary_states is not None and depths:
+            self.boundary_states.begin()
         state = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packing, padding_mask=padding)
         if not self.post_process:
             return state
@@ -166,6 +172,8 @@ class MtpModel(GPTModel):
         mtp: list[Tensor] = []
         if depths:
             trunk_state = prenorm if self.mtp_reads_prenorm else state
+            if self.boundary_states is not None:
+                trunk_state = self.mtp.layers[0].project(self.boundary_states.take())
             assert trunk_state is not None
             mtp = self._mtp(trunk_state, input_ids, packing, depths)
         return Hidden(trunk=state.squeeze(1), head=head, mtp=[depth.squeeze(1) for depth in mtp])
@@ -183,7 +191,7 @@ class MtpModel(GPTModel):
         tokens with it: each depth uses the next position and attends to the first depth's keys of earlier tokens.
         """
         layers, position_ids = self.mtp.layers, packing.position_ids
-        state = state.detach() if self.mtp_isolated else state
+        state = state.detach() if self.mtp_isolated and self.boundary_states is None else state
         repeated = len(layers) == 1 and depths > 1
         earlier = EarlierDepths()
         states = []

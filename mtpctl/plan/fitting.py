@@ -69,7 +69,7 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
         fix = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "use larger cards"
         text = f"train.parallel: a trainer rank needs {missing / GIB + room:.0f} GiB, but has {room:g} GiB of a card; {fix}"
         yield _misfit("trainer_rank", ClusterResources(text), recipe, partial(_trainer, shape=shape), remedies)
-    if "rl" not in recipe.train.stages:
+    if not recipe.train.generates:
         return
     server = recipe.logprob
     if card is not None and server.standalone and (missing := _logprob(recipe, shape)) > 0:
@@ -104,7 +104,7 @@ def engine_kinds(recipe: Recipe) -> list[int | None]:
 def card_needed(recipe: Recipe, shape: ModelShape) -> float:
     """Minimum size of a card in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
     needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
-    if "rl" in recipe.train.stages:
+    if recipe.train.generates:
         for index in engine_kinds(recipe):
             share = engine_share(recipe, index) if recipe.rollout.kv_cache_bytes else engine_memory_share(recipe, index)
             needed.append(_engine_needs(recipe, shape, index) / max(share, 1e-9))
@@ -249,7 +249,7 @@ def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) 
 
 def _cards(recipe: Recipe) -> float:
     cards = recipe.train.parallel.world_size * recipe.train.gpus
-    if "rl" in recipe.train.stages:
+    if recipe.train.generates:
         cards += recipe.rollout.tp * sum(engine_share(recipe, index) for index in range(recipe.rollout.replica_range.min))
         cards += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
     return cards

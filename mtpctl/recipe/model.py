@@ -12,6 +12,8 @@ from pydantic import Field
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
+from mtpctl.families.drafters import with_drafter
+from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.section import Complaints, Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
@@ -25,18 +27,36 @@ BYTE_VOCAB_SIZE = 259
 """Vocabulary size of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
 
 
+class DrafterConfig(Section):
+    """A drafter that the run adds to a model without one, and trains in the stage draft."""
+
+    kind: Literal["mtp", "eagle3"] | None = Field(
+        None,
+        description="mtp: an MTP layer of the model's own kind; eagle3: an EAGLE-3 drafter. Default: mtp if engines have MTP layers "
+        "for the model.",
+    )
+    layers: PositiveInt = Field(1, description="MTP layers to add.")
+
+
 class ModelConfig(Section):
     path: HomePath | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
     init: Literal["weights", "random"] = Field("weights", description="weights: load them; random: initialize them from the seed.")
     config: dict[str, object] | None = Field(
         None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
     )
+    drafter: DrafterConfig | None = Field(None, description="A drafter to add to a model without one; train it in the stage draft.")
     tokenizer: HomePath | None = Field(None, description="Tokenizer folder, hub id, or `bytes`; default: the model's own tokenizer.")
 
     @property
     def drawn(self) -> bool:
         """Whether the run initializes its weights from the seed and writes them into its directory."""
         return self.config is not None or self.init == "random"
+
+    def folder_in(self, run: Path) -> Path | None:
+        """The model's folder in the run directory `run`, if the run creates one: with random weights, or with an added drafter."""
+        if self.drawn:
+            return run / "model"
+        return None if self.drafter is None else run / "model_with_drafter"
 
 
 MtpLoss = Literal["ce", "soft_ce", "kl", "tv"]
@@ -96,6 +116,15 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
     if headless and recipe.mtp.mode != "off":
         yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
+    if not recipe.mtp.trains and not headless and "draft" in recipe.train.stages:
+        yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
+    if headless and "draft" in recipe.train.stages:
+        yield "train.stages: draft trains a drafter, but the model has none; create one with mtpctl add-drafter"
+    if shape is not None and shape.eagle3 is not None:
+        if recipe.mtp.mode == "joint":
+            yield "mtp.mode: joint is not supported with an EAGLE-3 drafter, whose loss does not reach the trunk; set it to isolated"
+        if recipe.train.parallel.pp > 1:
+            yield "train.parallel.pp: an EAGLE-3 drafter reads states of several stages, which is not supported; set it to 1"
     if headless and k:
         yield f"rollout.speculation.num_tokens: {k} needs an MTP head, but the model has none; leave it out, or set it to 0"
     elif recipe.mtp.mode == "off" and k:
@@ -159,6 +188,13 @@ def has_mtp_head(model: ModelConfig, shape: ModelShape) -> bool:
     return any(name.startswith(layer) for name in tensor_names(folder))
 
 
+def has_drafter(model: ModelConfig) -> bool:
+    """Whether the folder that `model` names has a model with a drafter."""
+    if model.path is None or not (Path(model.path) / "config.json").is_file():
+        return False
+    return has_mtp_head(model, shape_of(read_config(Path(model.path))))
+
+
 def path_in_full(path: str | None) -> str | None:
     """The absolute path of a folder, for comparison; a hub id is returned unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
@@ -166,6 +202,8 @@ def path_in_full(path: str | None) -> str | None:
 
 def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.path") -> dict[str, object] | None:
     """The config.json fields of the recipe's model: inline, from its folder, from `families.configs`, or from the hub.
+
+    They include the drafter that the recipe adds.
 
     Args:
         fetch: if false, the hub is not contacted; returns None for a hub model that is not in `families.configs`.
@@ -175,6 +213,13 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
         UserError: for a recipe without a model, or a folder without a usable config.json.
         EnvironmentMissing: if the hub does not respond.
     """
+    config = _config_without_drafter(model, fetch=fetch, field=field)
+    if model.drafter is None or config is None:
+        return config
+    return with_drafter(config, model.drafter.kind, model.drafter.layers)
+
+
+def _config_without_drafter(model: ModelConfig, *, fetch: bool, field: str) -> dict[str, object] | None:
     if (model.config is None) == (model.path is None):
         reason = "both are set" if model.path else "neither is set"
         raise UserError(f"model: {reason}; set model.path to a folder or hub id, or model.config to the fields of a new model")
@@ -182,7 +227,7 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
         return dict(model.config)
     folder = model_folder(model, field)
     if folder is not None:
-        return _read(folder / "config.json", field)
+        return read_config(folder, field)
     assert model.path is not None
     if model.path in HUB_CONFIGS:
         return hub_config(model.path)
@@ -217,6 +262,17 @@ def tensor_names(folder: Path) -> set[str]:
             with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
                 names.update(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER))))
     return names
+
+
+def read_config(folder: Path, field: str = "model.path") -> dict[str, object]:
+    """The fields of a folder's config.json, with the config of its EAGLE-3 drafter under `drafter`. `field` names the path in errors.
+
+    Raises UserError for a file that is missing or no JSON object.
+    """
+    config = _read(folder / "config.json", field)
+    if (folder / DRAFTER / "config.json").is_file():
+        config[DRAFTER] = _read(folder / DRAFTER / "config.json", field)
+    return config
 
 
 def _read(path: Path, field: str) -> dict[str, object]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerConfig(Section):
-    """The sections `train.rl.optimizer` and, with other defaults, `train.sft.optimizer`."""
+    """The sections `train.rl.optimizer` and, with other defaults, `train.sft.optimizer` and `train.draft.optimizer`."""
 
     lr: PositiveFloat = Field(1e-6, description="Peak learning rate.")
     mtp_lr: PositiveFloat | None = Field(None, description="Peak learning rate of the MTP layers; default: lr.")
@@ -45,6 +45,12 @@ class OptimizerConfig(Section):
 
 class SftOptimizerConfig(OptimizerConfig):
     lr: PositiveFloat = Field(1e-5, description="Peak learning rate.")
+
+
+class DraftOptimizerConfig(OptimizerConfig):
+    lr: PositiveFloat = Field(1e-3, description="Peak learning rate.")
+    warmup_steps: NonNegativeInt = Field(10, description="Linear warm-up from zero, in updates.")
+    min_lr_ratio: Fraction = Field(0.1, description="Cosine decay to this fraction of the peak; 1: constant.")
 
 
 LOSSES = ("ppo", "gspo", "decoupled", "cispo", "sapo")

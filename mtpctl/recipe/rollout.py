@@ -356,7 +356,7 @@ def check_engine_device(recipe: Recipe) -> Complaints:
 
 def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> Complaints:
     """Report models that the engine would reject at run time, or compute differently than the trainer."""
-    if "rl" not in recipe.train.stages:
+    if not recipe.train.generates:
         return
     yield from missing_fields(config)
     if recipe.device != "cpu":

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.rl import RlConfig, SftOptimizerConfig
+from mtpctl.recipe.rl import DraftOptimizerConfig, RlConfig, SftOptimizerConfig
 from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, divisors_text
 
 if TYPE_CHECKING:
@@ -22,6 +22,19 @@ class SftConfig(Section):
     )
     batch_size: PositiveInt = Field(64, description="Sequences per update.")
     optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
+
+
+class DraftConfig(Section):
+    """The stage that trains the MTP layers, or an added drafter, alone. The trunk stays as it is."""
+
+    steps: NonNegativeInt = Field(0, description="Updates of the stage.")
+    batch_size: PositiveInt = Field(64, description="Sequences per update.")
+    samples: NonNegativeInt = Field(
+        4096,
+        description="Responses that the model generates for the training prompts, and that the stage trains on; 0: train on the "
+        "responses of the rows instead, as the supervised stage does.",
+    )
+    optimizer: DraftOptimizerConfig = Field(default_factory=DraftOptimizerConfig)
 
 
 class OffloadConfig(Section):
@@ -59,7 +72,10 @@ class MoeConfig(Section):
 
 
 class TrainConfig(Section):
-    stages: list[Literal["sft", "rl"]] = Field(["rl"], description="Stages of the run, in order.")
+    stages: list[Literal["draft", "sft", "rl"]] = Field(
+        ["rl"], description="Stages of the run, in order. draft: trains the drafter alone, on samples of the model."
+    )
+    draft: DraftConfig = Field(default_factory=DraftConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -103,6 +119,16 @@ class TrainConfig(Section):
     threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank while engines run; 0: torch's default.")
 
     @property
+    def generates(self) -> bool:
+        """Whether a stage needs rollout engines."""
+        return "rl" in self.stages or ("draft" in self.stages and self.draft.samples > 0)
+
+    @property
+    def imitates(self) -> bool:
+        """Whether a stage trains on the responses of rows."""
+        return "sft" in self.stages or ("draft" in self.stages and not self.draft.samples)
+
+    @property
     def revives(self) -> bool:
         """Whether checkpoints are taken during training, from which a lost trainer can resume."""
         return bool(self.keep_checkpoints and (self.checkpoint_every or self.checkpoint_minutes))
@@ -111,8 +137,15 @@ class TrainConfig(Section):
 def check_train(train: TrainConfig) -> Complaints:
     """Report stages, batch sizes, checkpoints and optimizer settings that contradict each other."""
     if not train.stages or len(set(train.stages)) != len(train.stages):
-        yield f"train.stages: must be sft, rl or both, each once, got [{', '.join(train.stages)}]"
-    for stage, steps in (("sft", train.sft.steps), ("rl", train.rl.steps)):
+        yield f"train.stages: must be draft, sft and rl, at least one and each at most once, got [{', '.join(train.stages)}]"
+    if "draft" in train.stages[1:] and train.draft.samples:
+        yield "train.stages: draft must come first, because its samples are generated with the weights of model.path; move it"
+    if "draft" in train.stages and train.distributed_optimizer:
+        yield (
+            "train.distributed_optimizer: is not supported in the stage draft, whose optimizer has only the drafter's parameters; set it "
+            "to false, or add the drafter first (mtpctl add-drafter)"
+        )
+    for stage, steps in (("draft", train.draft.steps), ("sft", train.sft.steps), ("rl", train.rl.steps)):
         if stage in train.stages and steps == 0:
             yield f"train.{stage}.steps: is 0; set the number of updates, or leave {stage} out of train.stages"
     if train.rl.prompts_per_step % train.rl.minibatches:
@@ -126,7 +159,7 @@ def check_train(train: TrainConfig) -> Complaints:
         yield f"train.checkpoint_every: {train.checkpoint_every}, but train.keep_checkpoints is 0; change one of them"
     if train.checkpoint_copy and not train.keep_checkpoints:
         yield "train.checkpoint_copy: there is nothing to copy with train.keep_checkpoints: 0; change one of them"
-    for name, optimizer in (("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
+    for name, optimizer in (("draft", train.draft.optimizer), ("sft", train.sft.optimizer), ("rl", train.rl.optimizer)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"train.{name}.optimizer.betas: must lie in [0, 1), got {list(optimizer.betas)}"
 

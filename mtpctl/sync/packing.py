@@ -44,7 +44,7 @@ class PackingOptions(TypedDict, total=False):
 
 def default_section(name: str) -> Section:
     """The section of a Hugging Face name, for families whose MTP layers have recognizable names."""
-    return "draft" if name.startswith("mtp.") or ".mtp_layers." in name or ".mtp." in name else "target"
+    return "draft" if name.startswith(("mtp.", "drafter.")) or ".mtp_layers." in name or ".mtp." in name else "target"
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -65,6 +65,7 @@ METRICS: dict[str, Metric] = {
     "eval/mixed_fraction": Metric("held-out mixed", "share", "Held-out responses with tokens of several weight versions."),
     "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Accepted draft tokens on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
+    "mtp/trunk_nll": Metric("trunk NLL", "nats", "Cross-entropy of the frozen trunk in the stage draft, per sampled token."),
     "actor/pg_loss": Metric("policy loss", "number", "Surrogate loss: mean over tokens, or over trajectories with aggregate: sequence."),
     "actor/entropy": Metric("entropy", "nats", "Mean entropy of the updated policy over response tokens."),
     "actor/grad_norm": Metric("trunk", "number", "Gradient norm of the trunk, before clipping."),

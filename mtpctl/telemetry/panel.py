@@ -49,6 +49,10 @@ PLAIN_METRICS = {
 }
 
 
+DRAFT_CURVES = ("mtp/loss_1", *(f"mtp/expected_rate_{position}" for position in range(1, 5)))
+"""Metrics of the stage draft: the expected acceptance of each draft token of a step."""
+
+
 class Display(Protocol):
     """Shows the metrics of steps, and events, as they are logged."""
 
@@ -110,7 +114,10 @@ class PlainLines:
         self._pace.mark(step, phase)
         total = f"/{self._totals[phase]}" if phase in self._totals else ""
         parts = [f"{phase} {step}{total}"]
-        parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in PLAIN_METRICS.items() if name in metrics]
+        shown = PLAIN_METRICS
+        if phase == "draft":
+            shown = {name: f"accept {name[-1]}" if "rate" in name else "mtp" for name in DRAFT_CURVES} | {"perf/tokens_per_s": "trainer"}
+        parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in shown.items() if name in metrics]
         if left := self._pace.text(phase):
             parts.append(f"left {left}")
         self._print("  ".join(parts))
@@ -253,6 +260,8 @@ class LivePanel:
         curves = (
             ("sft/loss", "mtp/loss_1", "mtp/accept_1")
             if self._phase == "sft"
+            else DRAFT_CURVES
+            if self._phase == "draft"
             else (self._reward(), "rollout/spec_accept_rate", "eval/accuracy", *unseen)
         )
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -262,6 +271,8 @@ class LivePanel:
         labels = {"rollout/spec_accept_rate": "acceptance", "mtp/loss_1": "MTP loss", "mtp/accept_1": "MTP greedy"}
         for name in curves:
             values = self._values.get(name, [])
+            if self._phase == "draft" and not values:
+                continue  # fewer draft tokens
             metric = describe(name)
             value = Text(format_value(values[-1], metric.unit), "bold") if values else Text("–", "dim")
             grid.add_row(labels.get(name, metric.label), value, Text(sparkline(values, 40), "cyan"))

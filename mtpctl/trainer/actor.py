@@ -124,7 +124,7 @@ class TrainerRank(WeightExporter):
         return {"parameters": parameters, "trained": trained}
 
     def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
-        """Start the stage `sft` or `rl` with a new optimizer.
+        """Start the stage `draft`, `sft` or `rl` with a new optimizer.
 
         RL with a KL penalty also stores a copy of the initial policy, in memory and at the path `reference`. A run that is resumed within
         RL loads the copy from there; raises UserError if it is missing.
@@ -134,14 +134,15 @@ class TrainerRank(WeightExporter):
             import torch
 
             torch.set_num_threads(threads_in(self.recipe, stage, len(os.sched_getaffinity(0))))
-        self.engine.trains_mtp = self.engine.can_train_mtp and (stage == "sft" or train.rl.train_mtp)
+        self.engine.trains_mtp = self.engine.can_train_mtp and (stage != "rl" or train.rl.train_mtp)
+        self.engine.freeze_trunk(stage == "draft")
         penalized = stage == "rl" and bool(train.rl.kl_coef)
         if penalized and resumed:
             self._restore_reference(Path(reference))
         elif penalized and train.keep_checkpoints:
             self.engine.optimizer = None  # This checkpoint does not include the last stage's optimizer.
             self.engine.save(Path(reference))
-        self.engine.set_optimizer(train.sft.optimizer if stage == "sft" else train.rl.optimizer)
+        self.engine.set_optimizer({"draft": train.draft.optimizer, "sft": train.sft.optimizer, "rl": train.rl.optimizer}[stage])
         if penalized:
             with self.engine.resident():  # After set_optimizer, which decides which parameters train.
                 self.reference = [p.detach().clone() for p in self._trained()]
@@ -161,6 +162,17 @@ class TrainerRank(WeightExporter):
         sequences = [batch.Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
         with self._profiled("sft"):
             return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
+
+    def draft_step(self, rows: Sequence[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
+        """Run one update of the MTP layers alone. `rows`: as in `sft_step`; the responses were sampled at `rollout.temperature`."""
+        from mtpctl.trainer import batch
+        from mtpctl.trainer.objective import DraftsOnly
+
+        sequences = [batch.Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
+        with self._profiled("draft"):
+            return self.engine.update(
+                sequences, DraftsOnly(), temperature=self.recipe.rollout.temperature, total_steps=self.recipe.train.draft.steps
+            )
 
     def rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
         """Run one policy update of `train.rl.minibatches` optimizer steps on the samples of `table`; `share` is this rank's part of them.

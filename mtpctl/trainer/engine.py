@@ -145,6 +145,12 @@ class MegatronEngine:
                 mtp_frozen=includes_mtp and not self.trains_mtp,
             )
 
+    def freeze_trunk(self, frozen: bool) -> None:
+        """Exclude the trunk from training, or include it again. Takes effect with `set_optimizer`."""
+        for name, parameter in self.module.named_parameters():
+            if not name.startswith("mtp."):
+                parameter.requires_grad_(not frozen and (self.trained_names is None or name in self.trained_names))
+
     # ------------------------------------------------------------------------------------------------------- updates
 
     def update(

@@ -76,6 +76,22 @@ class NextToken:
         return {"sft/loss": sums["loss"] / max(1.0, sums["tokens"])}
 
 
+class DraftsOnly(NextToken):
+    """No loss of the trunk: only the MTP losses count. Its metric is the trunk's cross-entropy."""
+
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
+        measured = super().token_loss(micro)
+
+        def loss(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
+            value, sums = measured(logprob, entropy, tokens)
+            return 0.0 * value, sums
+
+        return loss
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"mtp/trunk_nll": sums["loss"] / max(1.0, sums["tokens"])}
+
+
 class PolicyObjective:
     """The RL loss of sequences from `training_sequence`.
 

@@ -197,7 +197,7 @@ def code_in_a_pickle(folder: Path) -> str:
 
 def no_object(folder: Path) -> str:
     (folder / "config.json").write_text("[]")
-    return f"{folder / 'config.json'}:1: must hold an object"
+    return f"{folder / 'config.json'}:1: must be a JSON object"
 
 
 def not_utf8(folder: Path) -> str:

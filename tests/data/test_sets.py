@@ -208,13 +208,13 @@ def test_evaluation_does_not_require_training_rows(tmp_path: Path) -> None:
     for train in ("missing.jsonl", "broken.jsonl"):
         data = DataConfig(path=str(tmp_path / train), eval_path=str(tmp_path / "eval.jsonl"))
         sets = load_held_out(data, 0, EvaluationConfig())
-        assert len(sets.evaluation) == 1 and sets.seen is None and sets.count_seen() == 0
-    assert load_held_out(DataConfig(eval_path=str(tmp_path / "eval.jsonl")), 0, EvaluationConfig()).seen is None
+        assert len(sets.evaluation) == 1 and sets.seen_prompts is None and sets.count_seen() == 0
+    assert load_held_out(DataConfig(eval_path=str(tmp_path / "eval.jsonl")), 0, EvaluationConfig()).seen_prompts is None
 
 
 def test_generated_held_out_problems_are_unseen_in_an_evaluation_too() -> None:
     task = GeneratedTask(min_digits=1, max_digits=3, train_size=60, eval_size=20)
-    assert load_held_out(DataConfig(task=task, sft_task=task), 0, EvaluationConfig()).seen == frozenset()
+    assert load_held_out(DataConfig(task=task, sft_task=task), 0, EvaluationConfig()).seen_prompts == frozenset()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

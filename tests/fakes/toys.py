@@ -114,6 +114,25 @@ GLM4_MOE: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
 }
 
+EAGLE3: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "tie_word_embeddings"},
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "intermediate_size": 72,
+    "draft_vocab_size": SIZES["vocab_size"],
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+}
+_FOUR_LAYERS: dict[str, Any] = {**SIZES, "num_hidden_layers": 4, "attention_bias": False, "drafter": EAGLE3}
+LLAMA_EAGLE3: dict[str, Any] = {**_FOUR_LAYERS, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN3_EAGLE3: dict[str, Any] = {**_FOUR_LAYERS, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE_EAGLE3: dict[str, Any] = {
+    **_FOUR_LAYERS,
+    **{name: value for name, value in _EXPERTS.items() if not name.startswith("shared")},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+}
+
 TOYS: dict[str, dict[str, Any]] = {
     "mimo": MIMO,
     "qwen3-next": QWEN3_NEXT,
@@ -121,8 +140,11 @@ TOYS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": QWEN3_5_MOE,
     "deepseek-v3": DEEPSEEK_V3,
     "glm4-moe": GLM4_MOE,
+    "llama with EAGLE-3": LLAMA_EAGLE3,
+    "qwen3 with EAGLE-3": QWEN3_EAGLE3,
+    "qwen3-moe with EAGLE-3": QWEN3_MOE_EAGLE3,
 }
-"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower."""
+"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower, and EAGLE-3 drafters."""
 
 ON_CARDS = TOYS | {
     "deepseek-v3": DEEPSEEK_V3 | {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -145,12 +167,13 @@ def toy_folder(config: dict[str, Any], path: Path, seed: int, dtype: str) -> Pat
 
     from mtpctl.convert.hf_folder import create_hf_folder
 
-    file = create_hf_folder(config, path, seed, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32).path / "model.safetensors"
+    create_hf_folder(config, path, seed, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    tensors = load_file(file)
-    for name, value in tensors.items():
-        if value.dim() == 1:
-            drawn = value + 0.1 * torch.randn(value.shape, generator=generator)
-            tensors[name] = drawn if name.endswith("e_score_correction_bias") else drawn.to(value.dtype)
-    save_file(tensors, file, metadata={"format": "pt"})
+    for file in sorted(path.rglob("*.safetensors")):
+        tensors = load_file(file)
+        for name, value in tensors.items():
+            if value.dim() == 1:
+                drawn = value + 0.1 * torch.randn(value.shape, generator=generator)
+                tensors[name] = drawn if name.endswith("e_score_correction_bias") else drawn.to(value.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
     return path

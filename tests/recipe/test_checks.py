@@ -109,8 +109,8 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             ["cluster.device=cuda", "model.config.num_nextn_predict_layers=2", "rollout.speculation.num_tokens=4"],
             "rollout.speculation.num_tokens: 4, but after the model's 2 MTP layers vLLM starts over with the first",
         ),
-        (["train.stages=[]"], "train.stages: must be sft, rl or both"),
-        (["train.stages=[rl, rl]"], "train.stages: must be sft, rl or both, each once, got [rl, rl]"),
+        (["train.stages=[]"], "train.stages: must be draft, sft and rl"),
+        (["train.stages=[rl, rl]"], "train.stages: must be draft, sft and rl, at least one and each at most once, got [rl, rl]"),
         (["train.rl.steps=0"], "train.rl.steps: is 0; set the number of updates, or leave rl out of train.stages"),
         (["train.sft.steps=0"], "train.sft.steps: is 0"),
         (
@@ -289,7 +289,7 @@ def test_hub_tokenizer_is_not_downloaded_by_checks(tokenizer: str) -> None:
 
 def test_notes_report_each_other_invalid_field_once() -> None:
     wrong = ["train.stages=[]", "run_dir=x/{y}", "rollout.stop_ids=[99999]", "rollout.max_tokens=100000", "rollout.context=100000"]
-    with pytest.raises(UserError, match=r"^train.stages: must be sft, rl or both") as caught:
+    with pytest.raises(UserError, match=r"^train.stages: must be draft, sft and rl") as caught:
         validate(load_recipe("tiny_mtp", sets=wrong).recipe)
     notes = caught.value.__notes__
     assert "run_dir: {y} is not a placeholder; only {name} and {seed} are replaced" in notes

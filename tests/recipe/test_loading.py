@@ -170,7 +170,7 @@ def test_appending_starts_from_the_default(base: Path) -> None:
         ("rollout.engine=vlm", "rollout.engine must be one of 'vllm', 'sglang', got 'vlm'; did you mean vllm?"),
         ("rollout.draft_top_k=1", "rollout.draft_top_k is not a key of rollout with engine: vllm"),
         ("mtp.mode=isolate", "mtp.mode must be 'off', 'load', 'joint' or 'isolated', got 'isolate'; did you mean isolated?"),
-        ("train.stages=[sft, rll]", "train.stages.1 must be 'sft' or 'rl', got 'rll'; did you mean rl?"),
+        ("train.stages=[sft, rll]", "train.stages.1 must be 'draft', 'sft' or 'rl', got 'rll'; did you mean rl?"),
         ("seed=true", "seed must be a number, got true"),
         ("seed=1.5", "seed must be an integer, got 1.5"),
         ("seed=-1", "seed must be at least 0, got -1"),

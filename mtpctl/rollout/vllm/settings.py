@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mtpctl.errors import UserError
+from mtpctl.families.reading import DRAFTER
 from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES
 from mtpctl.plan.placement import ENGINE_MEMORY
@@ -94,6 +96,8 @@ def engine_settings(
     if k:
         method = rollout.speculation.draft_method
         speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
+        if (drafter := Path(model) / DRAFTER).is_dir():
+            speculative |= {"method": "eagle3", "model": str(drafter)}
         args["speculative_config"] = speculative
     if k and rollout.speculation.auto:
         speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)

@@ -1,0 +1,60 @@
+"""`mtpctl add-drafter`: add a drafter to a model without one, and train it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mtpctl.cli.options import Sets, answer
+from mtpctl.jobs import print_progress
+
+
+def add_drafter(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The model: a Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to create: a copy of the model, with the drafter.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FILE", help="Rows with prompts: .jsonl, .json or .parquet, with a column `prompt`.")
+    ] = None,
+    kind: Annotated[
+        Literal["mtp", "eagle3"] | None,
+        typer.Option(
+            "--kind",
+            help="mtp: an MTP layer of the model's own kind; eagle3: an EAGLE-3 drafter. Default: mtp if engines have MTP layers for the "
+            "model.",
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="MTP layers to add. One layer drafts all tokens by itself.")] = 1,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--self-generate",
+            metavar="N",
+            min=0,
+            help="Responses that the model generates to train on; 0: train on the responses of the rows (a column `answer`).",
+        ),
+    ] = 4096,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Updates of the drafter; 0: leave it untrained.")] = 400,
+    drafts: Annotated[int, typer.Option("--drafts", metavar="K", min=1, help="Draft tokens per step to train for.")] = 3,
+    loss: Annotated[Literal["ce", "soft_ce", "kl", "tv"], typer.Option("--loss", help="Loss of the drafter (mtp.loss).")] = "soft_ce",
+    sets: Sets = None,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
+) -> None:
+    """Add a drafter to a model, and train it on the model's own samples. The model's weights stay bit-identical.
+
+    The same command resumes after an interruption. --set changes the recipe of the run, such as rollout.temperature=0.7.
+    """
+    from mtpctl.errors import UserError
+    from mtpctl.jobs.add_drafter import DrafterOptions, engine_commands
+    from mtpctl.jobs.add_drafter import add_drafter as run
+
+    if layers > 1 and drafts > layers:
+        raise UserError(f"--drafts: {drafts} draft tokens need one layer that repeats, or {drafts} layers; --layers is {layers}")
+    options = DrafterOptions(kind, layers, data, samples, steps, drafts, loss, sets or ())
+    code = run(source, target, options, plain=plain, report=print_progress)
+    if not code:
+        answer(f"{target}: the model with its drafter; serve it with")
+        for command in engine_commands(target, drafts):
+            answer(f"  {command}")
+    raise typer.Exit(code)

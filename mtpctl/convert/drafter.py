@@ -1,0 +1,157 @@
+"""Adds a drafter to a model's folder: an MTP layer in the model's own format, or an EAGLE-3 drafter in a subfolder.
+
+The model's weight files are copied or linked as they are, so the trunk stays bit-identical. A new drafter starts from the model's last
+layer and norms: the projections pass states and embeddings on, so that it is a decoder layer that works before it is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtpctl.convert.hf_folder import HfConfig, HfFolder, split_drafter, write_config
+from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.convert.tensor_files import INDEXES
+from mtpctl.errors import UserError
+from mtpctl.families.drafters import Kind, with_drafter
+from mtpctl.families.reading import DRAFTER, shape_of
+from mtpctl.families.shape import Eagle3Shape, ModelShape
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
+
+MTP_FILE = "model-mtp.safetensors"
+"""Weight file with added MTP layers."""
+_STD = 0.02
+"""Standard deviation of matrices that no tensor of the model initializes."""
+
+
+def add_drafter(source: Path, target: Path, kind: Kind | None = None, layers: int = 1, *, seed: int = 0) -> HfFolder:
+    """Atomically create `target`: links to the files of the model in `source`, and a new drafter.
+
+    Raises UserError for a model that has a drafter, is quantized, or cannot have such a drafter, and if the disk is full.
+    """
+    weights = ModelWeights(source)
+    config = with_drafter(weights.folder.config, kind, layers)
+    if "quantization_config" in config:
+        raise UserError(f"{source}: its weights are quantized; convert them first, with mtpctl convert-hf to a checkpoint and back")
+    _write(source, target, config, initial_drafter(weights, shape_of(config), seed), link=True)
+    return HfFolder.open(target)
+
+
+def copy_with_drafter(source: Path, trained: Path, target: Path) -> HfFolder:
+    """Atomically create `target`: a copy of the model in `source`, with the drafter of the folder `trained`."""
+    weights = ModelWeights(trained)
+    drafter = {name: weights[name] for name in weights if section_of(name, weights.shape) == "draft"}
+    _write(source, target, weights.folder.config, drafter, link=False)
+    return HfFolder.open(target)
+
+
+def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict[str, Tensor]:
+    """The tensors of a new drafter for the model `weights`. `shape`: of the model with the drafter."""
+    assert shape.mtp is not None
+    same, sizes = aliases(shape), tensor_shapes(shape)
+    names = {name: size for name, size in sizes.items() if name not in same and section_of(name, shape) == "draft"}
+    dtype = weights.dtype(f"{shape.prefix}norm.weight")
+    generator = torch.Generator().manual_seed(seed)
+    tensors = dict(_of_eagle3(weights, shape, shape.eagle3)) if shape.eagle3 is not None else dict(_of_mtp(weights, shape))
+    for name, size in names.items():
+        if name not in tensors:
+            # The down-projection is zero, so that a new MLP changes nothing at first.
+            std = 0.0 if "down_proj" in name else _STD
+            tensors[name] = torch.randn(size, generator=generator) * std
+        assert tuple(tensors[name].shape) == size, f"{name}: {tuple(tensors[name].shape)}, but {size} is required"
+    return {name: tensors[name].to(dtype).clone(memory_format=torch.contiguous_format) for name in names}
+
+
+def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    mtp, hidden = shape.mtp, shape.hidden
+    assert mtp is not None
+    full = [index for index, kind in enumerate(shape.layer_kinds) if kind == "full_attention"]
+    last = f"{shape.prefix}layers.{full[-1]}."
+    neutral = torch.zeros(hidden) if shape.delta is not None else torch.ones(hidden)
+    for depth in range(shape.mtp_layers):
+
+        def name(template: str, depth: int = depth) -> str:
+            return mtp.name(template, depth, shape.layers)
+
+        # Its input is the sum of the normed state and the normed embedding, in whichever order they are stored.
+        yield name(mtp.projection), torch.cat([torch.eye(hidden), torch.eye(hidden)], 1)
+        yield name(mtp.embedding_norm), neutral
+        yield name(mtp.hidden_norm), neutral
+        yield name(mtp.final_norm), weights[f"{shape.prefix}norm.weight"]
+        for tensor in weights:
+            if tensor.startswith(last):
+                yield name(mtp.layer) + tensor.removeprefix(last), weights[tensor]
+
+
+def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:
+    mtp, hidden = shape.mtp, shape.hidden
+    assert mtp is not None
+    last = f"{shape.prefix}layers.{shape.layers - 1}."
+    # The first depth reads the state at the last boundary.
+    yield mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(eagle3.boundaries) - 1)), torch.eye(hidden)], 1)
+    yield mtp.embedding_norm, torch.ones(hidden)
+    yield mtp.hidden_norm, weights[f"{last}input_layernorm.weight"]
+    yield mtp.final_norm, weights[f"{shape.prefix}norm.weight"]
+    yield f"{mtp.layer}post_attention_layernorm.weight", weights[f"{last}post_attention_layernorm.weight"]
+    for part in "qkv":
+        of_state = weights[f"{last}self_attn.{part}_proj.weight"]
+        yield f"{mtp.layer}self_attn.{part}_proj.weight", torch.cat([torch.zeros_like(of_state), of_state], 1)
+    yield f"{mtp.layer}self_attn.o_proj.weight", weights[f"{last}self_attn.o_proj.weight"]
+    for part in ("gate", "up", "down"):
+        if f"{last}mlp.{part}_proj.weight" in weights:
+            yield f"{mtp.layer}mlp.{part}_proj.weight", weights[f"{last}mlp.{part}_proj.weight"]
+
+
+def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for file in _files(source):
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            if link:
+                (partial / file).symlink_to((source / file).resolve())
+            else:
+                shutil.copyfile(source / file, partial / file)
+        mtp, eagle3 = split_drafter(drafter)
+        if eagle3:
+            (partial / DRAFTER).mkdir()
+            save_file(eagle3, partial / DRAFTER / "model.safetensors", metadata={"format": "pt"})
+        if mtp:
+            save_file(mtp, partial / MTP_FILE, metadata={"format": "pt"})
+            _write_index(source, partial, mtp)
+        write_config(config, partial)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{target}: cannot be written ({error.strerror or error}); free space, or name another folder") from error
+
+
+def _files(source: Path) -> Iterator[Path]:
+    """The files of the model, relative to `source`. Hidden files, config and index are left out."""
+    for folder, folders, files in os.walk(source, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in sorted(files):
+            path = (Path(folder) / name).relative_to(source)
+            if not name.startswith(".") and str(path) not in ("config.json", MTP_FILE):
+                yield path
+
+
+def _write_index(source: Path, target: Path, mtp: Mapping[str, Tensor]) -> None:
+    """Replace the index by one that lists the added layers too. Raises UserError if the model's weights are pickled."""
+    from mtpctl.convert.tensor_files import FolderWeights
+
+    weights = FolderWeights(source)
+    if any(entry.start is None for entry in weights.entries.values()):
+        raise UserError(f"{source}: its weights are pickled; convert them to safetensors first")
+    weight_map = {name: entry.file.name for name, entry in weights.entries.items()} | dict.fromkeys(mtp, MTP_FILE)
+    total = weights.nbytes + sum(tensor.nbytes for tensor in mtp.values())
+    (target / INDEXES[0]).unlink(missing_ok=True)
+    (target / INDEXES[0]).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")

@@ -1,0 +1,85 @@
+"""The drafter that can be added to a model without one: which kind, and the config of the model with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Literal
+
+from mtpctl.errors import UserError
+from mtpctl.families.fields import mapping
+from mtpctl.families.reading import DRAFTER, EAGLE3_ARCHITECTURES, MTP_COUNTS, default_boundaries, family_of, shape_of
+
+Kind = Literal["mtp", "eagle3"]
+
+_WITH_MTP = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
+"""Architectures without MTP layers, each with an architecture that has the same trunk and MTP layers."""
+
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_COPIED = (
+    *_ROPE,
+    "rms_norm_eps",
+    "hidden_act",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "dtype",
+)
+
+
+def default_kind(config: Mapping[str, object]) -> Kind:
+    """`mtp` if engines have MTP layers for the model's trunk, else `eagle3`."""
+    family = family_of(config)
+    return "mtp" if family.mtp is not None or family.architectures[0] in _WITH_MTP else "eagle3"
+
+
+def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers: int = 1) -> dict[str, object]:
+    """The config of the model with a drafter of `layers` layers. `kind` defaults to `default_kind`.
+
+    Raises UserError if the model has a drafter already, or if no engine serves such a drafter for it.
+    """
+    shape, family = shape_of(config), family_of(config)
+    if shape.mtp_layers:
+        raise UserError(f"model: this {shape.family} has a drafter already ({shape.mtp_layers} layers); train it as it is")
+    kind = kind or default_kind(config)
+    result = deepcopy(dict(config))
+    if kind == "eagle3":
+        if layers != 1:
+            raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
+        result[DRAFTER] = _eagle3_config(config, layers=shape.layers)
+    elif default_kind(config) == "mtp":
+        result["architectures"] = [_WITH_MTP.get(shape.architecture, shape.architecture)]
+        key = MTP_COUNTS[family.name.startswith("qwen3.5")]
+        text = result.get("text_config")
+        (text if isinstance(text, dict) else result)[key] = layers
+    else:
+        raise UserError(f"model.drafter.kind: engines have no MTP layers for {shape.family}; use eagle3")
+    shape_of(result)  # Rejects combinations that are not supported.
+    return result
+
+
+def _eagle3_config(config: Mapping[str, object], *, layers: int) -> dict[str, object]:
+    text = {**config, **mapping(config, "text_config")}
+    shape = shape_of(config)
+    result: dict[str, object] = {key: deepcopy(text[key]) for key in _COPIED if text.get(key) is not None}
+    boundaries = default_boundaries(layers) if layers > 5 else sorted({1, (layers + 1) // 2, layers})
+    ffn = shape.ffn or (shape.moe.ffn * shape.moe.experts_per_token if shape.moe else 0)
+    return result | {
+        "architectures": [EAGLE3_ARCHITECTURES[0]],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "draft_vocab_size": shape.vocab,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.rms_eps,
+        "eagle_aux_hidden_state_layer_ids": list(boundaries),
+    }

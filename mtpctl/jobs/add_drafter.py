@@ -1,0 +1,152 @@
+"""The job of `mtpctl add-drafter`: adds a drafter to a model and trains it alone, by a run with the stage `draft`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtpctl.checkpoint.finding import choose
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.families.drafters import Kind, with_drafter
+from mtpctl.families.reading import DRAFTER
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.model import ModelConfig, MtpLoss, has_drafter, read_config
+from mtpctl.telemetry.run_directory import RunDirectory
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The options of `mtpctl add-drafter`.
+
+    Attributes:
+        data: rows with prompts, and with responses if `samples` is 0. Not needed if `steps` is 0.
+        samples: responses that the model generates to train on.
+        drafts: draft tokens per step that the drafter is trained for.
+        sets: further keys of the run's recipe, as KEY=VALUE.
+    """
+
+    kind: Kind | None = None
+    layers: int = 1
+    data: Path | None = None
+    samples: int = 4096
+    steps: int = 400
+    drafts: int = 3
+    loss: MtpLoss = "soft_ce"
+    sets: Sequence[str] = ()
+
+
+def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: bool, report: Report) -> int:
+    """Create `target`, the model in `source` with a trained drafter. Returns the exit code of the run.
+
+    The run's directory is `target` with the suffix `.run`; the same call resumes it. Raises UserError, before anything starts, if there is
+    no such model, if it has a drafter, or if the data, the target or an option is wrong.
+    """
+    config = _checked(source, target)
+    with_drafter(config, options.kind, options.layers)
+    if not options.steps:
+        from mtpctl.convert.drafter import add_drafter as create
+        from mtpctl.convert.drafter import copy_with_drafter
+
+        partial = target.with_name(target.name + ".links")
+        shutil.rmtree(partial, ignore_errors=True)
+        create(source, partial, options.kind, options.layers)
+        copy_with_drafter(source, partial, target)
+        shutil.rmtree(partial)
+        return 0
+    if options.data is None:
+        raise UserError("--data: name a file with prompts, on which the drafter is trained; or --steps 0 for an untrained drafter")
+    run = target.with_name(target.name + ".run")
+    recipe_file = target.with_name(target.name + ".yaml")
+    recipe_file.parent.mkdir(parents=True, exist_ok=True)
+    recipe_file.write_text(yaml.safe_dump(_recipe(source, run, options), sort_keys=False))
+    loaded = load_recipe(recipe_file, sets=options.sets)
+    validate(loaded.recipe)
+    for note in loaded.notes:
+        report(note)
+    from mtpctl.controller.launch import run as train
+
+    if code := train(loaded.recipe, plain=plain):
+        return code
+    _export(source, run, target)
+    shutil.rmtree(run / "checkpoints")
+    report(f"samples and curves are in {run}, the settings in {recipe_file}")
+    return 0
+
+
+def _checked(source: Path, target: Path) -> dict[str, object]:
+    if not source.is_dir():
+        raise UserError(f"SRC: there is no folder {source}; name a Hugging Face folder")
+    if target.exists():
+        raise UserError(f"DST: {target} exists; name another folder")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"DST: {target} is inside SRC; name a folder outside of it")
+    config = read_config(source, "SRC")
+    if has_drafter(ModelConfig(path=str(source))):
+        raise UserError(f"SRC: {source} has a drafter already; train it with mtpctl train")
+    return config
+
+
+def _recipe(source: Path, run: Path, options: DrafterOptions) -> dict[str, Any]:
+    assert options.data is not None
+    rollout: dict[str, Any] = {"engine": "vllm", "context": 1024, "max_tokens": 512, "max_in_flight": 256, "speculation": {"num_tokens": 0}}
+    return {
+        "name": "add-drafter",
+        "run_dir": str(run.absolute()),
+        "model": {"path": str(source.absolute()), "drafter": {"kind": options.kind, "layers": options.layers}},
+        "data": {
+            "path": str(options.data.absolute()),
+            "chat_template": _has_chat_template(source),
+            "columns": {"answer": None} if options.samples else {},
+        },
+        "mtp": {"mode": "isolated", "loss": options.loss, "repeat": options.drafts if options.layers == 1 else 1},
+        "train": {"stages": ["draft"], "draft": {"steps": options.steps, "samples": options.samples}},
+        "rollout": rollout,
+    }
+
+
+def _has_chat_template(source: Path) -> bool:
+    tokenizer = source / "tokenizer_config.json"
+    return (source / "chat_template.jinja").is_file() or (
+        tokenizer.is_file() and '"chat_template"' in tokenizer.read_text(encoding="utf-8")
+    )
+
+
+def _export(source: Path, run: Path, target: Path) -> None:
+    """Write the trained drafter next to a copy of the model's files."""
+    checkpoint = choose(RunDirectory(run).checkpoints, contents=True).path
+    assert checkpoint is not None, "a run that has ended has a checkpoint"
+    trained = run / "trained"
+    # In another process, because the conversion hides the GPUs from its own.
+    command = [sys.executable, "-m", "mtpctl", "convert-hf", str(checkpoint), str(trained), "--force"]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        raise RuntimeFailure(f"{checkpoint}: cannot be converted; the drafter is in this checkpoint")
+    from mtpctl.convert.drafter import copy_with_drafter
+
+    copy_with_drafter(source, trained, target)
+    shutil.rmtree(trained)
+
+
+def engine_commands(target: Path, drafts: int) -> list[str]:
+    """The commands that serve `target` with its drafter, by vLLM and by SGLang."""
+    drafter = target / DRAFTER
+    if drafter.is_dir():
+        vllm = f'{{"method": "eagle3", "model": "{drafter}", "num_speculative_tokens": {drafts}}}'
+        sglang = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {drafter}"
+    else:
+        vllm = f'{{"method": "mtp", "num_speculative_tokens": {drafts}}}'
+        sglang = "--speculative-algorithm NEXTN"
+    steps = f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
+    return [
+        f"vllm serve {target} --speculative-config '{vllm}'",
+        f"python -m sglang.launch_server --model-path {target} {sglang} {steps}",
+    ]

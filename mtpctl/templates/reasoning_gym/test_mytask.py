@@ -1,0 +1,37 @@
+"""Rewards of mytask. Run `pytest` in this folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from reward import score, stated_answer
+
+from mtpctl.data.problems import Problem
+from mtpctl.samples import Sample
+
+ROWS = [json.loads(line) for line in Path(__file__).with_name("held_out.jsonl").read_text().splitlines()]
+SAMPLE = Sample("held_out.jsonl:1", "group", [1])
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("4 + 3 is 7. The answer is 7.", "7"),
+        ("The final answer to this problem is: **-54**.", "-54"),
+        ("The answer is 12 - 5 = 7. Is it?", "7"),
+        ("The answer is 3. No, the answer is 4.5.\nBye.", "4.5"),
+        ("12 and 1,024", "1,024"),
+        ("I do not know", None),
+    ],
+)
+def test_stated_answer_of_a_response(response: str, answer: str | None) -> None:
+    assert stated_answer(response, "1") == answer
+
+
+def test_answer_of_every_row_has_the_full_reward() -> None:
+    for row in ROWS:
+        problem = Problem("held_out.jsonl:1", row["question"], row["answer"], fields=row)
+        assert score(f"The answer is {row['answer']}.", problem, SAMPLE)["reward"] == 1, row["question"]
+        assert score("", problem, SAMPLE)["reward"] == 0, row["question"]

@@ -1,0 +1,150 @@
+"""`mtpctl init --template reasoning-gym`: a recipe for a pretrained model that the recipe's own checks accept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpctl.cli.app import main
+from mtpctl.cli.init import TEMPLATES
+from mtpctl.data.problems import Problem
+from mtpctl.data.sets import load_problem_sets
+from mtpctl.data.tokenizers import make_byte_tokenizer
+from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.jobs import first_recipe
+from mtpctl.jobs.first_recipe import FirstTask, first_task
+from mtpctl.plan.first_settings import Machine
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.loading import load_recipe
+from tests.environment import with_tree
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 258,
+}
+SUFFIX = "Think briefly, then end with: The answer is N."
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder of SmolLM2-135M's shape with a byte tokenizer, without usable weights: nothing loads them."""
+    folder = tmp_path / "smollm2"
+    make_byte_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def task_of(model: Path, machine: Machine, task: str = "chain_sum") -> FirstTask:
+    return first_task("sums", str(model), task, machine, TEMPLATES / "reasoning_gym")
+
+
+def written(task: FirstTask, folder: Path) -> Path:
+    folder.mkdir()
+    for name, text in task.texts.items():
+        (folder / name).write_text(text)
+    return folder / "recipe.yaml"
+
+
+@pytest.mark.parametrize("machine", [Machine(2), Machine(16, 1, 79.6)], ids=["cpu", "gpu"])
+def test_recipe_is_valid_and_has_reasons(model: Path, machine: Machine, tmp_path: Path) -> None:
+    task = task_of(model, machine)
+    path = written(task, tmp_path / "sums")
+    recipe = load_recipe(str(path)).recipe
+    validate(recipe)
+    assert recipe.train.rl.optimizer.lr == 3e-5 and recipe.train.rl.dynamic_sampling and recipe.train.stages == ["rl"]
+    assert recipe.device == ("cuda" if machine.gpus else "cpu") and recipe.data.chat_template
+    text = path.read_text()
+    for setting in task.settings:
+        assert not setting.why or f"# {setting.why}\n" in text, setting.key
+
+
+def test_rows_have_distant_seeds_and_unseen_prompts(model: Path, tmp_path: Path) -> None:
+    """About a third of the sums are of single digits, so training rows have them too; the others are unseen."""
+    recipe = load_recipe(str(written(task_of(model, Machine(16, 1, 79.6)), tmp_path / "sums"))).recipe
+    problems = load_problem_sets(recipe.data, 0, stages=["rl"])
+    assert (len(problems.train), len(problems.evaluation)) == (20_000, 512)
+    assert 100 <= problems.count_seen() <= 200
+    assert all(problem.prompt.endswith(f" =\n{SUFFIX}") for problem in problems.evaluation)
+    first: Any = problems.evaluation[0]
+    assert eval(first.fields["metadata"]["expression"]) == int(first.answer)
+
+
+def test_task_folder_tests_itself_and_makes_its_rows_again(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["init", str(tmp_path / "sums"), "--template", "reasoning-gym", "--model", str(model)])
+    assert not ended.value.code
+    before = (tmp_path / "sums" / "held_out.jsonl").read_text()
+    (tmp_path / "sums" / "held_out.jsonl").unlink()
+    environment = with_tree()
+    for command in (["sums/make_rows.py"], ["-m", "pytest", "-q", "-p", "no:cacheprovider", "sums"]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "sums" / "held_out.jsonl").read_text() == before
+    assert "mytask" not in "".join(path.read_text() for path in (tmp_path / "sums").iterdir())
+
+
+def test_partial_credit_counts_only_if_requested(model: Path) -> None:
+    module: dict[str, Any] = {"__name__": "reward"}
+    exec(task_of(model, Machine(2)).texts["reward.py"], module)
+    problem: Any = Problem("p", "q", "4", fields={"metadata": {}})
+    assert module["score"]("The answer is 41.", problem, None) == {"reward": 0.0, "gym": 0.5}
+    assert module["score"]("The answer is 41.", problem, None, partial=True)["reward"] == 0.5
+    assert module["score"]("The answer is +04.0.", problem, None)["reward"] == 1.0
+
+
+def test_another_task_has_its_defaults(model: Path) -> None:
+    texts = task_of(model, Machine(2), "leg_counting").texts
+    assert "SETTINGS = {}" in texts["make_rows.py"] and texts["rows.jsonl"].count("\n") == 5_000
+    assert 'TASK = "leg_counting"' in texts["reward.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--template", "reasoning-gym"], "--model: the template reasoning-gym trains a pretrained model; name its folder or hub id"),
+        (["--model", "x"], "--model: only the template reasoning-gym takes a model; in others, edit `model` in the recipe"),
+        (["--template", "reasoning-gym", "--model", "MODEL", "--task", "chain_sums"], "dataset chain_sums; did you mean chain_sum?"),
+        (["--template", "reasoning-gym", "--model", "MODEL", "--task", "graph_color"], "graph_color has rows without an answer as text"),
+        (["--template", "reasoning-gym", "--model", "no/folder/here"], "--model: there is no folder no/folder/here; name a Hugging Face"),
+    ],
+)
+def test_mistakes_are_one_line_and_write_nothing(
+    arguments: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["init", str(tmp_path / "sums"), *(str(model) if each == "MODEL" else each for each in arguments)])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1
+    assert not (tmp_path / "sums").exists()
+
+
+def test_missing_package_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_recipe, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMissing, match=r"needs the package reasoning-gym; install mtpctl\[tasks\]"):
+        task_of(model, Machine(2))
+
+
+def test_model_without_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(UserError, match=r"has no tokenizer"):
+        task_of(tmp_path, Machine(2))
