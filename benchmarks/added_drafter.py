@@ -1,0 +1,173 @@
+"""Acceptance and speed of a model with an added drafter: one engine without drafts and one for each number of drafts, on one GPU.
+
+    python benchmarks/added_drafter.py --model smollm2-d --prompts held_out.jsonl --drafts 1 3 --in-flight 8 64
+    python benchmarks/added_drafter.py --model toy-d --prompts rows.jsonl --in-flight 4 --requests 16 --tokens 24     # on a CPU
+
+The prompts are those of the rows, rendered with the tokenizer's chat template if it has one. Responses are sampled at --temperature and end
+as the model ends them. The engines run one after the other, each in a process of its own, and all get the same requests. Printed are
+tokens/s, the share of accepted drafts by position, and the mean tokens per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mtpctl.data.tokenizers import load_tokenizer
+from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.samples import GenerationRequest, Sample, Speculation
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str
+    prompts: list[list[int]]
+    ends: list[int]
+    in_flight: list[int]
+    requests: int
+    tokens: int
+    temperature: float
+    context: int
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "bf16"]
+    gpu_memory: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one load: seconds, generated tokens, and speculation counts."""
+
+    in_flight: int
+    seconds: float
+    tokens: int
+    speculation: Speculation
+
+    @property
+    def rates(self) -> list[float]:
+        """Accepted drafts per step, by position."""
+        return [count / max(1, self.speculation.steps) for count in self.speculation.accepted_by_position]
+
+
+async def measure(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
+    from mtpctl.rollout.vllm.engine import VllmEngine
+
+    config = VllmConfig(
+        max_in_flight=max(options.in_flight),
+        context=options.context,
+        gpu_memory=options.gpu_memory,
+        threads=1 if options.device == "cpu" else 0,
+        speculation=SpeculationConfig(num_tokens=drafts, draft_method=method),
+    )
+    engine = await VllmEngine.start(engine_settings(config, model=options.model, precision=options.precision, device=options.device))
+    try:
+        await one_load(engine, options, max(options.in_flight), warm=True)
+        return [await one_load(engine, options, in_flight) for in_flight in options.in_flight]
+    finally:
+        await engine.shutdown()
+
+
+async def one_load(engine, options: Options, in_flight: int, *, warm: bool = False) -> Measured:  # type: ignore[no-untyped-def]
+    slots, speculation, tokens = asyncio.Semaphore(in_flight), Speculation(), 0
+    count = in_flight if warm else max(options.requests, 2 * in_flight)
+
+    async def answer(number: int) -> None:
+        nonlocal tokens
+        async with slots:
+            sample = Sample("p", "g", options.prompts[number % len(options.prompts)], index=number)
+            result = await engine.generate(
+                GenerationRequest(sample, options.tokens, temperature=options.temperature, seed=number, stop_token_ids=options.ends)
+            )
+        tokens += len(result.response_ids)
+        speculation.drafted += result.speculation.drafted
+        speculation.accepted += result.speculation.accepted
+        speculation.steps += result.speculation.steps
+        by_position = result.speculation.accepted_by_position
+        speculation.accepted_by_position += [0] * (len(by_position) - len(speculation.accepted_by_position))
+        for position, accepted in enumerate(by_position):
+            speculation.accepted_by_position[position] += accepted
+
+    began = time.perf_counter()
+    await asyncio.gather(*(answer(number) for number in range(count)))
+    return Measured(in_flight, time.perf_counter() - began, tokens, speculation)
+
+
+def _child(options: Options, drafts: int, method: Literal["greedy", "probabilistic"], out: multiprocessing.Queue[list[Measured]]) -> None:
+    out.put(asyncio.run(measure(options, drafts, method)))
+
+
+def in_own_process(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
+    context = multiprocessing.get_context("spawn")
+    out: multiprocessing.Queue[list[Measured]] = context.Queue()
+    process = context.Process(target=_child, args=(options, drafts, method, out))
+    process.start()
+    result = out.get()
+    process.join()
+    return result
+
+
+def row(name: str, measured: Measured, baseline: Measured) -> str:
+    speed, before = measured.tokens / measured.seconds, baseline.tokens / baseline.seconds
+    rates = " ".join(f"{rate:.1%}" for rate in measured.rates) or "-"
+    per_step = 1 + sum(measured.rates)
+    return f"| {name} | {measured.in_flight} | {speed:,.0f} | {speed / before:.2f} | {rates} | {per_step:.2f} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder with a drafter")
+    parser.add_argument("--prompts", required=True, type=Path, help="rows (.jsonl) with a prompt column")
+    parser.add_argument("--column", default="prompt")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--gpu-memory", type=float, default=0.5)
+    asked = parser.parse_args(arguments)
+    import torch
+
+    cuda = torch.cuda.is_available()
+    tokenizer = load_tokenizer(Path(asked.model))
+    rows = [json.loads(line) for line in asked.prompts.read_text().splitlines()]
+    chat = (Path(asked.model) / "chat_template.jinja").is_file()
+    prompts = [
+        tokenizer.chat([{"role": "user", "content": each[asked.column]}]) if chat else tokenizer.encode(each[asked.column]) for each in rows
+    ]
+    options = Options(
+        model=asked.model,
+        prompts=prompts,
+        ends=[tokenizer.eos_id],
+        in_flight=asked.in_flight,
+        requests=asked.requests,
+        tokens=asked.tokens,
+        temperature=asked.temperature,
+        context=asked.context,
+        device="cuda" if cuda else "cpu",
+        precision="bf16" if cuda else "fp32",
+        gpu_memory=asked.gpu_memory,
+    )
+    lengths = [len(prompt) for prompt in prompts]
+    print(f"{len(prompts)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {asked.temperature:g}\n")
+    print("| drafts | in flight | tokens/s | against none | accepted by position, per step | tokens per step |")
+    print("|---|---|---|---|---|---|", flush=True)
+    plain = in_own_process(options, 0, "greedy")
+    for each in plain:
+        print(row("none", each, each), flush=True)
+    for drafts in asked.drafts:
+        for method in ("greedy", "probabilistic"):
+            for measured, baseline in zip(in_own_process(options, drafts, method), plain, strict=True):
+                print(row(f"{drafts}, {method}", measured, baseline), flush=True)
+
+
+if __name__ == "__main__":
+    main()
