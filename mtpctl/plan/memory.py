@@ -112,7 +112,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
     """
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
-    drafting = rollout.speculation.num_tokens > 0 and recipe.mtp.mode != "off"
+    drafting = rollout.speculation.model_tokens > 0 and recipe.mtp.mode != "off"
     stage = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
     weights = stage.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
@@ -217,7 +217,7 @@ def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
     delta, rollout = shape.delta, recipe.rollout
     if delta is None:
         return 0
-    drafts = rollout.speculation.num_tokens if recipe.mtp.mode != "off" else 0
+    drafts = rollout.speculation.num_tokens if rollout.speculation.method != "model" or recipe.mtp.mode != "off" else 0
     dtype = rollout.engine_args.get("mamba_ssm_cache_dtype", "auto")
     fp32 = dtype == "float32" or (dtype == "auto" and delta.fp32_state)
     convolved = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1 + drafts)

@@ -301,7 +301,7 @@ def _without_head(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[st
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
     if headless and not is_set("mtp.mode"):
         recipe = recipe.model_copy(update={"mtp": recipe.mtp.model_copy(update={"mode": "off"})})
-    if (headless or recipe.mtp.mode == "off") and recipe.rollout.speculation.num_tokens and not is_set(key):
+    if (headless or recipe.mtp.mode == "off") and recipe.rollout.speculation.model_tokens and not is_set(key):
         speculation = recipe.rollout.speculation.model_copy(update={"num_tokens": 0})
         recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"speculation": speculation})})
         notes.append(f"{key}: 0, because {'the model has no MTP head' if headless else 'mtp.mode is off'}: speculation is off")

@@ -112,7 +112,7 @@ def check_byte_tokenizer(model: ModelConfig, shape: ModelShape | None) -> Compla
 
 def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     """Report MTP training and speculation that the model's MTP layers do not support."""
-    k = recipe.rollout.speculation.num_tokens
+    k = recipe.rollout.speculation.model_tokens
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
     if headless and recipe.mtp.mode != "off":
         yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
@@ -123,6 +123,8 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if shape is not None and shape.eagle3 is not None:
         if recipe.mtp.mode == "joint":
             yield "mtp.mode: joint is not supported with an EAGLE-3 drafter, whose loss does not reach the trunk; set it to isolated"
+        if not recipe.rollout.traits.weightless_drafters:
+            yield "rollout.engine: its EAGLE-3 drafter cannot be synced; set vllm"
         if recipe.train.parallel.pp > 1:
             yield "train.parallel.pp: an EAGLE-3 drafter reads states of several stages, which is not supported; set it to 1"
     if headless and k:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -56,11 +57,18 @@ class EngineTraits:
     """Runs each MTP layer at its depth, only on GPUs and only once each."""
     unquantized_only: bool
     """Updates live weights only without quantization and pipeline stages."""
+    weightless_drafters: bool
+    """Drafts by n-grams or suffixes."""
     deterministic_arg: str | None = None
     """Name in `rollout.engine_args` that makes seeded sampling repeatable; None: it always is."""
 
 
 class SpeculationConfig(Section):
+    method: Literal["model", "ngram", "suffix"] = Field(
+        "model",
+        description="model: the model's MTP layers or EAGLE-3 drafter; ngram: what followed the last tokens earlier in the sequence; "
+        "suffix: the same over all responses of the engine (needs the package arctic-inference).",
+    )
     num_tokens: NonNegativeInt = Field(1, description="Draft tokens per step (k); 0: no speculation.")
     draft_method: Literal["greedy", "probabilistic"] = Field(
         "greedy",
@@ -70,6 +78,11 @@ class SpeculationConfig(Section):
     auto: bool = Field(
         False, description="Draft 0 to num_tokens tokens per step, whichever is fastest; measured repeatedly as load and weights change."
     )
+
+    @property
+    def model_tokens(self) -> int:
+        """Draft tokens per step of the model's own drafter."""
+        return self.num_tokens if self.method == "model" else 0
 
 
 class ReplicaRange(Section):
@@ -200,7 +213,15 @@ class RolloutBase(Section):
 class VllmConfig(RolloutBase):
     engine: Literal["vllm"] = Field("vllm", description="vLLM, on GPUs and CPUs.")
     traits: ClassVar[EngineTraits] = EngineTraits(
-        "vLLM", cpu=True, own_environment=False, adapters=True, release_kv=True, routes=True, mtp_by_depth=True, unquantized_only=True
+        "vLLM",
+        cpu=True,
+        own_environment=False,
+        adapters=True,
+        release_kv=True,
+        routes=True,
+        mtp_by_depth=True,
+        unquantized_only=True,
+        weightless_drafters=True,
     )
     eager: bool = Field(False, description="Disable compilation and CUDA graphs: faster to start, slower to run.")
 
@@ -221,6 +242,7 @@ class SglangConfig(RolloutBase):
         routes=False,
         mtp_by_depth=False,
         unquantized_only=False,
+        weightless_drafters=False,
         deterministic_arg="enable_deterministic_inference",
     )
     python: HomePath | None = Field(None, description="Python interpreter of SGLang's virtual environment.")
@@ -293,9 +315,23 @@ def check_on_trainer_gpus(recipe: Recipe) -> Complaints:
 
 
 def check_speculation(rollout: RolloutBase) -> Complaints:
-    """Report automatic speculation without draft tokens."""
-    if rollout.speculation.auto and not rollout.speculation.num_tokens:
+    """Report automatic speculation without draft tokens, and settings that a drafter without weights does not have."""
+    speculation = rollout.speculation
+    if speculation.auto and not speculation.num_tokens:
         yield "rollout.speculation.auto: has no effect with num_tokens: 0; set num_tokens, or auto: false"
+    if speculation.method == "model" or not speculation.num_tokens:
+        return
+    if not rollout.traits.weightless_drafters:
+        yield f"rollout.speculation.method: {speculation.method} works with rollout.engine: vllm; set model"
+    if speculation.auto:
+        yield f"rollout.speculation.auto: works with method: model, not {speculation.method}; set it to false"
+    if speculation.draft_method == "probabilistic":
+        yield (
+            f"rollout.speculation.draft_method: drafts of {speculation.method} have no probabilities, so they cannot be sampled from them; "
+            "set greedy"
+        )
+    if speculation.method == "suffix" and find_spec("arctic_inference") is None:
+        yield "rollout.speculation.method: suffix needs the package arctic-inference, which is not installed; install it, or set ngram"
 
 
 def check_environment(rollout: RolloutBase) -> Complaints:

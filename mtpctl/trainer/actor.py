@@ -113,7 +113,7 @@ class TrainerRank(WeightExporter):
             lora=train.lora,
             moe=train.moe,
             adapter_seed=self.recipe.seed,
-            drafts=self.recipe.rollout.speculation.num_tokens,
+            drafts=self.recipe.rollout.speculation.model_tokens,
         )
         if self.world_size > 1:
             use_own_interface()

@@ -10,15 +10,16 @@ import json
 import sys
 from pathlib import Path
 
+from mtpctl.recipe.rollout import SpeculationConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.engines import cpu_settings
 
-NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 2}}
+NGRAM = SpeculationConfig(method="ngram", num_tokens=2)
 
 
 async def main(folder: str) -> None:
-    engine = await VllmEngine.start(cpu_settings(Path(folder), k=0, engine_args=NGRAM))
+    engine = await VllmEngine.start(cpu_settings(Path(folder), speculation=NGRAM))
     sample = await engine.generate(GenerationRequest(Sample("p", "g", [1, 5]), 60, temperature=1.0, seed=0))
     print(json.dumps(sample.to_dict()))
     await engine.shutdown()

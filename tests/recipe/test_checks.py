@@ -96,6 +96,12 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ),
         (["mtp.mode=off"], "rollout.speculation.num_tokens: 1 needs the MTP layers that mtp.mode: off leaves out"),
         (["rollout.speculation={num_tokens: 0, auto: true}"], "rollout.speculation.auto: has no effect"),
+        (["rollout.speculation={method: ngram, auto: true}"], "rollout.speculation.auto: works with method: model, not ngram"),
+        (
+            ["rollout.speculation={method: ngram, draft_method: probabilistic}"],
+            "rollout.speculation.draft_method: drafts of ngram have no probabilities",
+        ),
+        (["rollout.speculation.method=suffix"], "rollout.speculation.method: suffix needs the package arctic-inference"),
         (["async.deterministic=true", "rollout.speculation.auto=true"], "rollout.speculation.auto: depends on measured speed"),
         (
             ["async.deterministic=true", "rollout.speculation.draft_method=probabilistic"],

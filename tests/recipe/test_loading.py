@@ -205,7 +205,10 @@ def test_invalid_set_is_one_line_with_fix(base: Path, text: str, message: str) -
         ("seed: 1\nsed: 2\n", ":2: sed is not a key; did you mean seed?"),
         ("train:\n  rl:\n    stepz: 2\n", ":3: train.rl.stepz is not a key; did you mean train.rl.steps?"),
         ("lr: 2\n", ":1: lr is not a key; did you mean train."),
-        ("rollout:\n  speculation: {k: 2}\n", ":2: rollout.speculation.k is not a key; keys of rollout.speculation: num_tokens, draft_"),
+        (
+            "rollout:\n  speculation: {k: 2}\n",
+            ":2: rollout.speculation.k is not a key; keys of rollout.speculation: method, num_tokens, draft_",
+        ),
         ("async_:\n  sync_every: 2\n", ":1: async_ is not a key; did you mean async?"),
         ("train:\n  rl:\n", ":2: train.rl must be a mapping of keys to values, got null"),
         ("train:\n  rl:\n    steps: a\n", ":3: train.rl.steps must be an integer, got 'a'"),

@@ -43,7 +43,7 @@ class VllmEngine(Engine):
             version=version,
             context=int(llm.model_config.max_model_len),
             slots=int(settings.args["max_num_seqs"]),
-            holds=("target", "draft", "adapter") if "speculative_config" in settings.args else ("target", "adapter"),
+            holds=("target", "draft", "adapter") if settings.has_drafter else ("target", "adapter"),
         )
         self._llm = llm
         self._settings = settings

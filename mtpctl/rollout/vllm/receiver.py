@@ -179,7 +179,8 @@ class WorkerExtension:
 
     def mtpctl_drafts(self) -> bool:
         """Whether this engine has a drafter whose weights can be updated."""
-        return self.vllm_config.speculative_config is not None
+        speculative = self.vllm_config.speculative_config
+        return speculative is not None and speculative.use_eagle()
 
     def mtpctl_draft_s(self) -> dict[int, float]:
         """Median drafting seconds per step since the last call, by number of draft tokens."""

@@ -24,6 +24,9 @@ SCHEDULERS = {
 }
 """Schedulers for `speculation.auto`, by whether scheduling is asynchronous."""
 
+WEIGHTLESS: dict[str, dict[str, object]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
+"""vLLM's options of the drafters without weights: n-grams of 2 to 4 tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
@@ -41,6 +44,12 @@ class VllmSettings:
     release_kv: bool = False
     routes: tuple[int, ...] = ()
     outside_cache: int | None = None
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether the engine has a drafter with weights."""
+        speculative = self.args.get("speculative_config") or {}
+        return bool(speculative) and speculative.get("method") not in WEIGHTLESS
 
     @property
     def model(self) -> str:
@@ -96,7 +105,9 @@ def engine_settings(
     if k:
         method = rollout.speculation.draft_method
         speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
-        if (drafter := Path(model) / DRAFTER).is_dir():
+        if rollout.speculation.method != "model":
+            speculative = {"method": rollout.speculation.method, "num_speculative_tokens": k} | WEIGHTLESS[rollout.speculation.method]
+        elif (drafter := Path(model) / DRAFTER).is_dir():
             speculative |= {"method": "eagle3", "model": str(drafter)}
         args["speculative_config"] = speculative
     if k and rollout.speculation.auto:

@@ -1,4 +1,4 @@
-"""The engine's n-gram speculator, which a recipe sets in `rollout.engine_args`."""
+"""The engine's n-gram speculator, which a recipe sets by `rollout.speculation.method`."""
 
 from __future__ import annotations
 

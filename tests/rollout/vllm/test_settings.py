@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -10,7 +11,7 @@ from vllm.platforms import current_platform
 from mtpctl.errors import UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.plan.placement import ENGINE_MEMORY
-from mtpctl.recipe.rollout import VllmConfig
+from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine, sized_cache
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
@@ -66,3 +67,22 @@ def test_the_cache_of_an_engine_that_shares_its_gpu_is_the_rest_of_its_share(mon
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.03 of the GPU holds no KV cache in addition to 3.0 GiB of weights"):
         sized_cache(settings_of(3 * GIB, gpu_memory=0.03))
     assert settings_of(None).args["gpu_memory_utilization"] == ENGINE_MEMORY
+
+
+@pytest.mark.parametrize(("method", "has_drafter"), [("model", True), ("ngram", False)])
+def test_only_a_drafter_with_weights_receives_them(method: Literal["model", "ngram"], has_drafter: bool) -> None:
+    config = VllmConfig(speculation=SpeculationConfig(method=method, num_tokens=3))
+    settings = engine_settings(config, model="m", precision="fp32", device="cpu")
+    assert settings.args["speculative_config"]["num_speculative_tokens"] == 3
+    assert settings.has_drafter == has_drafter
+
+
+def test_folder_with_eagle3_drafter_is_served_with_it(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    settings = engine_settings(VllmConfig(), model=str(tmp_path), precision="fp32", device="cpu")
+    assert settings.args["speculative_config"] | {"num_speculative_tokens": 1} == {
+        "method": "eagle3",
+        "model": str(tmp_path / "drafter"),
+        "num_speculative_tokens": 1,
+        "draft_sample_method": "greedy",
+    }
