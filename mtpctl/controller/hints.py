@@ -32,6 +32,8 @@ COLLAPSED = 0.05
 """Entropy relative to the first updates. It falls to a third in runs that learn well, and further only with the reward."""
 FEW_SIGNALS = 0.1
 """Share of groups with signal. Below it nine tenths of the responses are discarded."""
+SOME_SIGNALS = 0.02
+"""Share of groups with signal above which a larger learning rate helps. With dynamic sampling every update is full of them even then."""
 TRUNCATED = 0.2
 """Share of responses at the limit of tokens. They rarely have an answer, so a fifth of the rewards is decided by the limit."""
 
@@ -128,7 +130,7 @@ class HintWatch:
 
     def _still(self) -> str:
         signal = self._recent("reward/signal_fraction", WINDOW)
-        if signal is None or signal < FEW_SIGNALS or self._rises():
+        if signal is None or signal < SOME_SIGNALS or self._rises():
             return ""
         ratio, kl = self._recent("actor/ratio_mean", WINDOW), self._recent("actor/ppo_kl", WINDOW)
         start = self._recent("actor/ref_kl")

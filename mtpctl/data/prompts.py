@@ -23,6 +23,9 @@ from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 
+_JOINS = 8
+"""Tokens by which a template may grow around another prompt, because tokens do not span the same characters where they meet."""
+
 
 class SftSample(NamedTuple):
     """One sample of the supervised stage: ids of the prompt, ids of the target, and the target's loss mask."""
@@ -114,9 +117,16 @@ def fit_problems(
 ) -> None:
     """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
 
-    With `targets`, also for the first prompt and solution, or conversation, that exceeds `context`.
+    With `targets`, also for the first prompt and solution, or conversation, that exceeds `context`. Prompts that fit at one token per
+    character are not encoded, which saves most of the time with many rows.
     """
+    template: int | None = None
     for problem in problems:
+        if not targets and not problem.messages and not problem.tools and problem.prompt.isascii():
+            if template is None:
+                template = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _JOINS
+            if template + len(problem.prompt) < context:
+                continue
         if targets and problem.is_conversation:
             length = sum(map(len, encode_sft(tokenizer, problem, config, tools, ends)[:2]))
             if length > context:

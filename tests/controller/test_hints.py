@@ -58,8 +58,9 @@ def test_still_policy_is_told_to_raise_the_learning_rate() -> None:
         {"reward": constant(0.3), "ppo_kl": constant(2e-5), "ratio_mean": constant(0.97)},
         {"reward": constant(0.3), "ppo_kl": constant(2e-5), "entropy": lambda t: 0.98**t},
         {"reward": constant(0.3), "ppo_kl": constant(2e-5), "ref_kl": constant(0.05)},
+        {"reward": constant(0.3), "ppo_kl": constant(2e-5), "signal_fraction": constant(0.01)},
     ],
-    ids=["reward rises", "KL", "ratio", "entropy falls", "far from the start"],
+    ids=["reward rises", "KL", "ratio", "entropy falls", "far from the start", "nothing to learn from"],
 )
 def test_moving_policy_is_not_still(series: dict[str, Series]) -> None:
     assert not [line for _, line in hints(**series) if "nothing moves" in line]

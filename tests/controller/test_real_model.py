@@ -16,7 +16,8 @@ from tests.environment import with_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "your-own-task.md").read_text()
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "your-own-task.md").read_text()
 PRETRAINED = GUIDE.partition("## 5. A model that can read")[2].partition("\n## ")[0]
 ENVIRONMENT = with_tree(NO_COLOR="1", COLUMNS="140")
 SMALL = (
@@ -81,3 +82,21 @@ def test_guide_to_a_pretrained_model_works_as_written(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert "Paris" in run(tmp_path, sys.executable, "-c", STOCK, "models/smollm2-rl", VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def test_first_run_trains_with_the_settings_of_init(tmp_path: Path) -> None:
+    """The commands of `scripts/quickstart --real`, with fewer updates and rows."""
+    run(tmp_path, sys.executable, ROOT / "scripts" / "smollm2.py", "smollm2")
+    mtpctl = (sys.executable, "-m", "mtpctl")
+    printed = run(tmp_path, *mtpctl, "init", "sums", "--template", "reasoning-gym", "--model", "smollm2", CUDA_VISIBLE_DEVICES="")
+    assert "train.rl.optimizer.lr: 3e-05" in printed
+    held_out = tmp_path / "sums" / "held_out.jsonl"
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:16]))
+    sets = ("train.rl.steps=2", "train.rl.dynamic_sampling=false", "train.rl.group_size=4", "cluster.num_cpus=4")
+    run(tmp_path, *mtpctl, "train", "sums/recipe.yaml", "--plain", *(part for each in sets for part in ("--set", each)))
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "sums" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
+    evaluations = [row for row in rows if "eval/accuracy" in row]
+    assert [row["step"] for row in evaluations] == [0, 2] and all(row["eval/problems"] == 16 for row in evaluations)
+    assert all(0 < row["eval/unseen_problems"] < 16 for row in evaluations), "two sums of single digits are training rows"
+    assert not [row for row in rows if row.get("event") == "error"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtpctl.data import prompts
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, encode_target, fit_problems
-from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 
@@ -60,3 +62,20 @@ def test_problem_beyond_context_is_reported(folder: Path) -> None:
         fit_problems(tokenizer, problems, DataConfig(), context=9)
     with pytest.raises(UserError, match=r"d\.jsonl:2: prompt and solution have 11 tokens"):
         fit_problems(tokenizer, problems, DataConfig(), context=10, targets=True)
+
+
+def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token per character of ASCII text at most: with the template's 17 tokens, 30 characters fit into 64 tokens for certain."""
+    encoded: list[str] = []
+
+    def counted(tokenizer: Tokenizer, problem: Problem, *rest: Any) -> list[int]:
+        encoded.append(problem.prompt)
+        return encode_prompt(tokenizer, problem, *rest)
+
+    monkeypatch.setattr(prompts, "encode_prompt", counted)
+    config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
+    texts = ["1" * 30] * 20 + ["é" * 5, "2" * 46]
+    fit_problems(tokenizer, [Problem(f"p{i}", text, "3") for i, text in enumerate(texts)], config, context=64)
+    assert encoded == ["a", "é" * 5, "2" * 46]
+    with pytest.raises(UserError, match=r"p1: the prompt has 64 tokens, but the context has 64"):
+        fit_problems(tokenizer, [Problem("p0", "1", "3"), Problem("p1", "é" * 23 + "1", "3")], config, context=64)
