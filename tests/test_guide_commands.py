@@ -26,7 +26,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
     blocks = re.findall(r"^```(?:console|bash|sh)?\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for block in blocks:
         for line in block.replace("\\\n", " ").splitlines():
-            for part in re.split(r"\s(?:&&|\||;)\s", line.removeprefix("$ ")):
+            for part in re.split(r"\s(?:&&|\||;|>)\s", line.removeprefix("$ ")):
                 if part.startswith("mtpctl ") and not re.search(r"[\[<{…]\S*[A-Z]+\]|\[--|…", part):
                     yield [SAMPLE_VALUES.get(word, word) for word in shlex.split(part, comments=True)[1:]]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "init": ("init:init", "Create a custom task that trains without changes."),
     "train": ("train:train", "Train by a recipe, or resume a run."),
+    "launch": ("launch:app", "Run a recipe as a job of Slurm or Kubernetes."),
     "rollout": ("rollout:rollout", "Generate responses to a file of prompts with the latest weights."),
     "eval": ("rollout:evaluate", "Evaluate a run on its held-out sets."),
     "logprob-serve": ("logprob_serve:logprob_serve", "Serve log-probs, entropy and MTP scores over HTTP."),
@@ -101,9 +102,11 @@ app = typer.Typer(
 
 def _version(requested: bool) -> None:
     if requested:
-        from importlib.metadata import version
+        from mtpctl.telemetry.versions import installed
 
-        answer(f"mtpctl {version('mtpctl')}")
+        packages = installed()
+        answer(f"mtpctl {packages.pop('mtpctl')}")
+        answer(" · ".join([f"Python {sys.version.split()[0]}", *(f"{name} {version}" for name, version in packages.items())]))
         raise typer.Exit()
 
 
@@ -113,7 +116,9 @@ def _global_options(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show log messages and warnings of libraries. Accepted anywhere on the line.")
     ] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions of mtpctl and its stack.")
+    ] = False,
 ) -> None:
     # `_Commands` reads --debug; it is declared here for the parser and --help.
     if verbose:

@@ -123,15 +123,23 @@ def scale(
 
 
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: Json = False) -> None:
-    """Show the state of a run, its step, the time since its last metrics, and restarts of trainers and replicas."""
+    """Show the state of a run, its step, the time since its last metrics, its Slurm job, and restarts of trainers and replicas."""
     from mtpctl.errors import UserError
+    from mtpctl.jobs.slurm import job_line
     from mtpctl.telemetry.run_directory import RunDirectory
     from mtpctl.telemetry.runs import describe_run
 
-    if not RunDirectory(run).recipe.is_file():
+    job, started = job_line(run), RunDirectory(run).recipe.is_file()
+    if not started and job is None:
         raise UserError(f"RUN: {run} is no run directory; mtpctl runs lists those below a folder")
-    overview = describe_run(run)
-    answer(json.dumps(asdict(overview) | {"path": str(run)}, indent=2) if as_json else _status_lines(overview))
+    overview = describe_run(run) if started else None
+    if as_json:
+        answer(json.dumps((asdict(overview) if overview else {}) | {"path": str(run), "slurm": job}, indent=2))
+        return
+    if overview:
+        answer(_status_lines(overview))
+    if job:
+        answer(f"{run}: {job}")
 
 
 def _status_lines(overview: RunOverview) -> str:

@@ -176,7 +176,9 @@ async def machine() -> Finding:
     size = sum(each.nbytes for each in left) / 2**30
     summary = (
         f"{host['cpus']} CPUs, {host['memory_gib']:g} GiB memory, {host['memory_available_gib']:g} of it free, "
-        f"{host['shared_memory_free_gib']:g} GiB free in /dev/shm; {host['system']}, {host['arch']}"
+        f"{host['shared_memory_free_gib']:g} GiB free in /dev/shm; {host['system']}, {host['arch']}; limits: "
+        + ", ".join(f"{'unlimited' if value is None else value} {name}" for name, value in host["limits"].items())
+        + "".join(f"; {name}={value}" for name, value in sorted(host["nccl"].items()))
     )
     if left:
         summary += f"; killed runs left {len(left)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ OPTIONAL = {
     "flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it",
 }
 """Optional packages that only improve speed on GPUs, and what they are for."""
+LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked bytes": resource.RLIMIT_MEMLOCK}
 _NVIDIA_SMI_S = 20.0
 
 
@@ -35,12 +37,18 @@ class Card(TypedDict):
 
 
 class Machine(TypedDict):
-    """The host. cpus: those that this process may use. shared_memory_free_gib: of `/dev/shm`, where weights are published."""
+    """The host.
+
+    cpus: those that this process may use. shared_memory_free_gib: of `/dev/shm`, where weights are published. limits: soft limits of
+    this process, None if unlimited. nccl: the environment variables of NCCL.
+    """
 
     cpus: int
     memory_gib: float
     memory_available_gib: float
     shared_memory_free_gib: float
+    limits: dict[str, int | None]
+    nccl: dict[str, str]
     system: str
     arch: str
 
@@ -117,12 +125,15 @@ def machine() -> Machine:
     import psutil
 
     memory = psutil.virtual_memory()
+    soft = {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()}
     shared = Path("/dev/shm")
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory.total / 2**30, 1),
         "memory_available_gib": round(memory.available / 2**30, 1),
         "shared_memory_free_gib": round(shutil.disk_usage(shared).free / 2**30, 1) if shared.is_dir() else 0.0,
+        "limits": {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()},
+        "nccl": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         "system": f"{platform.system()} {platform.release()}",
         "arch": platform.machine(),
     }

@@ -54,13 +54,18 @@ class Versions(TypedDict):
     machine: Machine
 
 
-def collect_versions() -> Versions:
+def installed() -> dict[str, str]:
+    """The versions of the installed packages among `PACKAGES`."""
     packages: dict[str, str] = {}
     for name in PACKAGES:
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
+    return packages
+
+
+def collect_versions() -> Versions:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine: Machine = {
         "system": platform.system(),
@@ -69,7 +74,7 @@ def collect_versions() -> Versions:
         "memory_gib": round(memory / 2**30, 1),
         "cards": visible_cards(),
     }
-    return {"python": ".".join(map(str, sys.version_info[:3])), "packages": packages, "machine": machine}
+    return {"python": ".".join(map(str, sys.version_info[:3])), "packages": installed(), "machine": machine}
 
 
 def visible_cards() -> list[str]:

@@ -220,7 +220,9 @@ def test_unservable_family_is_exit_code_3_with_a_fix(mtpctl: Any, monkeypatch: p
 def test_version_is_that_of_the_package(mtpctl: Any) -> None:
     from importlib.metadata import version
 
-    assert mtpctl("--version").out == f"mtpctl {version('mtpctl')}\n"
+    first, stack = mtpctl("--version").out.splitlines()
+    assert first == f"mtpctl {version('mtpctl')}"
+    assert {f"torch {version('torch')}", f"ray {version('ray')}", f"transformers {version('transformers')}"} <= set(stack.split(" · "))
 
 
 def test_recipe_copy_keeps_comments_and_overwrites_nothing(mtpctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,15 @@ def test_leftovers_of_killed_runs_are_reported(examined: Any, monkeypatch: pytes
     machine = finding(examined(), "machine")
     assert machine.summary.endswith("killed runs left 1 folder(s), 15 GiB: the next start removes them, or mtpctl clean")
     assert machine.data["leftovers"] == [{"path": "/dev/shm/mtpctl-run", "bytes": 15 << 30}]
+
+
+def test_limits_and_nccl_settings_of_a_container_are_reported(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_NPROC: 99, resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (soft[number], resource.RLIM_INFINITY))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond0")
+    machine = finding(examined(), "machine")
+    assert "limits: 1024 open files, 99 processes, unlimited locked bytes; " in machine.summary
+    assert "NCCL_SOCKET_IFNAME=bond0" in machine.summary and machine.data["limits"]["locked bytes"] is None
 
 
 def test_family_that_vllm_cannot_import_is_named_with_the_fix(examined: Any) -> None:

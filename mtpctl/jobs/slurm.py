@@ -1,0 +1,208 @@
+"""Slurm jobs: a script for a recipe, checked against the nodes of a partition, and the state of a submitted job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpctl.cluster.hosts import Host
+from mtpctl.errors import ClusterResources, EnvironmentMissing, UserError
+from mtpctl.plan.placement import place
+from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.run_directory import RunDirectory
+
+TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
+SCRIPT, JOB_ID = "slurm.sh", "slurm.id"
+LEAD_S = 300
+"""Seconds between the signal to stop and the time limit: an update and a checkpoint. At most a quarter of the limit."""
+ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Equal nodes of a partition."""
+
+    partition: str
+    default: bool
+    nodes: int
+    cpus: int
+    gpus: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `mtpctl launch slurm`. None: the partition's default, whole nodes, and as few of them as the recipe fits."""
+
+    nodes: int | None = None
+    cpus: int | None = None
+    gpus: int | None = None
+    partition: str | None = None
+    time: str | None = None
+    requeue: bool = False
+    seeds: tuple[int, ...] = ()
+    sbatch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Nodes of a job, with the CPUs and GPUs of each, and its time limit in seconds."""
+
+    nodes: int
+    cpus: int
+    gpus: int
+    limit_s: float
+
+
+def slurm(command: str, *arguments: str) -> str:
+    """The output of a Slurm command. Raises EnvironmentMissing without Slurm, and UserError with Slurm's message if the command fails."""
+    if shutil.which(command) is None:
+        raise EnvironmentMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
+    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    if done.returncode:
+        raise UserError(f"{command}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def node_groups() -> list[NodeGroup]:
+    """The partitions of this Slurm cluster."""
+    groups = []
+    for line in slurm("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%G|%l").splitlines():
+        name, nodes, cpus, gres, limit = line.strip().split("|")
+        gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))
+        seconds = float("inf") if limit in ("infinite", "UNLIMITED", "n/a") else seconds_of(limit)
+        groups.append(NodeGroup(name.rstrip("*"), name.endswith("*"), int(nodes), int(cpus.rstrip("+")), gpus, seconds))
+    return groups
+
+
+def seconds_of(text: str) -> float:
+    """A time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
+    matched = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if matched is None:
+        raise UserError(f"--time: {text} is not a time of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS")
+    days, *parts = matched.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]
+    units = (3600, 60, 1)
+    return int(days or 0) * 86400.0 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
+def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) -> Allocation:
+    """The nodes of the job, on which the recipe's actors fit.
+
+    Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if it has too few nodes or too small ones.
+    """
+    name = request.partition or next((group.partition for group in groups if group.default), None)
+    if name is None:
+        raise UserError(
+            f"--partition: Slurm has no default partition; name one of {', '.join(sorted({group.partition for group in groups}))}"
+        )
+    own = [group for group in groups if group.partition == name]
+    if not own:
+        raise UserError(f"--partition: Slurm has no {name}; it has {', '.join(sorted({group.partition for group in groups}))}")
+    limit_s = own[0].limit_s if request.time is None else seconds_of(request.time)
+    if limit_s > own[0].limit_s:
+        raise UserError(f"--time: {request.time} is more than the limit of partition {name}, {own[0].limit_s / 60:g} minutes; lower it")
+    cuda = recipe.device == "cuda"
+    cpus, gpus = request.cpus or 1, (request.gpus or 1) if cuda else 0
+    own = [group for group in own if group.cpus >= cpus and group.gpus >= gpus]
+    if not own:
+        raise ClusterResources(
+            f"--partition: no node of {name} has {cpus} CPU(s) and {gpus} GPU(s); lower --cpus or --gpus, or name another"
+        )
+    count = sum(group.nodes for group in own)
+    cpus = request.cpus or min(group.cpus for group in own)
+    gpus = (request.gpus or min(group.gpus for group in own)) if cuda else 0
+    if request.nodes is not None and request.nodes > count:
+        raise ClusterResources(f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} of that size; lower it")
+    for nodes in range(1, count + 1) if request.nodes is None else [request.nodes]:
+        try:
+            # A run on one node cannot be joined by others, so that node must have room for all engines.
+            most = recipe.rollout.replica_range.max if nodes == 1 else None
+            place(recipe, [Host(cpus, gpus)] * nodes, engines=most)
+        except ClusterResources:
+            if nodes in (request.nodes, count):
+                raise
+        else:
+            return Allocation(nodes, cpus, gpus, limit_s)
+    raise ClusterResources(f"--partition: {name} has no nodes; name another")
+
+
+def run_dir(recipe: Recipe, request: Request, seed: str) -> str:
+    """The absolute run directory, with `seed` as the seed of an array."""
+    if not request.seeds:
+        return str(recipe.run_path.absolute())
+    if not re.search(r"\{(name|seed)\}", recipe.run_dir):
+        raise UserError("--seeds: the runs need separate directories; use {name} or {seed} in run_dir")
+    path = recipe.run_dir.replace("{name}", f"{recipe.name}-seed{seed}").replace("{seed}", seed)
+    return str(Path(path).expanduser().absolute())
+
+
+def script(recipe: Recipe, request: Request, nodes: Allocation, arguments: Sequence[str]) -> str:
+    """The script of a job that runs `mtpctl train ARGUMENTS` on these nodes."""
+    import jinja2
+
+    logs = RunDirectory(run_dir(recipe, request, "%a")).logs
+    options = [f"--partition={request.partition}"] if request.partition else []
+    options += [f"--time={request.time}"] if request.time else []
+    options += [f"--array={','.join(map(str, request.seeds))}"] if request.seeds else []
+    words = [shlex.quote(argument) for argument in arguments]
+    if request.seeds:
+        words += ['--set "seed=$SLURM_ARRAY_TASK_ID"', f'--set "name={recipe.name}-seed$SLURM_ARRAY_TASK_ID"']
+    if nodes.nodes > 1:
+        words += ["--set cluster.address=auto"]
+    else:
+        words += ["--set cluster.address=null", '--set "cluster.num_cpus=$SLURM_CPUS_ON_NODE"']
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    environment.filters["quote"] = shlex.quote
+    values: Mapping[str, object] = {
+        "name": recipe.name,
+        "nodes": nodes.nodes,
+        "cpus": request.cpus,
+        "gpus": nodes.gpus,
+        "options": [*options, *request.sbatch],
+        "requeue": request.requeue,
+        "folder": str(Path.cwd()),
+        "log_dir": str(logs),
+        "lead_s": round(min(LEAD_S, nodes.limit_s / 4)),
+        "bin": str(Path(sys.executable).parent),
+        "seeds": request.seeds,
+        "arguments": " ".join(words),
+    }
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
+
+
+def submit(recipe: Recipe, request: Request, text: str) -> tuple[str, Path]:
+    """Write the script into the run directory and submit it. Returns the id of the job and the path of the script."""
+    folders = [RunDirectory(run_dir(recipe, request, str(seed))) for seed in request.seeds or [recipe.seed]]
+    for folder in folders:
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.logs.mkdir(exist_ok=True)
+    path = folders[0].path / SCRIPT
+    path.write_text(text, encoding="utf-8")
+    job = slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    for folder, seed in zip(folders, request.seeds or [None], strict=True):
+        (folder.logs / JOB_ID).write_text(f"{job}{'' if seed is None else f'_{seed}'}\n", encoding="utf-8")
+    return job, path
+
+
+def job_line(run: Path) -> str | None:
+    """The state of the Slurm job of a run, with Slurm's reason if it waits; None if there is none, or no Slurm on this machine."""
+    file = RunDirectory(run).logs / JOB_ID
+    if not file.is_file() or shutil.which("squeue") is None:
+        return None
+    job = file.read_text(encoding="utf-8").strip()
+    done = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R"], capture_output=True, text=True, timeout=ANSWER_S, check=False
+    )
+    if done.returncode or not done.stdout.strip():
+        return f"Slurm job {job}: ended"
+    state, used, limit, where = done.stdout.splitlines()[0].split("|")
+    return f"Slurm job {job}: {state}, {used} of {limit}, {where}"
