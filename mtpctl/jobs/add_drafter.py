@@ -98,7 +98,7 @@ def _checked(source: Path, target: Path) -> dict[str, object]:
 
 def _recipe(source: Path, run: Path, options: DrafterOptions) -> dict[str, Any]:
     assert options.data is not None
-    rollout: dict[str, Any] = {"engine": "vllm", "context": 1024, "max_tokens": 512, "max_in_flight": 256, "speculation": {"num_tokens": 0}}
+    rollout = {"engine": "vllm", "gpus": 0.5, "context": 1024, "max_tokens": 512, "max_in_flight": 256, "speculation": {"num_tokens": 0}}
     return {
         "name": "add-drafter",
         "run_dir": str(run.absolute()),
@@ -109,7 +109,8 @@ def _recipe(source: Path, run: Path, options: DrafterOptions) -> dict[str, Any]:
             "columns": {"answer": None} if options.samples else {},
         },
         "mtp": {"mode": "isolated", "loss": options.loss, "repeat": options.drafts if options.layers == 1 else 1},
-        "train": {"stages": ["draft"], "draft": {"steps": options.steps, "samples": options.samples}},
+        # Trainer and engine share a GPU.
+        "train": {"stages": ["draft"], "gpus": 0.5, "draft": {"steps": options.steps, "samples": options.samples}},
         "rollout": rollout,
     }
 

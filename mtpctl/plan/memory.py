@@ -256,12 +256,16 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     width = WEIGHT_BYTES[train.precision]
     weights = stage.parameters * width
     moved, experts = stage.trunk, stage.trunk_experts
-    if train.lora:
+    if train.stages == ["draft"]:
+        moved = experts = 0  # The trunk has neither gradients nor optimizer state.
+    elif train.lora:
         moved, experts = _adapter(recipe, shape, stage)
         weights += moved * width
     buffered = recipe.mtp.trains
-    trains_mtp = buffered and (training == "sft" or train.rl.train_mtp)
+    trains_mtp = buffered and (training != "rl" or train.rl.train_mtp)
     gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
+    if training == "draft":
+        moved = experts = 0
     if trains_mtp or (buffered and train.distributed_optimizer):
         # A distributed optimizer has state for all gradient buffers, including those of frozen MTP layers.
         moved, experts = moved + stage.mtp, experts + stage.mtp_experts
@@ -276,16 +280,16 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
         gradients=gradients,
         optimizer=0 if train.offload.optimizer else state,
         reference=moved * width if training == "rl" and train.rl.kl_coef else 0,
-        activations=_activations(recipe, shape, index, stage, _depths(recipe, shape) if trains_mtp else 0),
+        activations=_activations(recipe, shape, index, stage, _depths(recipe, shape) if trains_mtp else 0, training),
         workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
         step=step,
         host=(state if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
     )
 
 
-def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, depths: int) -> int:
+def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, depths: int, training: str) -> int:
     train, parallel = recipe.train, recipe.train.parallel
-    layers = len(stage.layers) + (depths if stage.has_head else 0)
+    layers = (0 if training == "draft" else len(stage.layers)) + (depths if stage.has_head else 0)
     width, transient = activation_width(shape, parallel), transient_width(shape, parallel)
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     saved = width * layers if train.recompute != "full" else entry * layers

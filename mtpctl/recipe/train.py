@@ -140,7 +140,7 @@ def check_train(train: TrainConfig) -> Complaints:
         yield f"train.stages: must be draft, sft and rl, at least one and each at most once, got [{', '.join(train.stages)}]"
     if "draft" in train.stages[1:] and train.draft.samples:
         yield "train.stages: draft must come first, because its samples are generated with the weights of model.path; move it"
-    if "draft" in train.stages and train.distributed_optimizer:
+    if "draft" in train.stages and len(train.stages) > 1 and train.distributed_optimizer:
         yield (
             "train.distributed_optimizer: is not supported in the stage draft, whose optimizer has only the drafter's parameters; set it "
             "to false, or add the drafter first (mtpctl add-drafter)"

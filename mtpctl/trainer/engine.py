@@ -80,6 +80,8 @@ class MegatronEngine:
         self.trains_mtp = self.can_train_mtp
         self.optimizer: Optimizer | None = None
         self.model: MtpModel | DistributedDataParallel = model
+        if config.only_drafter:
+            freeze_trunk(model)
         if config.train:
             self.gradients = Gradients(
                 model,
@@ -147,9 +149,10 @@ class MegatronEngine:
 
     def freeze_trunk(self, frozen: bool) -> None:
         """Exclude the trunk from training, or include it again. Takes effect with `set_optimizer`."""
-        for name, parameter in self.module.named_parameters():
-            if not name.startswith("mtp."):
-                parameter.requires_grad_(not frozen and (self.trained_names is None or name in self.trained_names))
+        freeze_trunk(self.module)
+        if not frozen and not self.config.only_drafter:
+            for name, parameter in self.module.named_parameters():
+                parameter.requires_grad_(name.startswith("mtp.") or self.trained_names is None or name in self.trained_names)
 
     # ------------------------------------------------------------------------------------------------------- updates
 
@@ -340,6 +343,13 @@ class MegatronEngine:
     def close(self) -> None:
         """Destroy the process groups. The engine cannot be used afterwards."""
         self.groups.close()
+
+
+def freeze_trunk(model: MtpModel) -> None:
+    """Exclude all parameters but those of the MTP layers from training."""
+    for name, parameter in model.named_parameters():
+        if not name.startswith("mtp."):
+            parameter.requires_grad_(False)
 
 
 def _in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
