@@ -141,7 +141,7 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         *([Setting("data.chat_template", True)] if templated else []),
         Setting("reward.function", "reward.py:score"),
         Setting("train.stages", ["rl"]),
-        Setting("train.eval_every", 20 if gpu else 3),
+        Setting("train.eval_every", 20 if gpu else 0),
         Setting("train.rl.preset", "dapo", "no KL to the start, clip-higher, and groups without signal are replaced"),
         Setting("rollout.engine", "vllm"),
     ]
@@ -170,6 +170,8 @@ def _yaml(values: Mapping[str, object], reasons: Mapping[str, str], path: str = 
 def _scalar(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_scalar(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_scalar, value)) + "]"
     if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value / 10 ** (exponent := math.floor(math.log10(value))):.3g}e{exponent}"
     # JSON is YAML; plain strings only need quotes if they have special characters.

@@ -104,7 +104,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
         Setting("train.rl.minibatches", minibatches, "optimizer steps per update: the trainer waits for rollout, so they cost no time"),
         Setting("train.rl.group_size", group, f"{chance}, of {group // 2} in {signal(0.03, group // 2):.0%}; others are replaced"),
         Setting("train.rl.prompts_per_step", prompts, f"{prompts * group} responses per update, {prompts * group // minibatches} per step"),
-        Setting("train.rl.steps", 500 if gpu else 6, _duration(work, machine)),
+        Setting("train.rl.steps", 500 if gpu else 4, _duration(work, machine)),
         Setting("rollout.max_tokens", response, f"room for reasoning, and 4 x the longest answer of {work.answer_tokens} tokens"),
         Setting("train.rl.overlong.buffer", max(1, response // 8), "only the last eighth of max_tokens is penalized"),
         Setting("rollout.context", context, f"the longest prompt has {work.prompt_tokens} tokens"),
@@ -115,7 +115,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
 
 def _duration(work: Workload, machine: Machine) -> str:
     if not machine.gpus:
-        return "a sample of a run: on two cores an update takes most of a minute"
+        return "a sample of a run: on two cores an update takes one to two minutes"
     return "about 15 minutes on one H100" if work.small else "watch the curve of held-out accuracy, and stop when it is flat"
 
 
