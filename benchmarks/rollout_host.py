@@ -5,8 +5,10 @@
 
 Prompts are random tokens, responses have fixed lengths around a mean, and log-probs are on. Every arm generates the same tokens per slot.
 `at once`: requests are admitted as soon as a slot is free, instead of several in one step. `worker`: the engine runs its model in a
-separate process, so that scheduling overlaps with it. Bounds, relative to vLLM's offline generation with as many requests in flight: one
-engine 1.5, several engines 3.5; the controller's loop uses at most 0.3 of a core. They apply on a GPU.
+separate process, so that scheduling overlaps with it. `vLLM's graphs`: CUDA graphs of steps with up to 512 tokens only.
+
+Bounds on a GPU, relative to vLLM's offline generation with as many requests in flight: one engine 1.5, several engines 3.5. The
+controller's loop uses at most 0.3 of a core.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from pathlib import Path
 from harness import finish, parser, print_environment
 from mtpctl.bench.rollout_model import HEADINGS, OFFLINE, RULE, TIMER, Arm, Options, Result, run
 
+WORKER = '{"distributed_executor_backend": "mp"}'
+GRAPHS = '{"compilation_config": {}}'
 ONE_BOUND, SEVERAL_BOUND, LOOP_BOUND = 1.5, 3.5, 0.3
 
 
@@ -31,8 +35,8 @@ def arms_of(batches: list[int], engines: int, names: list[str]) -> list[Arm]:
             Arm(OFFLINE, 0, batch),
             Arm("one engine", 1, batch),
             Arm("one engine, at once", 1, batch, at_once=True),
-            Arm("one engine, worker", 1, batch, worker=True),
-            Arm("one engine, worker, at once", 1, batch, at_once=True, worker=True),
+            Arm("one engine, worker", 1, batch, engine_args=WORKER),
+            Arm("one engine, vLLM's graphs", 1, batch, engine_args=GRAPHS),
         ]
         if batch == min(batches):
             arms += [

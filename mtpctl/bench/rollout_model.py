@@ -7,6 +7,7 @@ mean, so slots become free at different times. All engines are loaded at the sam
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import statistics
@@ -50,24 +51,27 @@ RULE = "|---" * 6 + "|"
 Say = Callable[[str], None]
 
 
+EngineKey = tuple[int, int, str]
+"""Number of engines, their slots, and their `rollout.engine_args` as JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One way to generate: `engines` engines of mtpctl on the GPU, or vLLM alone if 0.
 
-    in_flight: maximum concurrent requests of each engine. at_once: admit each request as soon as a slot is free. worker: run the model in
-    a separate process of the engine, so that scheduling overlaps with it.
+    in_flight: maximum concurrent requests of each engine. at_once: admit each request as soon as a slot is free. engine_args: on a GPU.
     """
 
     name: str
     engines: int
     in_flight: int
     at_once: bool = False
-    worker: bool = False
+    engine_args: str = "{}"
 
     @property
-    def engine_key(self) -> tuple[int, int, bool]:
+    def engine_key(self) -> EngineKey:
         """Arms with the same key use the same engines."""
-        return self.engines, self.in_flight, self.worker
+        return self.engines, self.in_flight, self.engine_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +214,9 @@ class ModelBench:
         """Maximum tokens of a prompt with its response, plus a margin."""
         return max(map(len, self.prompts)) + self.options.longest + 8
 
-    def recipe(self, key: tuple[int, int, bool]) -> Recipe:
+    def recipe(self, key: EngineKey) -> Recipe:
         """The recipe of an arm's engines. Each has a cache for all of its slots."""
-        engines, in_flight, worker = key
+        engines, in_flight, engine_args = key
         options, gpu = self.options, self.options.device == "cuda"
         rollout: dict[str, object] = {
             "replicas": max(1, engines),
@@ -226,7 +230,7 @@ class ModelBench:
             rollout["gpus"] = self.share
             rollout["gpu_memory"] = MEMORY_SHARE / self.at_once
             rollout["kv_cache_bytes"] = in_flight * (self.context + 64) * kv_bytes_per_token(self.shape, 1, 2, drafting=False)
-            rollout["engine_args"] = {"distributed_executor_backend": "mp"} if worker else {}
+            rollout["engine_args"] = json.loads(engine_args)
         return Recipe.model_validate(
             {
                 "model": {"path": str(options.folder)},
@@ -244,7 +248,7 @@ class ModelBench:
         return int(1e4 / self.at_once) / 1e4 if self.options.device == "cuda" else 0.0
 
     @asynccontextmanager
-    async def pool(self, key: tuple[int, int, bool]) -> AsyncIterator[ReplicaPool]:
+    async def pool(self, key: EngineKey) -> AsyncIterator[ReplicaPool]:
         """A pool with the engines of an arm."""
         actors = tuple(Actor("rollout", index, 0, 0, 1.0, self.share) for index in range(key[0]))
         placement = Placement(self.options.device, actors, 1)
@@ -255,7 +259,7 @@ class ModelBench:
             await pool.close()
 
     @asynccontextmanager
-    async def offline(self, key: tuple[int, int, bool]) -> AsyncIterator[Run]:
+    async def offline(self, key: EngineKey) -> AsyncIterator[Run]:
         """vLLM's offline generation with the settings of an engine."""
         import ray
 
@@ -297,7 +301,7 @@ class ModelBench:
                     say(line(results[-1]))
         return results
 
-    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[tuple[int, int, bool], ReplicaPool | Run]) -> dict[str, list[Measured]]:
+    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[EngineKey, ReplicaPool | Run]) -> dict[str, list[Measured]]:
         measured: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
         for number in range(-1, self.options.rounds):
             for arm in arms[:: 1 if number % 2 else -1]:

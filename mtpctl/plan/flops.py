@@ -60,6 +60,15 @@ def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
     return experts + shape.hidden * (moe.experts + moe.shared_gate)
 
 
+def trunk_weights(shape: ModelShape) -> int:
+    """Weights of the decoder layers that a token uses: of the experts, only those that it is routed to."""
+    dense = shape.moe.dense_layers if shape.moe else range(shape.layers)
+    weights = shape.full_attention_layers * attention_weights(shape)
+    if linear := shape.layers - shape.full_attention_layers:
+        weights += linear * delta_weights(shape)
+    return weights + sum(mlp_weights(shape, sparse=layer not in dense) for layer in range(shape.layers))
+
+
 def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
     """Forward operations of one layer's causal attention over samples of these lengths; causal masking halves them."""
     values = shape.latent.value_dim if shape.latent else shape.head_dim
@@ -74,12 +83,9 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     """
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)
-    dense = shape.moe.dense_layers if shape.moe else range(shape.layers)
-    weights = full * attention_weights(shape)
-    if linear := shape.layers - shape.full_attention_layers:
-        weights += linear * delta_weights(shape)
-    weights += sum(mlp_weights(shape, sparse=layer not in dense) for layer in range(shape.layers))
-    weights += len(mtp_rows) * (mlp_weights(shape, sparse=shape.moe is not None) + 2 * shape.hidden * shape.hidden)
+    weights = trunk_weights(shape)
+    mtp_layer = attention_weights(shape) + mlp_weights(shape, sparse=shape.moe is not None) + 2 * shape.hidden * shape.hidden
+    weights += len(mtp_rows) * mtp_layer
     flops = whole * tokens * weights + 3 * full * attention_flops(shape, lengths)
     flops += whole * rows * shape.hidden * shape.vocab
     draft = whole - _WEIGHT_GRADIENT if isolated else whole

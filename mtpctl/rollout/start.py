@@ -10,6 +10,7 @@ from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Log, no_log
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import changed
+from mtpctl.plan.flops import trunk_weights
 from mtpctl.plan.memory import engine_memory
 from mtpctl.plan.placement import Placement, engine_memory_share, shares_card
 from mtpctl.recipe.model import ModelConfig, hf_config
@@ -22,6 +23,8 @@ from mtpctl.rollout.sglang.settings import sglang_engine_settings
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import Published
 
+HOST_LIMITED = 4 << 30
+"""Weights that a token uses up to which the host, not the GPU, is assumed to limit an engine's steps."""
 WAITING_SHARE = 1 / 16
 """Requests that may wait in an engine, as a share of its slots."""
 
@@ -94,6 +97,7 @@ async def start_pool(
             routes=routes,
             outside_cache=outside,
             admit_at_once=recipe.async_.deterministic,
+            host_limited=placement.device == "cuda" and trunk_weights(shape_of(hf_config(ModelConfig(path=model)) or {})) <= HOST_LIMITED,
         )
 
     async def start(index: int) -> Replica:

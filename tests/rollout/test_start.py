@@ -73,3 +73,4 @@ def test_each_engine_gets_the_memory_that_its_share_of_a_gpu_leaves(monkeypatch:
     }
     assert {settings.outside_cache for settings, _ in observed.values()} == {memory.weights + memory.reserve}
     assert not any("kv_cache_memory_bytes" in settings.args for settings, _ in observed.values())
+    assert all("cudagraph_capture_sizes" in settings.args["compilation_config"] for settings, _ in observed.values()), "a small model"

@@ -9,13 +9,15 @@ from typing import Any, Literal
 from mtpctl.errors import UserError
 from mtpctl.families.reading import DRAFTER
 from mtpctl.plan.buckets import ADAPTED
-from mtpctl.plan.memory import CPU_KV_CACHE_BYTES
+from mtpctl.plan.memory import CPU_KV_CACHE_BYTES, ENGINE_STEP_TOKENS
 from mtpctl.plan.placement import ENGINE_MEMORY
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.plugin import AT_ONCE, OURS, TRANSFER_BACKEND
 
+MAX_GRAPH_TOKENS = 2048
+"""Maximum tokens of a step with prefill that is replayed as CUDA graphs."""
 Arguments = dict[str, Any]
 """Keyword arguments of vLLM's `AsyncEngineArgs`."""
 SCHEDULERS = {
@@ -70,6 +72,7 @@ def engine_settings(
     routes: tuple[int, ...] = (),
     outside_cache: int | None = None,
     admit_at_once: bool = False,
+    host_limited: bool = False,
 ) -> VllmSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
@@ -79,6 +82,7 @@ def engine_settings(
         release_kv, routes, outside_cache: see `VllmSettings`.
         admit_at_once: start each request as soon as a slot is free. By default requests are held back if that is faster
             (`mtpctl.rollout.bursts`), which depends on measured times.
+        host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
@@ -116,6 +120,10 @@ def engine_settings(
         args |= {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
         if not args["enforce_eager"]:
             args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
+    elif host_limited and not args["enforce_eager"] and adapter is None:
+        limit = rollout.engine_args.get("max_num_batched_tokens")
+        sizes = graph_sizes(k, rollout.max_in_flight, most=limit if isinstance(limit, int) else ENGINE_STEP_TOKENS)
+        args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if tokenizer is not None:
         args["tokenizer"] = tokenizer
     if rollout.context is not None:
@@ -168,6 +176,19 @@ def capture_sizes(k: int, requests: int) -> list[int]:
     """Step sizes in tokens for CUDA graphs: up to `requests` requests with 0 to `k` drafts each."""
     counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 16), requests}
     return sorted({count * (drafts + 1) for count in counts if count <= requests for drafts in range(k + 1)})
+
+
+def graph_sizes(k: int, requests: int, *, most: int) -> list[int]:
+    """Step sizes in tokens for CUDA graphs of a model whose steps the host limits.
+
+    They cover up to `requests` requests with `k` drafts each, and steps with prefill of up to `MAX_GRAPH_TOKENS` tokens. `most`: tokens of
+    the largest step. On Hopper vLLM captures at most 512 tokens, beyond which it launches each kernel from Python. Padding to a multiple of
+    128 tokens costs a small model less than that.
+    """
+    counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 32), requests}
+    decode = {count * (k + 1) for count in counts if count <= requests}
+    mixed = {*range(8, 257, 8), *range(256, 513, 32), *range(512, MAX_GRAPH_TOKENS + 1, 128)}
+    return sorted(size for size in decode | mixed if size <= most)
 
 
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:

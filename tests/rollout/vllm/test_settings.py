@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Literal
 
@@ -86,3 +87,23 @@ def test_folder_with_eagle3_drafter_is_served_with_it(tmp_path: Path) -> None:
         "num_speculative_tokens": 1,
         "draft_sample_method": "greedy",
     }
+
+
+def graphs_of(*, host_limited: bool = True, k: int = 0, **rollout: object) -> list[int] | None:
+    config = VllmConfig(**rollout, speculation=SpeculationConfig(num_tokens=k))  # type: ignore[arg-type]
+    args = engine_settings(config, model="m", precision="bf16", device="cuda", host_limited=host_limited).args
+    return args.get("compilation_config", {}).get("cudagraph_capture_sizes")
+
+
+def test_a_small_models_steps_are_replayed_beyond_vllms_512_tokens() -> None:
+    """All decoding steps of the engine's slots, with their drafts, and steps with prefill."""
+    sizes = graphs_of(max_in_flight=1024)
+    assert sizes is not None and {1, 256, 512, 1024, 2048} <= set(sizes) and max(sizes) == 2048
+    assert max(larger - size for size, larger in itertools.pairwise(sizes)) <= 128
+    drafted = graphs_of(max_in_flight=1000, k=2)
+    assert drafted is not None and {3, 3 * 256, 3 * 1000} <= set(drafted), "vLLM needs multiples of a request's tokens"
+    assert graphs_of(host_limited=False, max_in_flight=1024) is None
+    assert graphs_of(eager=True) is None
+    assert graphs_of(engine_args={"compilation_config": {"mode": 0}}) is None, "the recipe's own options win"
+    limited = graphs_of(max_in_flight=64, engine_args={"max_num_batched_tokens": 1024})
+    assert limited is not None and max(limited) == 1024
