@@ -52,7 +52,7 @@ def test_engines_have_a_tokenizer_if_stop_strings_are_possible(
 
 def test_each_engine_gets_the_memory_that_its_share_of_a_gpu_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One engine on the trainer's GPU, two on another one: their caches are computed, because vLLM would count a neighbor's memory."""
-    sets = ["cluster.device=cuda", "sync.transport=ipc", "rollout.kv_cache_bytes=null", "train.gpus=0.6"]
+    sets = ["cluster.device=cuda", "sync.transport=ipc", "rollout.kv_cache_bytes=null", "rollout.eager=false", "train.gpus=0.6"]
     recipe = load_recipe("tiny_mtp", sets=[*sets, "rollout.gpus=0.5", "rollout.replicas=3", "rollout.on_trainer_gpus=1"]).recipe
     (tmp_path / "config.json").write_text(json.dumps(recipe.model.config))
     observed: dict[str, Any] = {}
