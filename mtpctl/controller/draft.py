@@ -40,6 +40,7 @@ class DraftStage(SftStage):
     async def run(self) -> None:
         """Generate the missing samples, and run the updates. Raises RuntimeFailure if no response has a token."""
         if self.generator is not None and self.state.step < self.recipe.train.draft.steps:
+            _drop_cut_line(self.file)
             stored = dict(_stored(self.file))
             await self._generate(self.generator, stored)
             # By number, because short responses finish first.
@@ -82,10 +83,17 @@ class DraftStage(SftStage):
         self.telemetry.event("draft", f"{len(stored):,} samples, {sum(len(row.target) for row in stored.values()):,} tokens")
 
 
-def _stored(file: Path) -> Iterator[tuple[int, SftSample]]:
-    """The numbered samples in a file. A last line that was cut when the run was killed is skipped."""
+def _drop_cut_line(file: Path) -> None:
+    """Remove a last line that was cut when the run was killed. A new line would be appended to it otherwise."""
     if file.exists():
-        for line in file.read_text().splitlines():
+        with file.open("r+b") as stream:
+            stream.truncate(stream.read().rfind(b"\n") + 1)
+
+
+def _stored(file: Path) -> Iterator[tuple[int, SftSample]]:
+    """The numbered samples in a file. Damaged lines are skipped."""
+    if file.exists():
+        for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 number, *row = json.loads(line)
                 yield number, SftSample(*row)

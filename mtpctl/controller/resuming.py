@@ -163,9 +163,9 @@ def _linked(source: str, target: str) -> None:
 
 
 def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
-    """Raise UserError if the run began with random weights of another model or seed than the recipe's."""
-    folder = run.path / "model"
-    if not recipe.model.drawn or not folder.is_dir() or (tree := run.read_recipe()) is None:
+    """Raise UserError if the run began with random weights, or with a drafter, of another model or seed than the recipe's."""
+    folder = recipe.model.folder_in(run.path)
+    if folder is None or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return
     earlier = _init_keys(tree)
     current = _init_keys(recipe.model_dump(mode="json", by_alias=True))
@@ -179,7 +179,8 @@ def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
 def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     """The values of a resolved recipe that determine its random weights, by key."""
     values = flatten(tree)
-    drawn = {key: value for key, value in values.items() if key == ("seed",) or key[:2] == ("model", "config")}
+    sections = ("model", "config"), ("model", "drafter")
+    drawn = {key: value for key, value in values.items() if key == ("seed",) or key[:2] in sections}
     path = values.get(("model", "path"))
     return {**drawn, ("model", "path"): path_in_full(None if path is None else str(path))}
 

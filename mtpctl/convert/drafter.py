@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfConfig, HfFolder, split_drafter, write_config
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.tensor_files import INDEXES
+from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
@@ -110,6 +111,10 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
 
 
 def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:
+    mtp, eagle3 = split_drafter(drafter)
+    index = _index(source, mtp) if mtp else None
+    if target.exists():
+        raise UserError(f"{target}: exists; name another folder")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -120,22 +125,24 @@ def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, T
                 (partial / file).symlink_to((source / file).resolve())
             else:
                 shutil.copyfile(source / file, partial / file)
-        mtp, eagle3 = split_drafter(drafter)
         if eagle3:
             (partial / DRAFTER).mkdir()
             save_file(eagle3, partial / DRAFTER / "model.safetensors", metadata={"format": "pt"})
         if mtp:
             save_file(mtp, partial / MTP_FILE, metadata={"format": "pt"})
-            _write_index(source, partial, mtp)
+        if index is not None:
+            (partial / INDEXES[0]).unlink(missing_ok=True)
+            (partial / INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n")
         write_config(config, partial)
         partial.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{target}: cannot be written ({error.strerror or error}); free space, or name another folder") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{target}: cannot be written ({reason}); free space, or name another folder") from error
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """The files of the model, relative to `source`. Hidden files, config and index are left out."""
+    """The files of the model, relative to `source`. Hidden files and config.json are left out."""
     for folder, folders, files in os.walk(source, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted(files):
@@ -144,14 +151,11 @@ def _files(source: Path) -> Iterator[Path]:
                 yield path
 
 
-def _write_index(source: Path, target: Path, mtp: Mapping[str, Tensor]) -> None:
-    """Replace the index by one that lists the added layers too. Raises UserError if the model's weights are pickled."""
-    from mtpctl.convert.tensor_files import FolderWeights
-
+def _index(source: Path, mtp: Mapping[str, Tensor]) -> HfConfig:
+    """An index of the model's weights and the added layers. Raises UserError if the model's weights are pickled."""
     weights = FolderWeights(source)
     if any(entry.start is None for entry in weights.entries.values()):
         raise UserError(f"{source}: its weights are pickled; convert them to safetensors first")
     weight_map = {name: entry.file.name for name, entry in weights.entries.items()} | dict.fromkeys(mtp, MTP_FILE)
     total = weights.nbytes + sum(tensor.nbytes for tensor in mtp.values())
-    (target / INDEXES[0]).unlink(missing_ok=True)
-    (target / INDEXES[0]).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}

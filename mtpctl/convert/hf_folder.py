@@ -192,18 +192,23 @@ def carry(source: Path, target: Path) -> None:
 def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
     """The config of a folder with weights of `dtype` and `mtp_layers` MTP layers.
 
-    max_position_embeddings is corrected for models whose published config is known to be wrong. quantization_config is removed, because
-    the weights are dequantized.
+    mtp_layers: 0 also leaves out an EAGLE-3 drafter, which counts as one. max_position_embeddings is corrected for models whose published
+    config is known to be wrong. quantization_config is removed, because the weights are dequantized.
     """
     result = {name: value for name, value in config.items() if name != "quantization_config"}
     section = _section_with(result, "max_position_embeddings")
     if section.get("max_position_embeddings") is not None:
         section["max_position_embeddings"] = stated_positions(config)
     count = next((key for key in MTP_COUNTS if key in _section_with(result, key)), None)
-    if count is not None:
+    if count is not None and not config.get(DRAFTER):
         _section_with(result, count)[count] = mtp_layers
-    for key in [key for key in ("dtype", "torch_dtype") if key in result] or ["torch_dtype"]:
-        result[key] = str(dtype).removeprefix("torch.")
+    if mtp_layers and DRAFTER in result:
+        result[DRAFTER] = dict(result[DRAFTER])
+    else:
+        result.pop(DRAFTER, None)
+    for part in (result, result[DRAFTER]) if DRAFTER in result else (result,):
+        for key in [key for key in ("dtype", "torch_dtype") if key in part] or ["torch_dtype"]:
+            part[key] = str(dtype).removeprefix("torch.")
     if "text_config" in result and "dtype" in result["text_config"]:
         result["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
     return result

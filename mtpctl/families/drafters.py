@@ -46,6 +46,8 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
     kind = kind or default_kind(config)
     result = deepcopy(dict(config))
     if kind == "eagle3":
+        if family.mtp is not None:
+            raise UserError(f"model.drafter.kind: engines have no EAGLE-3 drafters for {shape.family}; use mtp")
         if layers != 1:
             raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
         result[DRAFTER] = _eagle3_config(config, layers=shape.layers)
@@ -64,7 +66,7 @@ def _eagle3_config(config: Mapping[str, object], *, layers: int) -> dict[str, ob
     text = {**config, **mapping(config, "text_config")}
     shape = shape_of(config)
     result: dict[str, object] = {key: deepcopy(text[key]) for key in _COPIED if text.get(key) is not None}
-    boundaries = default_boundaries(layers) if layers > 5 else sorted({1, (layers + 1) // 2, layers})
+    boundaries = default_boundaries(layers) if layers > 6 else sorted({1, (layers + 1) // 2, layers})
     ffn = shape.ffn or (shape.moe.ffn * shape.moe.experts_per_token if shape.moe else 0)
     return result | {
         "architectures": [EAGLE3_ARCHITECTURES[0]],
@@ -82,4 +84,5 @@ def _eagle3_config(config: Mapping[str, object], *, layers: int) -> dict[str, ob
         "rope_theta": shape.rope_theta,
         "rms_norm_eps": shape.rms_eps,
         "eagle_aux_hidden_state_layer_ids": list(boundaries),
+        "num_aux_hidden_states": len(boundaries),
     }

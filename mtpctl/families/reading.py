@@ -119,37 +119,60 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
 
 def _eagle3(config: Mapping[str, object], family: Family, shape: ModelShape) -> Eagle3Shape:
     """The drafter's own fields. Raises UserError for a drafter that the trainer does not compute, or that does not fit the model."""
-    drafter = Fields(mapping(config, DRAFTER))
-    names = _architectures(drafter.raw)
-    if not any(name in EAGLE3_ARCHITECTURES for name in names):
-        raise UserError(f"drafter config: architectures {names} is not supported; {EAGLE3_ARCHITECTURES[0]} is")
     for part in (config, mapping(config, "text_config")):
         if any(part.get(key) for key in MTP_COUNTS):
             raise UserError("model config: the model has both MTP layers and an EAGLE-3 drafter; keep one of them")
-    if shape.latent is not None or shape.delta is not None:
+    if family.mtp is not None:
         raise UserError(f"drafter config: an EAGLE-3 drafter is not supported for {shape.family}; its MTP layers are")
+    try:
+        return _eagle3_fields(mapping(config, DRAFTER), shape)
+    except UserError as error:
+        # The fields are read like those of a model.
+        raise UserError(str(error).replace("model config:", "drafter config:", 1)) from error
+
+
+def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Shape:
+    drafter, llama = Fields(config), next(family for family in FAMILIES if family.name == "llama")
+    names = _architectures(config)
+    if not any(name in EAGLE3_ARCHITECTURES for name in names):
+        raise UserError(f"drafter config: architectures {names} is not supported; {EAGLE3_ARCHITECTURES[0]} is")
+    heads = drafter.whole("num_attention_heads")
     sizes = {
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab,
-        "draft_vocab_size": shape.vocab,
-        "num_hidden_layers": 1,
+        "hidden_size": (shape.hidden, None),
+        "target_hidden_size": (shape.hidden, shape.hidden),
+        "num_attention_heads": (shape.heads, None),
+        "num_key_value_heads": (shape.kv_heads, heads),
+        "head_dim": (shape.head_dim, shape.hidden // heads),
+        "vocab_size": (shape.vocab, None),
+        "draft_vocab_size": (shape.vocab, shape.vocab),
+        "num_hidden_layers": (1, None),
     }
-    for key, size in sizes.items():
-        if (value := drafter.whole(key, size)) != size:
+    for key, (size, default) in sizes.items():
+        if (value := drafter.whole(key, default)) != size:
             raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
-    rope = rope_fields(family, drafter.raw, drafter.whole("max_position_embeddings"))
+    if (eps := drafter.number("rms_norm_eps", llama.rms_eps)) != shape.rms_eps:
+        raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; {shape.rms_eps:g} is")
+    positions = drafter.whole("max_position_embeddings", llama.max_positions)
+    check_supported(llama, drafter, positions)
+    rope = rope_fields(llama, config, positions)
     if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
         raise UserError("drafter config: rope_theta and rope_scaling must be the model's; copy them from its config.json")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
         if drafter.switch(key, False):
             raise UserError(f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
-    stated = drafter.raw.get("eagle_aux_hidden_state_layer_ids")
-    boundaries = tuple(stated) if isinstance(stated, list) else default_boundaries(shape.layers)
-    if not boundaries or not all(isinstance(each, int) and 0 < each <= shape.layers for each in boundaries):
-        raise UserError(f"drafter config: eagle_aux_hidden_state_layer_ids must be numbers from 1 to {shape.layers}, got {stated!r}")
+    if config.get("eagle_config"):
+        raise UserError("drafter config: eagle_config is not supported; name the layers in eagle_aux_hidden_state_layer_ids")
+    stated = config.get("eagle_aux_hidden_state_layer_ids")
+    boundaries = tuple(stated) if isinstance(stated, list) and stated else default_boundaries(shape.layers)
+    whole = all(isinstance(each, int) and 0 < each <= shape.layers for each in boundaries)
+    if not whole or list(boundaries) != sorted(set(boundaries)):
+        raise UserError(
+            f"drafter config: eagle_aux_hidden_state_layer_ids must be increasing numbers from 1 to {shape.layers}, got "
+            f"{stated or list(boundaries)!r}"
+        )
+    # Engines assume three states unless this field has another number.
+    if (count := drafter.whole("num_aux_hidden_states", 3)) != len(boundaries):
+        raise UserError(f"drafter config: num_aux_hidden_states is {count}, but there are {len(boundaries)} layers to read; set it to that")
     return Eagle3Shape(boundaries, drafter.whole("intermediate_size"))
 
 

@@ -13,15 +13,18 @@ from typing import Any
 import yaml
 
 from mtpctl.checkpoint.finding import choose
-from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.errors import MtpctlError, RuntimeFailure, UserError
 from mtpctl.families.drafters import Kind, with_drafter
-from mtpctl.families.reading import DRAFTER
+from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.model import ModelConfig, MtpLoss, has_drafter, read_config
 from mtpctl.telemetry.run_directory import RunDirectory
 
 Report = Callable[[str], None]
+
+CONTEXT = 1024
+"""Tokens of a prompt with its response, if the model has as many positions; responses have at most half."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +60,36 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
         from mtpctl.convert.drafter import add_drafter as create
         from mtpctl.convert.drafter import copy_with_drafter
 
-        partial = target.with_name(target.name + ".links")
-        shutil.rmtree(partial, ignore_errors=True)
-        create(source, partial, options.kind, options.layers)
-        copy_with_drafter(source, partial, target)
-        shutil.rmtree(partial)
+        links = target.with_name(target.name + ".links")
+        shutil.rmtree(links, ignore_errors=True)
+        try:
+            create(source, links, options.kind, options.layers)
+            copy_with_drafter(source, links, target)
+        finally:
+            shutil.rmtree(links, ignore_errors=True)
         return 0
     if options.data is None:
         raise UserError("--data: name a file with prompts, on which the drafter is trained; or --steps 0 for an untrained drafter")
     run = target.with_name(target.name + ".run")
     recipe_file = target.with_name(target.name + ".yaml")
-    recipe_file.parent.mkdir(parents=True, exist_ok=True)
-    recipe_file.write_text(yaml.safe_dump(_recipe(source, run, options), sort_keys=False))
-    loaded = load_recipe(recipe_file, sets=options.sets)
-    validate(loaded.recipe)
-    for note in loaded.notes:
-        report(note)
-    from mtpctl.controller.launch import run as train
+    try:
+        recipe_file.parent.mkdir(parents=True, exist_ok=True)
+        recipe_file.write_text(yaml.safe_dump(_recipe(source, run, options, shape_of(config).max_positions), sort_keys=False))
+    except OSError as error:
+        raise UserError(f"{recipe_file}: cannot be written ({error.strerror}); free space, or name another DST") from error
+    try:
+        loaded = load_recipe(recipe_file, sets=options.sets)
+        validate(loaded.recipe)
+        for note in loaded.notes:
+            report(note)
+        from mtpctl.controller.launch import run as train
 
-    if code := train(loaded.recipe, plain=plain):
-        return code
+        if code := train(loaded.recipe, plain=plain):
+            return code
+    except MtpctlError:
+        if not run.exists():  # rejected before the run began
+            recipe_file.unlink()
+        raise
     _export(source, run, target)
     shutil.rmtree(run / "checkpoints")
     report(f"samples and curves are in {run}, the settings in {recipe_file}")
@@ -96,9 +109,11 @@ def _checked(source: Path, target: Path) -> dict[str, object]:
     return config
 
 
-def _recipe(source: Path, run: Path, options: DrafterOptions) -> dict[str, Any]:
+def _recipe(source: Path, run: Path, options: DrafterOptions, positions: int) -> dict[str, Any]:
     assert options.data is not None
-    rollout = {"engine": "vllm", "gpus": 0.5, "context": 1024, "max_tokens": 512, "max_in_flight": 256, "speculation": {"num_tokens": 0}}
+    context = min(CONTEXT, positions)
+    rollout: dict[str, Any] = {"engine": "vllm", "gpus": 0.5, "context": context, "max_tokens": context // 2, "max_in_flight": 256}
+    rollout["speculation"] = {"num_tokens": 0}
     return {
         "name": "add-drafter",
         "run_dir": str(run.absolute()),

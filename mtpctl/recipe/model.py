@@ -119,7 +119,7 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if not recipe.mtp.trains and not headless and "draft" in recipe.train.stages:
         yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
     if headless and "draft" in recipe.train.stages:
-        yield "train.stages: draft trains a drafter, but the model has none; create one with mtpctl add-drafter"
+        yield "train.stages: draft trains a drafter, but the model has none; add one with model.drafter, or with mtpctl add-drafter"
     if shape is not None and shape.eagle3 is not None:
         if recipe.mtp.mode == "joint":
             yield "mtp.mode: joint is not supported with an EAGLE-3 drafter, whose loss does not reach the trunk; set it to isolated"

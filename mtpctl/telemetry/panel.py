@@ -49,8 +49,8 @@ PLAIN_METRICS = {
 }
 
 
-DRAFT_CURVES = ("mtp/loss_1", *(f"mtp/expected_rate_{position}" for position in range(1, 5)))
-"""Metrics of the stage draft: the expected acceptance of each draft token of a step."""
+DRAFT_CURVES = ("mtp/loss_1", *(f"mtp/expected_rate_greedy_{position}" for position in range(1, 5)))
+"""Metrics of the stage draft: the expected acceptance of each draft token of a step, if drafts are greedy, as by default in engines."""
 
 
 class Display(Protocol):

@@ -140,8 +140,9 @@ class Balance:
         if applied and self.bias_update:
             for router, load in zip(self.routers, loads, strict=True):
                 # Experts above the mean load become less likely, those below become more likely (DeepSeek-V3, arXiv 2412.19437, section
-                # 2.1.2). A router that was not used in this update has no load and keeps its bias.
-                router.expert_bias += self.bias_update * (load.mean() - load).sign().float()
+                # 2.1.2). A router that was not used in this update has no load and keeps its bias, and so does a frozen one.
+                if router.weight.requires_grad:
+                    router.expert_bias += self.bias_update * (load.mean() - load).sign().float()
         return self._metrics(loads) | self._agreement()
 
     def _agreement(self) -> dict[str, float]:

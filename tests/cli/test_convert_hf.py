@@ -202,7 +202,7 @@ def no_object(folder: Path) -> str:
 
 def not_utf8(folder: Path) -> str:
     (folder / "config.json").write_bytes(b'{"name": "\xff"}')
-    return f"{folder / 'config.json'}: cannot be read: 'utf-8' codec"
+    return f"{folder / 'config.json'} cannot be read: 'utf-8' codec"
 
 
 def no_weights(folder: Path) -> str:

@@ -28,12 +28,14 @@ APART = {"fp32": 1e-4, "bf16": 0.05}
 """Mean difference (nats) that passes between trainer and engine at equal weights: rounding, and in bf16 an expert chosen otherwise."""
 
 STOCK = """
-import json, sys
+import json, os, sys
 from vllm import LLM, SamplingParams
 sys.stdin.readline()
+drafter = os.path.join(sys.argv[1], "drafter")
+method = {"method": "eagle3", "model": drafter} if os.path.isdir(drafter) else {"method": "mtp"}
 llm = LLM(
     sys.argv[1], dtype=sys.argv[2], max_num_seqs=4, max_model_len=128, enable_prefix_caching=False,
-    speculative_config={"method": "mtp", "num_speculative_tokens": 1}, **json.loads(sys.argv[3]),
+    speculative_config=method | {"num_speculative_tokens": 1}, **json.loads(sys.argv[3]),
 )
 (found,) = llm.generate([{"prompt_token_ids": list(range(5, 25))}], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
 print(json.dumps(list(found.outputs[0].token_ids)))

@@ -29,6 +29,7 @@ from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
 from tests.fakes.checkpoint_folders import write_checkpoint
 from tests.fakes.runs import recipe
+from tests.fakes.toys import LLAMA_EAGLE3, toy_folder
 from tests.fakes.trainer_group import FakeTrainerGroup
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
@@ -143,6 +144,20 @@ def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str,
     with pytest.raises(UserError, match=messages):
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
+
+
+def test_drafter_of_another_recipe_is_rejected(tmp_path: Path) -> None:
+    model = toy_folder({name: value for name, value in LLAMA_EAGLE3.items() if name != "drafter"}, tmp_path / "model", 0, "fp32")
+    sets = [*SFT, "cluster.num_cpus=2", "model.config=null", f"model.path={model}", "model.drafter={}"]
+    begun = recipe(tmp_path / "run", *sets)
+    with RunDirectory.create(begun.run_path, dump_resolved(begun)):
+        folder = model_of(begun, begun.run_path)
+    assert folder.path == begun.run_path / "model_with_drafter" and model_of(begun, begun.run_path).shape == folder.shape
+    check_random_init(begun, RunDirectory(begun.run_path))
+    for key, now, before in (("seed", "1", "0"), ("model.drafter.layers", "2", "1")):
+        with pytest.raises(UserError) as caught:
+            check_random_init(recipe(begun.run_path, *sets, f"{key}={now}"), RunDirectory(begun.run_path))
+        assert str(caught.value).startswith(f"{key}: {now} is asked for, and {folder.path} was made with {before}; restore it")
 
 
 @pytest.mark.parametrize("contents", [b"", b"name: x\n", b"name: \xff\n", b"seed: ["])

@@ -52,13 +52,13 @@ def varied(folder: HfFolder) -> HfFolder:
     """Randomize norms and biases too, so that tests detect swapped ones."""
     from safetensors.torch import load_file, save_file
 
-    file = folder.path / "model.safetensors"
     generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: value + 0.2 * torch.randn(value.shape, generator=generator) if value.dim() == 1 else value
-        for name, value in load_file(file).items()
-    }
-    save_file(tensors, file, metadata={"format": "pt"})
+    for file in sorted(folder.path.rglob("*.safetensors")):
+        tensors = {
+            name: value + 0.2 * torch.randn(value.shape, generator=generator) if value.dim() == 1 else value
+            for name, value in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 

@@ -25,6 +25,26 @@ MOE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+EAGLE3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "attention_bias": False,
+    **NO_MTP,
+    "drafter": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "rope_theta": 640000.0,
+        "rms_norm_eps": 1e-5,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    },
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "mimo": {"num_hidden_layers": 3, "num_nextn_predict_layers": 2},
     "odd": {"vocab_size": 61, "num_hidden_layers": 1},
@@ -33,6 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "one-depth": {"num_hidden_layers": 1},
     "three-depths": {"num_hidden_layers": 2, "num_nextn_predict_layers": 3},
     "qwen3-moe": {**MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **NO_MTP},
+    "eagle3": EAGLE3,
+    "eagle3-moe": {
+        **MOE,
+        **NO_MTP,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "drafter": EAGLE3["drafter"] | {"head_dim": 16, "rope_theta": 10000.0},
+    },
     "deepseek": {
         **MOE,
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -81,7 +109,7 @@ class Case:
     packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
     policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens';
     crowded: these routes lead to the first half of the experts, which are those of one of two ranks; uneven: three sequences with 2, 28 and
-    1 trained tokens, which dp ranks share as 28 and 3."""
+    1 trained tokens, which dp ranks share as 28 and 3; drafts_only: the trunk is frozen, and both updates train the MTP layers alone."""
 
     name: str
     parallel: ParallelConfig
@@ -97,6 +125,7 @@ class Case:
     replay: bool = False
     crowded: bool = False
     uneven: bool = False
+    drafts_only: bool = False
 
     @property
     def bound(self) -> float:
@@ -168,6 +197,11 @@ def _uneven(model: str, loss: Literal["ce", "soft_ce", "tv"], layout: str) -> Ca
     return replace(_case(name, model, fields={"mtp": mtp}, like=one, **LAYOUTS[layout]), uneven=True)
 
 
+def _drafts_only(name: str, model: str, **parallel: Any) -> Case:
+    mtp = MtpConfig(mode="isolated", loss="soft_ce", repeat=2, loss_scale=0.3, clip_grad=0)
+    return replace(_case(name, model, fields={"mtp": mtp}, like=f"{model}-drafts-only", **parallel), drafts_only=True)
+
+
 def _crowded(name: str, **settings: Any) -> Case:
     return replace(_case(name, "deepseek", "isolated", like="crowded", **settings), replay=True, crowded=True)
 
@@ -213,6 +247,7 @@ CASES = [
             ("mimo", MtpConfig(mode="joint", loss="tv", loss_mix=0.8, loss_scale=0.3, clip_grad=0), ("sp2", "cp2")),
             ("tied", MtpConfig(mode="isolated", loss="soft_ce", repeat=3, loss_scale=0.3, clip_grad=0), ("sp2", "pp2", "cp2")),
             ("deepseek", MtpConfig(mode="isolated", loss="kl", repeat=2, loss_scale=0.3, clip_grad=0), ("sp2", "cp2")),
+            ("eagle3", MtpConfig(mode="isolated", loss="tv", repeat=3, loss_scale=0.3, clip_grad=0), ("sp2", "cp2", "dp2")),
         )
         for name, p in [(model, {}), *((f"{layout}-{model}", LAYOUTS[layout]) for layout in layouts)]
     ),
@@ -297,6 +332,22 @@ CASES = [
     _replay("replay-cp2-ep2-recomputed", "deepseek", cp=2, ep=2, fields=FULL),
     _replay("replay-cp2-dp2-ep2", "qwen3-moe", cp=2, dp=2, ep=2),
     _replay("replay-pp2-recomputed", "qwen3-moe", pp=2, fields=FULL),
+    _case("tp2-eagle3", "eagle3", "isolated", tp=2),
+    *(
+        _case(name, "eagle3-moe", "isolated", **p)
+        for name, p in (
+            ("eagle3-moe-isolated", {}),
+            ("eagle3-moe-ep2", {"dp": 2, "ep": 2}),
+            ("eagle3-moe-tp2-ep2", {"tp": 2, "dp": 2, "ep": 2}),
+        )
+    ),
+    _case("eagle3-isolated", "eagle3", "isolated"),
+    *(
+        _drafts_only(f"{model}-drafts-only{f'-{layout}' if parallel else ''}", model, **parallel)
+        for model in ("tied", "eagle3")
+        for layout, parallel in LAYOUTS.items()
+        if model == "tied" or layout != "pp2"
+    ),
     _crowded("crowded"),
     _crowded("crowded-ep2", dp=2, ep=2),
     _crowded("crowded-ep2-recomputed", dp=2, ep=2, fields=FULL),
@@ -310,6 +361,7 @@ DEFAULT = frozenset(
         *("tp2-tied-joint", "tied-clipped-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         *("token-sp2", "own-cp2", "gspo-cp2"),
+        *("tp2-eagle3", "sp2-eagle3", "cp2-eagle3", "tied-drafts-only-pp2", "eagle3-drafts-only-sp2"),
         *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2", "crowded-lora-ep2"),
         *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
     }

@@ -33,7 +33,7 @@ from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.objective import NextToken, PolicyObjective
+from mtpctl.trainer.objective import DraftsOnly, NextToken, PolicyObjective
 from tests.fakes.forked import run_ranks
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import GENTLE, drawn_routes, engine, gradients, mimo, sequences
@@ -76,11 +76,13 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             batch = uneven()
         if case.replay:
             batch = followed(batch, folder, crowded=case.crowded)
+        made.freeze_trunk(case.drafts_only)
         made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
+        supervised = DraftsOnly() if case.drafts_only else NextToken()
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}
         else:
-            made.update(batch, NextToken())
+            made.update(batch, supervised)
         if case.saved:
             failed_save(made, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
             made.save(root / case.name, {"step": 1})
@@ -98,7 +100,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             poisoned_update(made, batch)
         # The first update was shared out by the ranks; for this one each is given its own sequences.
         message = batch if case.policy is None else with_columns(batch, scores)
-        objective = NextToken() if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
+        objective = supervised if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
         members, passes = own_part(batch, case)
         with counted_parts() as parts:
             metrics = made.update([message[i] for i in members], objective, passes=passes)

@@ -18,7 +18,7 @@ from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
-from tests.fakes.toys import SERVED, TOYS
+from tests.fakes.toys import LLAMA_EAGLE3, SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -43,6 +43,9 @@ SIZES = [
     }.items()
 ]
 
+
+EAGLE3 = f"model.config={json.dumps(LLAMA_EAGLE3)}"
+DRAFT = ["train.stages=[draft, rl]", "train.draft.steps=5"]
 
 # A recipe for one card, which the tests' recipes are not.
 CARD = ["cluster.device=cuda", "sync.transport=nccl"]
@@ -116,6 +119,19 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.speculation.num_tokens: 4, but after the model's 2 MTP layers vLLM starts over with the first",
         ),
         (["train.stages=[]"], "train.stages: must be draft, sft and rl"),
+        ([EAGLE3, "mtp.mode=joint"], "mtp.mode: joint is not supported with an EAGLE-3 drafter"),
+        ([EAGLE3, "train.parallel.pp=2"], "train.parallel.pp: an EAGLE-3 drafter reads states of several stages"),
+        (["train.stages=[rl, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),
+        (["train.stages=[sft, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),
+        (["train.stages=[draft, rl]"], "train.draft.steps: is 0; set the number of updates, or leave draft out of train.stages"),
+        ([*DRAFT, "train.distributed_optimizer=true"], "train.distributed_optimizer: is not supported in the stage draft"),
+        ([*DRAFT, "mtp.mode=load"], "mtp.mode: load trains no drafter, which the stage draft does; set it to isolated"),
+        ([*DRAFT, "mtp.mode=off", "rollout.speculation.num_tokens=0"], "mtp.mode: off trains no drafter"),
+        (
+            [*DRAFT, "model.config.num_nextn_predict_layers=0", "mtp.mode=off", "rollout.speculation.num_tokens=0"],
+            "train.stages: draft trains a drafter, but the model has none; add one with model.drafter, or with mtpctl add-drafter",
+        ),
+        ([*DRAFT, "train.draft.optimizer.betas=[0.9, 1.0]"], "train.draft.optimizer.betas: must lie in [0, 1)"),
         (["train.stages=[rl, rl]"], "train.stages: must be draft, sft and rl, at least one and each at most once, got [rl, rl]"),
         (["train.rl.steps=0"], "train.rl.steps: is 0; set the number of updates, or leave rl out of train.stages"),
         (["train.sft.steps=0"], "train.sft.steps: is 0"),
@@ -641,3 +657,22 @@ def test_a_valid_zero_is_kept(key: str) -> None:
     for name in key.split("."):
         value = value[name]
     assert value == 0
+
+
+def test_stage_draft_may_follow_others_if_it_trains_on_rows() -> None:
+    sets = ["train.stages=[sft, draft, rl]", "train.draft={steps: 5, samples: 0}"]
+    recipe = load_recipe("tiny_mtp", sets=sets).recipe
+    validate(recipe)
+    assert recipe.train.imitates and recipe.train.generates
+
+
+def test_drafter_of_a_recipe_is_in_its_models_config() -> None:
+    model = json.dumps({name: value for name, value in LLAMA_EAGLE3.items() if name != "drafter"})
+    sets = [f"model.config={model}", "mtp.repeat=2", "rollout.speculation.num_tokens=2", *DRAFT]
+    assert complaint(*sets[:1], "rollout.speculation.num_tokens=0").startswith("mtp.mode: isolated needs an MTP head")
+    recipe = load_recipe("tiny_mtp", sets=[*sets, "model.drafter={}"]).recipe
+    validate(recipe)
+    shape = shape_of(hf_config(recipe.model) or {})
+    assert shape.eagle3 is not None and shape.mtp_layers == 1
+    with pytest.raises(UserError, match=r"^model\.drafter\.kind: engines have no MTP layers for llama; use eagle3$"):
+        validate(load_recipe("tiny_mtp", sets=[*sets, "model.drafter={kind: mtp}"]).recipe)

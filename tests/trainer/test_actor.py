@@ -33,6 +33,7 @@ class Engine:
         self.module = torch.nn.Linear(1, 1, bias=False)
         self.module.weight.data.fill_(value)
         self.trains_mtp = self.can_train_mtp = True
+        self.trunk_frozen = False
         self.optimizer: str | None = "of the supervised stage"
 
     def resident(self) -> Any:
@@ -45,7 +46,11 @@ class Engine:
     def restore(self, path: Path) -> None:
         self.module.weight.data.fill_(float(path.read_text()))
 
+    def freeze_trunk(self, frozen: bool) -> None:
+        self.trunk_frozen = frozen
+
     def set_optimizer(self, config: Any) -> None:
+        self.lr = config.lr
         self.module.weight.requires_grad_()
         if self.module.bias is not None:
             self.module.bias.requires_grad_(self.trains_mtp)
@@ -125,6 +130,17 @@ def test_stages_train_mtp_independently_of_their_order(stages: list[str]) -> Non
         rank.begin_stage(stage, "", False)
         trained[stage] = rank.engine.trains_mtp
     assert trained == {"sft": True, "rl": False}
+
+
+def test_stage_draft_trains_the_mtp_layers_alone() -> None:
+    recipe = Recipe.model_validate({"train": {"draft": {"optimizer": {"lr": 0.5}}, "rl": {"train_mtp": False, "optimizer": {"lr": 0.25}}}})
+    rank = TrainerRank(recipe.model_dump_json(by_alias=True), 0, 1)
+    rank.engine = Engine(1.0)  # type: ignore[assignment]
+    stages = []
+    for stage in ("draft", "rl"):
+        rank.begin_stage(stage, "", False)
+        stages.append((rank.engine.trunk_frozen, rank.engine.trains_mtp, rank.engine.lr))  # type: ignore[attr-defined]
+    assert stages == [(True, True, 0.5), (False, False, 0.25)]
 
 
 class Recorder(Engine):

@@ -7,13 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.families.tensors import aliases, section_of
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.train import LoraConfig, OffloadConfig
+from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
 from mtpctl.trainer.batch import Sequence
-from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.objective import DraftsOnly, NextToken
 from tests.fakes import mimo_reference
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
-from tests.fakes.toys import TOYS, toy_folder
+from tests.fakes.toys import GLM4_MOE, LLAMA_EAGLE3, MIMO, QWEN3_MOE_EAGLE3, TOYS, toy_folder
 
 
 def sampled(sequence, start, end):
@@ -294,3 +295,39 @@ def test_bf16_follows_its_fp32_masters(tmp_path):
     assert all(value.dtype == torch.bfloat16 for value in before.values())
     assert len(moved) == len(before)
     assert losses[-1] < losses[0]
+
+
+FROZEN_TRUNK = {
+    "eagle3": LLAMA_EAGLE3,
+    "eagle3 on experts": QWEN3_MOE_EAGLE3,
+    "mtp": MIMO,
+    "mtp with experts": GLM4_MOE,
+}
+
+
+@pytest.mark.parametrize("model", FROZEN_TRUNK)
+def test_stage_draft_trains_the_drafter_and_leaves_the_trunk_bit_identical(tmp_path, model):
+    """Router biases too. Without `freeze_trunk`, the trunk trains again."""
+    folder = HfFolder.open(toy_folder(FROZEN_TRUNK[model], tmp_path / "model", 0, "fp32"))
+    batch = sequences(5, vocab=256)
+    moe = MoeConfig(aux_loss=0.1, bias_update=0.01) if model == "mtp with experts" else None
+    with engine(folder, mtp=MtpConfig(loss="soft_ce", repeat=2, clip_grad=0), moe=moe or MoeConfig()) as trainer:
+
+        def moved(objective):
+            before = {name: value.clone() for name, value in trainer.export()}
+            for _ in range(2):
+                assert not trainer.update(batch, objective)["skipped"]
+            return {name for name, value in trainer.export() if not torch.equal(value, before[name])}
+
+        of_drafter = {name for name, _ in trainer.export() if section_of(name, folder.shape) == "draft"} - aliases(folder.shape).keys()
+        routed = {name for name in of_drafter if ".mlp.experts." in name or "gate." in name}
+        trainer.freeze_trunk(True)
+        trainer.set_optimizer(GENTLE)
+        first = moved(DraftsOnly())
+        assert of_drafter - routed <= first <= of_drafter
+        assert len(trainer.optimizer.inner.get_parameters()) == sum(
+            name.startswith("mtp.") for name, _ in trainer.module.named_parameters()
+        )
+        trainer.freeze_trunk(False)
+        trainer.set_optimizer(GENTLE)
+        assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *first} <= moved(NextToken())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import section_of
 from mtpctl.rollout.vllm.engine import VllmEngine
@@ -67,7 +67,7 @@ def served(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.
     root = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
     folders = [toy_folder(config, root / str(seed), seed, dtype) for seed in (0, 1)]
     engine = loop(VllmEngine.start(cpu_settings(folders[0], k=drafts, dtype=dtype)), 200)
-    tensors = [{k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()} for folder in folders]
+    tensors = [{name: weights.tensor(name).clone() for name in weights.entries} for weights in map(FolderWeights, folders)]
     shape = shape_of(config)
     yield engine, tensors, VersionStore(root / "store"), lambda name: section_of(name, shape)
     loop(engine.shutdown())

@@ -1,0 +1,191 @@
+"""Drafters that can be added to a model: the kind of each family, the config with it, and configs that are rejected in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.families.drafters import default_kind, with_drafter
+from mtpctl.families.reading import default_boundaries, mtp_layers_of, shape_of
+from mtpctl.families.tensors import count_parameters, section_of, tensor_shapes
+from tests.fakes.toys import EAGLE3, GLM4_MOE, LLAMA_EAGLE3, QWEN3_MOE_EAGLE3, SIZES, TOYS
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+LLAMA = without(LLAMA_EAGLE3, "drafter")
+HEADLESS: dict[str, dict[str, Any]] = {
+    "qwen2": {**without(SIZES, "head_dim"), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    **{
+        name.removesuffix(" with EAGLE-3"): without(config, "drafter", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+        for name, config in TOYS.items()
+    },
+}
+KINDS = dict.fromkeys(HEADLESS, "mtp") | dict.fromkeys(("llama", "qwen3", "qwen3-moe"), "eagle3")
+
+
+@pytest.mark.parametrize("family", HEADLESS)
+def test_default_kind_is_mtp_if_engines_have_mtp_layers_for_the_trunk(family: str) -> None:
+    assert default_kind(HEADLESS[family]) == KINDS[family]
+
+
+@pytest.mark.parametrize("family", HEADLESS)
+def test_config_with_a_drafter_has_the_trunk_of_the_model(family: str) -> None:
+    config = HEADLESS[family]
+    result = with_drafter(config)
+    before, shape = shape_of(config), shape_of(result)
+    assert mtp_layers_of(result) == shape.mtp_layers == 1 and (shape.eagle3 is not None) == (KINDS[family] == "eagle3")
+    assert shape.family == {"qwen2": "mimo"}.get(family, before.family)
+    tensors = tensor_shapes(shape)
+    trunk = {name: size for name, size in tensors.items() if section_of(name, shape) == "target"}
+    assert trunk == tensor_shapes(before)
+    counts = count_parameters(shape)
+    assert counts["total"] - counts["mtp"] == count_parameters(before)["total"] and counts["mtp"]
+    assert config == HEADLESS[family] and not shape_of(config).mtp_layers, "the given config is not changed"
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen2", 3), ("glm4-moe", 2), ("qwen3.5", 1)])
+def test_number_of_mtp_layers_is_written_under_the_key_of_the_family(family: str, count: int) -> None:
+    result = with_drafter(HEADLESS[family], "mtp", count)
+    assert shape_of(result).mtp_layers == count
+    assert result["mtp_num_hidden_layers" if family == "qwen3.5" else "num_nextn_predict_layers"] == count
+
+
+def test_parameters_of_an_eagle3_drafter() -> None:
+    """fc reads 3 states of 96; q, k and v read pairs; one MLP as wide as the model's; norms of embedding, state, MLP and output."""
+    hidden, q, kv, ffn = 96, 3 * 32, 1 * 32, 104
+    expected = 3 * hidden * hidden + 2 * hidden * (q + 2 * kv) + q * hidden + 3 * hidden * ffn + 4 * hidden
+    assert count_parameters(shape_of(with_drafter(LLAMA)))["mtp"] == expected
+
+
+def test_drafter_of_a_sparse_model_is_as_wide_as_its_active_experts() -> None:
+    drafter = with_drafter(without(QWEN3_MOE_EAGLE3, "drafter", "intermediate_size") | {"intermediate_size": 0})["drafter"]
+    assert isinstance(drafter, dict) and drafter["intermediate_size"] == 2 * 40
+
+
+def test_default_boundaries_are_those_of_vllm() -> None:
+    """`get_eagle3_default_aux_hidden_state_layers` of a model with 30 layers."""
+    from types import SimpleNamespace
+
+    from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
+
+    class Decoder(EagleModelMixin):
+        layers = tuple(range(30))
+
+    model = SimpleNamespace(model=Decoder())
+    expected = SupportsEagle3.get_eagle3_default_aux_hidden_state_layers(model)  # type: ignore[arg-type]
+    assert default_boundaries(30) == expected == (2, 15, 27)
+    config = {**LLAMA_EAGLE3, "num_hidden_layers": 30, "drafter": without(EAGLE3, "eagle_aux_hidden_state_layer_ids")}
+    eagle3 = shape_of(config).eagle3
+    assert eagle3 is not None and eagle3.boundaries == expected
+    added = with_drafter({**LLAMA, "num_hidden_layers": 30})["drafter"]
+    assert isinstance(added, dict) and added["eagle_aux_hidden_state_layer_ids"] == list(expected)
+
+
+@pytest.mark.parametrize(("layers", "boundaries"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 3, 5]), (6, [1, 3, 6]), (7, [2, 3, 4])])
+def test_boundaries_of_shallow_models_are_within_them(layers: int, boundaries: list[int]) -> None:
+    """With fewer than three boundaries, vLLM needs their number."""
+    drafter = with_drafter({**LLAMA, "num_hidden_layers": layers})["drafter"]
+    assert isinstance(drafter, dict)
+    assert (drafter["eagle_aux_hidden_state_layer_ids"], drafter["num_aux_hidden_states"]) == (boundaries, len(boundaries))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
+def test_eagle3_drafter_has_the_rotary_embedding_of_the_model(family: str) -> None:
+    scaled = {
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    }
+    drafter = with_drafter(HEADLESS[family] | scaled)["drafter"]
+    assert isinstance(drafter, dict) and {key: drafter[key] for key in scaled} == scaled
+    shape_of({**HEADLESS[family], **scaled, "drafter": drafter})
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "layers", "message"),
+    [
+        ("llama", "mtp", 1, "model.drafter.kind: engines have no MTP layers for llama; use eagle3"),
+        ("llama", "eagle3", 2, "model.drafter.layers: an EAGLE-3 drafter has 1 layer, not 2"),
+        ("glm4-moe", "eagle3", 1, "model.drafter.kind: engines have no EAGLE-3 drafters for glm4-moe; use mtp"),
+        ("mimo", "eagle3", 1, "model.drafter.kind: engines have no EAGLE-3 drafters for mimo; use mtp"),
+        ("deepseek-v3", "eagle3", 1, "model.drafter.kind: engines have no EAGLE-3 drafters for deepseek-v3; use mtp"),
+        ("qwen3.5", "mtp", 2, "model config: 2 MTP layers of qwen3.5 would share one projection"),
+    ],
+)
+def test_drafters_that_no_engine_serves_are_rejected(family: str, kind: Any, layers: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        with_drafter(HEADLESS[family], kind, layers)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mimo", "llama with EAGLE-3"])
+def test_second_drafter_is_rejected(name: str) -> None:
+    with pytest.raises(UserError, match=r"^model: this \S+ has a drafter already \(1 layers\); train it as it is$"):
+        with_drafter(TOYS[name])
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"architectures": ["LlamaForCausalLM"]},
+        "drafter config: architectures ['LlamaForCausalLM'] is not supported; LlamaForCausalLMEagle3 is",
+    ),
+    ({"architectures": "LlamaForCausalLMEagle3"}, "drafter config: architectures must be a list"),
+    ({"hidden_size": 64}, "drafter config: hidden_size 64 is not supported with this model; 96 is"),
+    ({"hidden_size": None}, "drafter config: hidden_size is missing"),
+    ({"target_hidden_size": 64}, "drafter config: target_hidden_size 64 is not supported with this model; 96 is"),
+    ({"num_attention_heads": 6}, "drafter config: num_attention_heads 6 is not supported with this model; 3 is"),
+    ({"num_key_value_heads": None}, "drafter config: num_key_value_heads 3 is not supported with this model; 1 is"),
+    ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; 32 is"),
+    ({"vocab_size": 400}, "drafter config: vocab_size 400 is not supported with this model; 331 is"),
+    ({"draft_vocab_size": 100}, "drafter config: draft_vocab_size 100 is not supported with this model; 331 is"),
+    ({"num_hidden_layers": 2}, "drafter config: num_hidden_layers 2 is not supported with this model; 1 is"),
+    ({"intermediate_size": None}, "drafter config: intermediate_size is missing"),
+    ({"rms_norm_eps": 1e-5}, "drafter config: rms_norm_eps 1e-05 is not supported with this model; 1e-06 is"),
+    ({"hidden_act": "gelu"}, "drafter config: hidden_act 'gelu' is not supported; silu is"),
+    ({"attention_bias": True}, "drafter config: attention_bias puts a bias on"),
+    ({"mlp_bias": True}, "drafter config: mlp_bias puts a bias on"),
+    ({"logit_scale": 0.5}, "drafter config: logit_scale 0.5 is not supported"),
+    ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "drafter config: rope_theta and rope_scaling must be the model's"),
+    ({"partial_rotary_factor": 0.5}, "drafter config: partial_rotary_factor 0.5 is not supported for llama; 1 is"),
+    *(
+        ({key: True}, f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
+        for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
+    ),
+    ({"norm_output": "yes"}, "drafter config: norm_output must be true or false, got 'yes'"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "drafter config: eagle_config is not supported"),
+    *(
+        (
+            {"eagle_aux_hidden_state_layer_ids": layers},
+            "drafter config: eagle_aux_hidden_state_layer_ids must be increasing numbers from 1 to 4",
+        )
+        for layers in ([0, 1, 2], [1, 2, 5], [2, 1, 4], [1, 1, 4], ["1", 2, 4])
+    ),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, "drafter config: num_aux_hidden_states is 3, but there are 2 layers to read"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTAKES, ids=[f"{next(iter(fields))}-{n}" for n, (fields, _) in enumerate(MISTAKES)])
+def test_drafter_that_the_trainer_does_not_compute_is_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        shape_of({**LLAMA_EAGLE3, "drafter": {**EAGLE3, **fields}})
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_drafter_does_not_fit_a_model_with_mtp_layers() -> None:
+    with pytest.raises(UserError, match=r"^model config: the model has both MTP layers and an EAGLE-3 drafter; keep one of them$"):
+        shape_of({**GLM4_MOE, "drafter": EAGLE3})
+    with pytest.raises(UserError, match=r"^drafter config: an EAGLE-3 drafter is not supported for glm4-moe; its MTP layers are$"):
+        shape_of({**GLM4_MOE, "num_nextn_predict_layers": 0, "drafter": EAGLE3})
+    with pytest.raises(UserError, match=r"^drafter config: drafter must be an object"):
+        shape_of({**LLAMA_EAGLE3, "drafter": "somewhere"})
