@@ -26,6 +26,7 @@ from tests.fakes.toys import LLAMA_EAGLE3, MIMO, QWEN3_EAGLE3, SIZES, toy_folder
 __all__ = ["mtpctl"]
 
 Command = Callable[..., CommandResult]
+ON_CPU = ("--set", "cluster.device=cpu", "--set", "cluster.num_cpus=2")
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def test_mistakes_are_one_line_and_create_nothing(
     monkeypatch.chdir(tmp_path)
     arguments, message = mistake(folder)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    result = mtpctl("add-drafter", *arguments)
+    result = mtpctl("add-drafter", *arguments, *ON_CPU)
     assert result.code == 2, result.err
     (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert line.removeprefix("error: ").startswith(message), line
@@ -229,7 +230,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with full_disk():
-        result = mtpctl("add-drafter", "model", "pair", *arguments)
+        result = mtpctl("add-drafter", "model", "pair", *arguments, *ON_CPU)
     assert result.code == 2 and "cannot be written" in result.err and "Traceback" not in result.err, result.err
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() or path.stat().st_size) == ["model", "rows.jsonl"]
 

@@ -148,7 +148,7 @@ def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str,
 
 def test_drafter_of_another_recipe_is_rejected(tmp_path: Path) -> None:
     model = toy_folder({name: value for name, value in LLAMA_EAGLE3.items() if name != "drafter"}, tmp_path / "model", 0, "fp32")
-    sets = [*SFT, "cluster.num_cpus=2", "model.config=null", f"model.path={model}", "model.drafter={}"]
+    sets = [*SFT, "cluster.num_cpus=2", "model.config=null", "model.init=weights", f"model.path={model}", "model.drafter={}"]
     begun = recipe(tmp_path / "run", *sets)
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
         folder = model_of(begun, begun.run_path)
