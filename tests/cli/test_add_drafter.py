@@ -152,7 +152,7 @@ def no_tokenizer(folder: Path) -> tuple[list[str], str]:
 
 
 def no_responses(folder: Path) -> tuple[list[str], str]:
-    return ["model", "pair", "--data", "rows.jsonl", "--self-generate", "0"], "rows.jsonl:1: "
+    return ["model", "pair", "--data", "rows.jsonl", "--self-generate", "0"], "data.columns.answer: rows.jsonl has no column 'answer'"
 
 
 def several_layers(folder: Path) -> tuple[list[str], str]:
