@@ -198,8 +198,10 @@ def _uneven(model: str, loss: Literal["ce", "soft_ce", "tv"], layout: str) -> Ca
 
 
 def _drafts_only(name: str, model: str, **parallel: Any) -> Case:
+    """An engine of several ranks without gradient buffers of the trunk matches one with a frozen trunk."""
     mtp = MtpConfig(mode="isolated", loss="soft_ce", repeat=2, loss_scale=0.3, clip_grad=0)
-    return replace(_case(name, model, fields={"mtp": mtp}, like=f"{model}-drafts-only", **parallel), drafts_only=True)
+    fields = {"mtp": mtp, "only_drafter": bool(parallel)}
+    return replace(_case(name, model, fields=fields, like=f"{model}-drafts-only", **parallel), drafts_only=True)
 
 
 def _crowded(name: str, **settings: Any) -> Case:

@@ -331,3 +331,26 @@ def test_stage_draft_trains_the_drafter_and_leaves_the_trunk_bit_identical(tmp_p
         trainer.freeze_trunk(False)
         trainer.set_optimizer(GENTLE)
         assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *first} <= moved(NextToken())
+
+
+@pytest.mark.parametrize("fields", [{}, {"distributed_optimizer": True}], ids=["whole optimizer", "distributed optimizer"])
+@pytest.mark.parametrize("model", ["eagle3", "mtp"])
+def test_engine_that_trains_only_the_drafter_matches_one_with_a_frozen_trunk(tmp_path, model, fields):
+    """It has gradient buffers for the drafter alone, and never trains the trunk."""
+    folder = HfFolder.open(toy_folder(FROZEN_TRUNK[model], tmp_path / "model", 0, "fp32"))
+    batch, mtp = sequences(5, vocab=256), MtpConfig(loss="soft_ce", repeat=2, clip_grad=0)
+
+    def trained(**fields):
+        with engine(folder, mtp=mtp, **fields) as trainer:
+            for frozen in (True, False) if "only_drafter" in fields else (True,):
+                trainer.freeze_trunk(frozen)
+                trainer.set_optimizer(GENTLE)
+            buffered = {name for name, p in trainer.module.named_parameters() if getattr(p, "main_grad", None) is not None}
+            metrics = [trainer.update(batch, DraftsOnly()) for _ in range(2)]
+            weights = {name: value.clone() for name, value in trainer.export()}
+        return buffered, [{name: value for name, value in each.items() if "timing" not in name} for each in metrics], weights
+
+    (_, expected_metrics, expected), (buffered, metrics, weights) = trained(), trained(only_drafter=True, **fields)
+    assert buffered and all(name.startswith("mtp.") for name in buffered)
+    assert metrics == expected_metrics
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
