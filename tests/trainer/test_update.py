@@ -352,5 +352,8 @@ def test_engine_that_trains_only_the_drafter_matches_one_with_a_frozen_trunk(tmp
 
     (_, expected_metrics, expected), (buffered, metrics, weights) = trained(), trained(only_drafter=True, **fields)
     assert buffered and all(name.startswith("mtp.") for name in buffered)
-    assert metrics == expected_metrics
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    for each, right in zip(metrics, expected_metrics, strict=True):
+        assert each == pytest.approx(right, rel=1e-5, abs=1e-6)
+    assert_close(weights, expected, 1e-6)
+    trunk = [name for name in expected if section_of(name, folder.shape) == "target"]
+    assert all(torch.equal(weights[name], expected[name]) for name in trunk)
