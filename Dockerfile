@@ -7,9 +7,10 @@ ARG EXTRA=cpu
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
 RUN --mount=type=cache,target=/root/.cache pip install uv==0.13.9 && python -m venv /opt/mtpctl
 WORKDIR /src
-COPY pyproject.toml ./
+COPY pyproject.toml constraints/${EXTRA}.txt ./
 # ray[default] has the job server that KubeRay's RayJob needs.
-RUN --mount=type=cache,target=/root/.cache uv pip install --python /opt/mtpctl/bin/python --requirements pyproject.toml --extra "${EXTRA}" "ray[default]"
+RUN --mount=type=cache,target=/root/.cache uv pip install --python /opt/mtpctl/bin/python --requirements pyproject.toml --extra "${EXTRA}" \
+    --constraints "${EXTRA}.txt" "ray[default]"
 
 FROM dependencies AS wheel
 COPY README.md LICENSE ./
