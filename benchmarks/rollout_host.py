@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.rollout_model import HEADINGS, OFFLINE, RULE, TIMER, Arm, Options, Result, run
+from mtpctl.bench.rollout_model import OFFLINE, Arm, Options, Result, run
 
 WORKER = '{"distributed_executor_backend": "mp"}'
 GRAPHS = '{"compilation_config": {}}'
@@ -28,7 +28,7 @@ ONE_BOUND, SEVERAL_BOUND, LOOP_BOUND = 1.5, 3.5, 0.3
 
 
 def arms_of(batches: list[int], engines: int, names: list[str]) -> list[Arm]:
-    """The arms of each number of requests in flight; several engines only with the smallest."""
+    """The arms of each number of requests in flight: several engines with the smallest only, vLLM's graphs with the largest only."""
     arms = []
     for batch in batches:
         arms += [
@@ -36,8 +36,9 @@ def arms_of(batches: list[int], engines: int, names: list[str]) -> list[Arm]:
             Arm("one engine", 1, batch),
             Arm("one engine, at once", 1, batch, at_once=True),
             Arm("one engine, worker", 1, batch, engine_args=WORKER),
-            Arm("one engine, vLLM's graphs", 1, batch, engine_args=GRAPHS),
         ]
+        if batch == max(batches):
+            arms.append(Arm("one engine, vLLM's graphs", 1, batch, engine_args=GRAPHS))
         if batch == min(batches):
             arms += [
                 Arm(f"{engines} engines", engines, batch),
@@ -90,7 +91,6 @@ def main() -> None:
         else:
             options = Options(args.model, "cuda", args.prompt, args.tokens, requests=args.requests, rounds=args.rounds)
             arms = arms_of([int(text) for text in args.in_flight.split(",")], args.engines, args.arm)
-        show(f"The timer covers: {TIMER}.\n{HEADINGS}\n{RULE}")
         results = run(options, arms, show)
     show(f"\n{time.monotonic() - began:.0f} s in all")
     if not args.toy:

@@ -350,8 +350,9 @@ def default_arms(batches: Sequence[int], engines: int) -> list[Arm]:
 
 
 def run(options: Options, arms: Sequence[Arm], say: Say) -> list[Result]:
-    """Measure the arms on one GPU, or on CPUs."""
+    """Measure the arms on one GPU, or on CPUs. Prints the table's head first, and each row as soon as it is measured."""
     bench = ModelBench(options, arms)
+    say(f"The timer covers: {TIMER}.\n{HEADINGS}\n{RULE}")
     gpus = int(options.device == "cuda")
     config = ClusterConfig(device=options.device, num_cpus=bench.at_once + 1)
     with cluster(config, cpus=bench.at_once, gpus=gpus):

@@ -203,7 +203,7 @@ def _rollout_of_model(
     )
     show = partial(print, flush=True)
     arms = bench.default_arms(sorted(set(batches)) or [256 if cuda else 8], engines)
-    show(f"{describe(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEADINGS}\n{bench.RULE}")
+    show(describe(machine()))
     results = bench.run(options, arms, show)
     if json:
         answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))

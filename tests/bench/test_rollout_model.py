@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,7 @@ from mtpctl.bench.rollout_model import (
 )
 from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
+from tests.fakes.commands import mtpctl as mtpctl
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +98,35 @@ def test_prompts_and_responses_must_fit_the_model(folder: Path) -> None:
         ModelBench(Options(folder, "cpu", 400, 400), default_arms([8], 1))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "USERS", "--part", "path"], "--part: applies to the benchmark's own model"),
+        (["--model", "USERS", "--prompts", "USERS/none.txt"], "--prompts: "),
+        (["--model", "USERS", "--prompts", "USERS/empty.txt"], "--prompts: "),
+        (["--model", "USERS", "--prompt", "3000"], "--prompt: prompts and responses of up to "),
+        (["--engines", "2"], "--engines: needs --model with your model's folder"),
+    ],
+)
+def test_options_of_a_users_model_are_checked_before_anything_starts(
+    mtpctl: Any, folder: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    for file in folder.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "mtpctl_cycle"}))
+    (tmp_path / "empty.txt").write_text("\n")
+    result = mtpctl("bench", "rollout", *(each.replace("USERS", str(tmp_path)) for each in options))
+    assert result.code == 2 and result.err.startswith(f"error: {message}"), result.err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_model_is_measured_with_one_engine_and_without_mtpctl(folder: Path) -> None:
     lines: list[str] = []
     began = time.monotonic()
     results = run(Options(folder, "cpu", 8, 12, group=4, requests=2, rounds=1), default_arms([8], 1), lines.append)
-    assert [result.what for result in results] == [OFFLINE, "one engine"] and lines == [line(result) for result in results]
+    assert [result.what for result in results] == [OFFLINE, "one engine"] and lines[1:] == [line(result) for result in results]
     vllm, ours = results
     assert vllm.ratios == (1.0,) and ours.ratios == (ours.rates[0] / vllm.rates[0],)
     assert 0 < (ours.loop or 0) <= 1 and 0 < (ours.busy or 0) <= 2
