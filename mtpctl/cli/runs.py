@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to look; default: runs.")] = Path("runs"),
     as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Update the list until Ctrl-C, with curves of the reward, throughput and errors.")
+    ] = False,
 ) -> None:
     """List the runs below a folder, the newest first: state, step, reward, held-out accuracy, and how long ago it wrote."""
     from mtpctl.errors import UserError
@@ -27,6 +30,14 @@ def runs(
 
     if not folder.is_dir():
         raise UserError(f"FOLDER: no folder {folder}; name one with runs in it")
+    if watch:
+        from rich.console import Console
+
+        from mtpctl.telemetry import watch as watching
+
+        if as_json or not (console := Console()).is_terminal:
+            raise UserError("--watch: needs a terminal, without --json; run it without a pipe")
+        watching.watch(folder, console)
     overviews = find_runs(folder)
     if as_json:
         answer(json.dumps([asdict(run) | {"path": str(run.path)} for run in overviews], indent=2))

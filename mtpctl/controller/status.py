@@ -65,20 +65,21 @@ async def _refused(_: Request, error: Exception) -> Response:
 def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
     """The series of `/metrics`: the progress of the run, its replicas, and the latest value of each metric."""
     overview = live.overview()
-    labels = {"run": live.path.name, "stage": overview.stage}
+    run = {"run": live.path.name}
+    labels = run | {"stage": overview.stage}
     yield Series("run_step", "gauge", "Updates that are done.", overview.step, labels)
     if overview.steps is not None:
         yield Series("run_steps", "gauge", "Updates that the stage has.", overview.steps, labels)
-    yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s)
-    yield Series("run_waits", "gauge", "Things that the run waits for, such as a host.", len(live.waiting))
+    yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s, run)
+    yield Series("run_waits", "gauge", "Things that the run waits for, such as a host.", len(live.waiting), run)
     if counts is not None:
-        yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving)
-        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are asked for.", counts.asked)
-        yield Series("run_replica_restarts_total", "counter", "Rollout replicas that took the place of one that failed.", counts.restarts)
+        yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving, run)
+        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are asked for.", counts.asked, run)
+        yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run)
     # Names that differ only in characters such as `/` collide. Prometheus rejects a series with two values, so one of them is dropped.
     named = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
     for name, (metric, value) in named.items():
-        yield Series(name, "gauge", describe(metric).meaning or metric, value)
+        yield Series(name, "gauge", describe(metric).meaning or metric, value, run)
 
 
 REPORT_S = 1.0
