@@ -305,6 +305,7 @@ class Bench:
             model=str(self.options.folder),
             precision=recipe.train.precision,
             device=self.options.device,
+            admit_at_once=True,
         )
         options = {"num_cpus": 1, "num_gpus": self._gpus, "runtime_env": {"env_vars": settings.environment}}
         actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
