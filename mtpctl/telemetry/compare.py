@@ -99,10 +99,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
-    """The chart of one metric: its curves in RL, or in the supervised stage if no run logged it in RL."""
+    """The chart of one metric: its curves in RL, or in another stage if no run logged it in RL."""
     if name == "reward/mean" and any(run.history.series("reward/unfiltered_mean") for run in runs):
         return None
-    phase = next((phase for phase in ("rl", "sft") if any(run.history.series(name, phase) for run in runs)), None)
+    phase = next((phase for phase in ("rl", "sft", "draft") if any(run.history.series(name, phase) for run in runs)), None)
     if phase is None:
         return None
     metric = describe(name)

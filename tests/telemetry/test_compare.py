@@ -49,6 +49,15 @@ def test_last_evaluation_and_late_mean_have_separate_rows(tmp_path: Path) -> Non
     assert "a: 30 SFT steps, 10 RL steps · b: 30 SFT steps, 10 RL steps" in text
 
 
+def test_runs_of_one_stage_other_than_rl_are_compared(tmp_path: Path) -> None:
+    runs = [run(tmp_path / name, 1e-4, 0.05) for name in ("a", "b")]
+    for path in runs:
+        rows = [{"session": 1, "time": 1.8e9 + s, "phase": "draft", "step": s, "mtp/loss_1": 1.0 / s} for s in range(1, 5)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write_comparison(runs, tmp_path / "out.html").read_text()
+    assert re.findall(r"<h3>(.*?)</h3>", html) == ["MTP loss"]
+
+
 def test_runs_with_equal_names_are_distinguished_by_folders(tmp_path: Path) -> None:
     runs = [run(tmp_path / "x" / "tiny", 1e-4, 0.05), run(tmp_path / "y" / "tiny", 1e-4, 0.05)]
     text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)
