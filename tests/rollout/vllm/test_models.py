@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
     **{f"{family} {dtype}": (TOYS[family], 1, dtype) for family, dtype in SERVED},
 }
 """Config, draft tokens a step, precision."""
+SLOW = {name for name in MODELS if "EAGLE-3" in name} - {"llama with EAGLE-3 fp32", "qwen3-moe with EAGLE-3 bf16"}
 
 
 def models(engine: VllmEngine) -> dict[str, torch.nn.Module]:
@@ -61,7 +62,7 @@ def loop() -> Iterator[Loop]:
     result.close()
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS])
 def served(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     config, drafts, dtype = MODELS[request.param]
     root = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
