@@ -124,6 +124,8 @@ def test_script_is_valid_bash(nodes: int, request_: Request) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--requeue" in text and "scontrol requeue" in text) == request_.requeue
     assert ("ray start" in text) == (nodes > 1)
+    # Without --ntasks, srun would start as many tasks as the job has, two of them on one node.
+    assert ("srun --overlap --nodes=$others --ntasks=$others" in text) == (nodes > 1)
 
 
 def test_submission_keeps_script_and_job_in_the_run_directory_and_status_shows_it(slurm: Path, mtpctl: Any, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def trained_prompts(run: Path) -> Counter[str]:
 
 
 def left_behind(slurm: SlurmCluster, job: Job) -> list[str]:
-    return [*slurm.processes(job.id), *map(str, Path("/tmp").glob(f"ray-{job.id}")), *map(str, Path("/dev/shm").glob(f"*{job.run.name}*"))]
+    folders = [path for pattern in ("", "-*") for path in Path("/tmp").glob(f"ray-{job.id}{pattern}")]
+    return [*slurm.processes(job.id), *map(str, folders), *map(str, Path("/dev/shm").glob(f"*{job.run.name}*"))]
 
 
 def test_stop_before_the_time_limit_is_resumed_and_every_prompt_is_trained_once(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -119,7 +120,8 @@ def test_cancelled_job_on_three_nodes_writes_a_checkpoint_and_leaves_nothing(slu
     job = Job(slurm, tmp_path / "cancelled", "--set", "name=cancelled", "--nodes", "3", "--requeue", "--set", "train.rl.steps=100000")
     job.until_step(3)
     assert "RUNNING" in job.mtpctl("status", str(job.run))
-    assert len(list(job.run.glob(f"logs/ray-{job.id}-0-*-*.log"))) == 2
+    # One Ray node on each: the head is in the script, and each other node has its own log.
+    assert [path.read_text().count("Ray runtime started") for path in job.run.glob(f"logs/ray-{job.id}-0-*-*.log")] == [1, 1]
     slurm.call("scancel", job.id)
     job.until_ended()
     assert "stopped in rl at step" in job.events("stop")[-1] and list((job.run / "checkpoints").glob("rl-*"))
@@ -141,6 +143,23 @@ def test_job_that_loses_a_node_resumes_on_another(slurm: SlurmCluster, tmp_path:
         job.until_ended()
     finally:
         slurm.start_node("n2")
+    until(lambda: "down" not in slurm.call("sinfo", "--noheader", "--format=%t"), 60)
+
+
+def test_elastic_run_continues_on_the_nodes_that_are_left(slurm: SlurmCluster, tmp_path: Path) -> None:
+    # Two CPUs on each node: the trainer and a replica on the first, and two replicas on each other node.
+    elastic = ["--cpus", "2", "--sbatch=--no-kill", "--set", "rollout.replicas={min: 1, max: 5}"]
+    job = Job(slurm, tmp_path / "elastic", "--set", "name=elastic", "--nodes", "3", *elastic, "--set", "train.rl.steps=100000")
+    job._until(lambda: any(row.get("rollout/replicas", 0) >= 5 for row in job.rows), START_S)
+    try:
+        slurm.kill_node("n3", job.id)
+        job._until(lambda: any("its host is gone" in message for message in job.events("rollout")), 120)
+        job.until_step(job.step + 30)
+        assert slurm.state(job.id) == "RUNNING" and not job.events("resume")
+        slurm.call("scancel", job.id)
+        job.until_ended()
+    finally:
+        slurm.start_node("n3")
     until(lambda: "down" not in slurm.call("sinfo", "--noheader", "--format=%t"), 60)
 
 
