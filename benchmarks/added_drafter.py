@@ -4,7 +4,7 @@
     python benchmarks/added_drafter.py --model toy-d --prompts rows.jsonl --in-flight 4 --requests 16 --tokens 24     # on a CPU
 
 The prompts are those of the rows, rendered with the tokenizer's chat template if it has one. Responses are sampled at --temperature and end
-as the model ends them. The engines run one after the other, each in a process of its own, and all get the same requests. Printed are
+as the model ends them. The engines run one after the other, each in a separate process, and all get the same requests. Printed are
 tokens/s, the share of accepted drafts by position, and the mean tokens per step.
 """
 
@@ -121,7 +121,7 @@ def row(name: str, measured: Measured, baseline: Measured) -> str:
     return f"| {name} | {measured.in_flight} | {speed:,.0f} | {speed / before:.2f} | {rates} | {per_step:.2f} |"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with a drafter")
     parser.add_argument("--prompts", required=True, type=Path, help="rows (.jsonl) with a prompt column")
@@ -133,37 +133,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--gpu-memory", type=float, default=0.5)
-    asked = parser.parse_args(arguments)
+    arguments = parser.parse_args(line)
     import torch
 
     cuda = torch.cuda.is_available()
-    tokenizer = load_tokenizer(Path(asked.model))
-    rows = [json.loads(line) for line in asked.prompts.read_text().splitlines()]
-    chat = (Path(asked.model) / "chat_template.jinja").is_file()
+    tokenizer = load_tokenizer(Path(arguments.model))
+    rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+    chat = (Path(arguments.model) / "chat_template.jinja").is_file()
     prompts = [
-        tokenizer.chat([{"role": "user", "content": each[asked.column]}]) if chat else tokenizer.encode(each[asked.column]) for each in rows
+        tokenizer.chat([{"role": "user", "content": each[arguments.column]}]) if chat else tokenizer.encode(each[arguments.column])
+        for each in rows
     ]
     options = Options(
-        model=asked.model,
+        model=arguments.model,
         prompts=prompts,
         ends=[tokenizer.eos_id],
-        in_flight=asked.in_flight,
-        requests=asked.requests,
-        tokens=asked.tokens,
-        temperature=asked.temperature,
-        context=asked.context,
+        in_flight=arguments.in_flight,
+        requests=arguments.requests,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        context=arguments.context,
         device="cuda" if cuda else "cpu",
         precision="bf16" if cuda else "fp32",
-        gpu_memory=asked.gpu_memory,
+        gpu_memory=arguments.gpu_memory,
     )
     lengths = [len(prompt) for prompt in prompts]
-    print(f"{len(prompts)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {asked.temperature:g}\n")
+    print(f"{len(prompts)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {arguments.temperature:g}\n")
     print("| drafts | in flight | tokens/s | against none | accepted by position, per step | tokens per step |")
     print("|---|---|---|---|---|---|", flush=True)
     plain = in_own_process(options, 0, "greedy")
     for each in plain:
         print(row("none", each, each), flush=True)
-    for drafts in asked.drafts:
+    for drafts in arguments.drafts:
         for method in ("greedy", "probabilistic"):
             for measured, baseline in zip(in_own_process(options, drafts, method), plain, strict=True):
                 print(row(f"{drafts}, {method}", measured, baseline), flush=True)

@@ -205,7 +205,7 @@ def load_held_out(
     named = dict(_named_sets(rows, evaluation))
     if train is None:
         return ProblemSets([], held_out, [], named, None)
-    # The supervised stage trains on RL's rows unless it has others. A generated set of its own has no held-out problem.
+    # The supervised stage trains on RL's rows unless it has others. A separate generated set has no held-out problem.
     separate = config.sft_task is not None or "sft" in rows
     trained = train if "rl" in stages or not separate else ()
     if "sft" in stages and "sft" in rows:

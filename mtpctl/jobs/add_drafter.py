@@ -41,8 +41,8 @@ class DrafterOptions:
     kind: Kind | None = None
     layers: int = 1
     data: Path | None = None
-    samples: int = 4096
-    steps: int = 400
+    samples: int = 16384
+    steps: int = 1000
     drafts: int = 3
     loss: MtpLoss = "soft_ce"
     sets: Sequence[str] = ()
@@ -156,13 +156,14 @@ def engine_commands(target: Path, drafts: int) -> list[str]:
     """The commands that serve `target` with its drafter, by vLLM and by SGLang."""
     drafter = target / DRAFTER
     if drafter.is_dir():
-        vllm = f'{{"method": "eagle3", "model": "{drafter}", "num_speculative_tokens": {drafts}}}'
+        vllm = f'"method": "eagle3", "model": "{drafter}"'
         sglang = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {drafter}"
     else:
-        vllm = f'{{"method": "mtp", "num_speculative_tokens": {drafts}}}'
+        vllm = '"method": "mtp"'
         sglang = "--speculative-algorithm NEXTN"
     steps = f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
     return [
-        f"vllm serve {target} --speculative-config '{vllm}'",
+        f"vllm serve {target} --speculative-config "
+        f'\'{{{vllm}, "num_speculative_tokens": {drafts}, "draft_sample_method": "probabilistic"}}\'',
         f"python -m sglang.launch_server --model-path {target} {sglang} {steps}",
     ]

@@ -132,7 +132,7 @@ def workload(shape: ModelShape, tokenizer: Tokenizer, rows: Sequence[Row], count
 
 def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequence[Setting], *, gpu: bool, templated: bool) -> str:
     """The recipe as YAML, with the reason of each setting as a comment above it."""
-    given = [
+    basics = [
         Setting("name", name),
         Setting("model.path", model),
         Setting("data.path", "rows.jsonl"),
@@ -145,7 +145,7 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         Setting("train.rl.preset", "dapo", "no KL to the start, clip-higher, and groups without signal are replaced"),
         Setting("rollout.engine", "vllm"),
     ]
-    everything = [*given, *settings, *([] if gpu else [Setting("cluster.device", "cpu")])]
+    everything = [*basics, *settings, *([] if gpu else [Setting("cluster.device", "cpu")])]
     reasons = {setting.key: setting.why for setting in everything if setting.why}
     size = f"{work.parameters / 1e6:.0f}M"
     head = f"# {task} of reasoning-gym with {model} ({size} parameters). docs/your-first-run.md explains the choices.\n"

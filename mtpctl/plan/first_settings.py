@@ -89,8 +89,7 @@ def signal(success: float, group: int) -> float:
 def choose(work: Workload, machine: Machine) -> list[Setting]:
     """The settings, in the order of a recipe."""
     gpu = machine.gpus > 0
-    group = 16 if gpu and work.small else 8
-    prompts = min(16 if group == 16 else 32 if gpu else 4, max(2, work.rows // 10))
+    group, prompts = 8, min(32 if gpu else 4, max(2, work.rows // 10))
     minibatches = min(MINIBATCHES if gpu else 2, prompts)
     rate, size = learning_rate(work.active), _size(work.active)
     response = RESPONSE_TOKENS["small" if work.small else "large"] + 4 * work.answer_tokens
@@ -102,7 +101,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
         Setting("train.rl.optimizer.lr", rate, f"{size} parameters: interpolated between 2M: 2e-4, 135M: 3e-5 and 7B: 1e-6 ({measured})"),
         Setting("train.rl.optimizer.warmup_steps", OPTIMIZER_STEPS_OF_WARMUP if gpu else 2),
         Setting("train.rl.minibatches", minibatches, "optimizer steps per update: the trainer waits for rollout, so they cost no time"),
-        Setting("train.rl.group_size", group, f"{chance}, of {group // 2} in {signal(0.03, group // 2):.0%}; others are replaced"),
+        Setting("train.rl.group_size", group, f"{chance}, of {2 * group} in {signal(0.03, 2 * group):.0%}; others are replaced"),
         Setting("train.rl.prompts_per_step", prompts, f"{prompts * group} responses per update, {prompts * group // minibatches} per step"),
         Setting("train.rl.steps", 500 if gpu else 4, _duration(work, machine)),
         Setting("rollout.max_tokens", response, f"room for reasoning, and 4 x the longest answer of {work.answer_tokens} tokens"),

@@ -24,7 +24,7 @@ ENGINE_MEMORY = 0.85
 """Default of `rollout.gpu_memory`: CUDA graphs, the CUDA context and fragmentation take the rest of a card."""
 MEMORY_OF_SHARE = 0.95
 """Maximum of that default, as a part of the engine's share of the card."""
-ENGINE_CORES = 2
+ENGINE_CORES = 3
 """Cores that an engine on a GPU keeps busy at full load: one by its core, and one by its actor and front end."""
 
 

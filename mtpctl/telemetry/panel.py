@@ -49,8 +49,12 @@ PLAIN_METRICS = {
 }
 
 
-DRAFT_CURVES = ("mtp/loss_1", *(f"mtp/expected_rate_greedy_{position}" for position in range(1, 5)))
-"""Metrics of the stage draft: the expected acceptance of each draft token of a step, if drafts are greedy, as by default in engines."""
+DRAFT_CURVES = {
+    "mtp/loss_1": "mtp",
+    **{f"mtp/expected_rate_greedy_{position}": f"greedy {position}" for position in range(1, 4)},
+    **{f"mtp/expected_rate_{position}": f"sampled {position}" for position in range(1, 4)},
+}
+"""Metrics of the stage draft and their short names: the expected acceptance of each draft token of a step, greedy or sampled."""
 
 
 class Display(Protocol):
@@ -116,7 +120,7 @@ class PlainLines:
         parts = [f"{phase} {step}{total}"]
         shown = PLAIN_METRICS
         if phase == "draft":
-            shown = {name: f"accept {name[-1]}" if "rate" in name else "mtp" for name in DRAFT_CURVES} | {"perf/tokens_per_s": "trainer"}
+            shown = DRAFT_CURVES | {"perf/tokens_per_s": "trainer"}
         parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in shown.items() if name in metrics]
         if left := self._pace.text(phase):
             parts.append(f"left {left}")

@@ -65,7 +65,8 @@ def test_untrained_drafter_and_commands_of_engines(mtpctl: Command, folder: Path
     result = mtpctl("add-drafter", str(folder), str(target), "--steps", "0")
     assert result.code == 0, result.err
     drafter = target / "drafter"
-    speculative = json.dumps({"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3})
+    settings = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    speculative = json.dumps(settings)
     assert result.out.splitlines() == [
         f"{target}: the model with its drafter; serve it with",
         f"  vllm serve {target} --speculative-config '{speculative}'",
@@ -83,7 +84,8 @@ def test_commands_of_a_model_with_mtp_layers(mtpctl: Command, tmp_path: Path) ->
     target = tmp_path / "pair"
     result = mtpctl("add-drafter", str(tmp_path / "model"), str(target), "--steps", "0", "--layers", "2", "--drafts", "2")
     assert result.code == 0 and ModelWeights(target).shape.mtp_layers == 2
-    assert f"""  vllm serve {target} --speculative-config '{{"method": "mtp", "num_speculative_tokens": 2}}'""" in result.out
+    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"})
+    assert f"  vllm serve {target} --speculative-config '{speculative}'" in result.out
     assert f"--model-path {target} --speculative-algorithm NEXTN --speculative-num-steps 2" in result.out
 
 

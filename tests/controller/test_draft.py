@@ -62,7 +62,7 @@ class Learner(FakeTrainerGroup):
         self.trained += [(list(row.prompt), list(row.target), list(row.mask)) for row in rows]
         if self.state.step + 1 == self.stop_at:
             self.state.stopping.set()
-        return {"draft/trunk_nll": 1.0, "mtp/loss_1": 1.0, "skipped": 0.0, "perf/tokens": 4.0}
+        return {"mtp/trunk_nll": 1.0, "mtp/loss_1": 1.0, "skipped": 0.0, "perf/tokens": 4.0}
 
 
 def train(root: Path, learner: Learner, generator: ScriptedGenerator | None, *, samples: int = 7, steps: int = 6) -> World:

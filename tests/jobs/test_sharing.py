@@ -64,7 +64,7 @@ def test_cautions_name_missing_cores_and_mps(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipes"))
     cores, mps = sharing_cautions(shared, placement)
-    assert "need 8 cores of host 0, which has 4" in cores
+    assert "need 11 cores of host 0, which has 4" in cores
     assert mps.startswith("cluster: 4 processes share a GPU and take turns on it; with CUDA MPS")
     (tmp_path / "pipes").mkdir()
     (tmp_path / "pipes" / "control").write_text("")

@@ -43,13 +43,15 @@ def test_time_left_follows_the_pace_of_the_latest_steps() -> None:
     assert pace.left("sft") is None
 
 
-def test_stage_draft_shows_the_acceptance_of_greedy_drafts() -> None:
-    """Of as many as are trained; engines draft greedily by default."""
-    metrics = {"mtp/loss_1": 2.5, "perf/tokens_per_s": 1200.0, "draft/trunk_nll": 3.0}
+def test_stage_draft_shows_the_acceptance_of_greedy_and_sampled_drafts() -> None:
+    """Of as many as are trained."""
+    metrics = {"mtp/loss_1": 2.5, "perf/tokens_per_s": 1200.0, "mtp/trunk_nll": 3.0}
     metrics |= {f"mtp/expected_rate{kind}_{k}": rate / k for kind, rate in (("", 0.2), ("_greedy", 0.5)) for k in (1, 2)}
     console, out = screen()
     PlainLines(console, {"draft": 4}, Clock()).row(1, metrics, "draft")
-    assert out.getvalue().splitlines() == ["draft 1/4  mtp 2.5  accept 1 50.0%  accept 2 25.0%  trainer 1.2k tok/s"]
+    assert out.getvalue().splitlines() == [
+        "draft 1/4  mtp 2.5  greedy 1 50.0%  greedy 2 25.0%  sampled 1 20.0%  sampled 2 10.0%  trainer 1.2k tok/s"
+    ]
     console, out = screen(terminal=True)
     panel = LivePanel(console, "x", {"draft": 4}, Clock(), draw=False)
     panel.row(1, metrics, "draft")

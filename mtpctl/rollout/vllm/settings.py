@@ -82,7 +82,8 @@ def engine_settings(
         release_kv, routes, outside_cache: see `VllmSettings`.
         admit_at_once: start each request as soon as a slot is free. By default requests are held back if that is faster
             (`mtpctl.rollout.bursts`), which depends on measured times.
-        host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens.
+        host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
+            the model runs in a separate process.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
@@ -142,8 +143,9 @@ def engine_settings(
         args["enable_sleep_mode"] = True
     if routes:
         args["enable_return_routed_experts"] = True
-    if rollout.tp > 1:
-        # In a Ray placement group vLLM would start its workers with Ray.
+    if rollout.tp > 1 or host_limited:
+        # Processes of vLLM's own; in a Ray placement group it would start them with Ray. The process of a single rank runs the model
+        # while the core schedules the next step.
         args["distributed_executor_backend"] = "mp"
     args |= rollout.engine_args
     if args.get("speculative_config"):

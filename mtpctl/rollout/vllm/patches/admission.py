@@ -37,13 +37,13 @@ def install_admission() -> None:
         bursts, now = _bursts(self), time.perf_counter()
         if bursts is None or self._pause_state != PauseState.UNPAUSED:
             return upstream(self, throttle_prefills)
-        held = bursts.hold(now, running, waiting)
-        if held:
+        held_back = bursts.hold(now, running, waiting)
+        if held_back:
             self._pause_state = PauseState.PAUSED_NEW
         try:
             output = upstream(self, throttle_prefills)
         finally:
-            if held:
+            if held_back:
                 self._pause_state = PauseState.UNPAUSED
         bursts.scheduled(now, len(output.num_scheduled_tokens), prefilled_tokens(self, output))
         return output
