@@ -12,38 +12,41 @@ from mtpctl.jobs import print_progress
 
 
 def add_drafter(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The model: a Hugging Face folder.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to create: a copy of the model, with the drafter.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face folder of the model.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create: a copy of the model with the drafter.")],
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="FILE", help="Rows with prompts: .jsonl, .json or .parquet, with a column `prompt`.")
+        Path | None,
+        typer.Option(
+            "--data", metavar="FILE", help="Rows with a column `prompt`: .jsonl, .json or .parquet. Required unless --steps is 0."
+        ),
     ] = None,
     kind: Annotated[
         Literal["mtp", "eagle3"] | None,
         typer.Option(
             "--kind",
-            help="mtp: an MTP layer of the model's own kind; eagle3: an EAGLE-3 drafter. Default: mtp if engines have MTP layers for the "
-            "model.",
+            help="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter. Default: mtp if vLLM supports MTP layers with "
+            "the model's trunk, else eagle3.",
         ),
     ] = None,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="MTP layers to add. One layer drafts all tokens by itself.")] = 1,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="MTP layers to add. A single layer drafts all tokens.")] = 1,
     samples: Annotated[
         int,
         typer.Option(
             "--self-generate",
             metavar="N",
             min=0,
-            help="Responses that the model generates to train on; 0: train on the responses of the rows (a column `answer`).",
+            help="Responses to generate with the model and train on; 0: train on the responses of the rows (a column `answer`).",
         ),
     ] = 16384,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Updates of the drafter; 0: leave it untrained.")] = 1000,
-    drafts: Annotated[int, typer.Option("--drafts", metavar="K", min=1, help="Draft tokens per step to train for.")] = 3,
+    drafts: Annotated[int, typer.Option("--drafts", metavar="K", min=1, help="Draft tokens per step that the drafter is trained for.")] = 3,
     loss: Annotated[Literal["ce", "soft_ce", "kl", "tv"], typer.Option("--loss", help="Loss of the drafter (mtp.loss).")] = "soft_ce",
     sets: Sets = None,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:
     """Add a drafter to a model, and train it on the model's own samples. The model's weights stay bit-identical.
 
-    The same command resumes after an interruption. --set changes the recipe of the run, such as rollout.temperature=0.7.
+    If it is interrupted, the same command resumes the run. --set changes the run's recipe, for example rollout.temperature=0.7.
     """
     from mtpctl.errors import UserError
     from mtpctl.jobs.add_drafter import DrafterOptions, engine_commands
@@ -54,7 +57,7 @@ def add_drafter(
     options = DrafterOptions(kind, layers, data, samples, steps, drafts, loss, sets or ())
     code = run(source, target, options, plain=plain, report=print_progress)
     if not code:
-        answer(f"{target}: the model with its drafter; serve it with")
+        answer(f"{target}: the model with its drafter; serve it with one of these commands:")
         for command in engine_commands(target, drafts):
             answer(f"  {command}")
     raise typer.Exit(code)

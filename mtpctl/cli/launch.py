@@ -16,9 +16,9 @@ def slurm(
     recipe: RecipeArgument,
     sets: Sets = None,
     overlay: Overlays = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes; default: as few as the recipe fits.")] = None,
-    cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPUs per node; default: whole nodes, exclusively.")] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per node; default: all of the node.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes; default: the fewest on which the recipe fits.")] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPUs per node; default: all, with exclusive nodes.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per node; default: all.")] = None,
     partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition; default: Slurm's.")] = None,
     time: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit as for sbatch; default: the partition's.")] = None,
     requeue: Annotated[bool, typer.Option("--requeue", help="Resume after the time limit, a preemption or the failure of a node.")] = False,
@@ -30,7 +30,7 @@ def slurm(
 ) -> None:
     """Write a Slurm script for a recipe into its run directory, and submit it.
 
-    The recipe is placed on the nodes of the partition before. The script runs without mtpctl launch: edit it, and submit it with sbatch.
+    First checks that the recipe fits on the nodes of the partition. You can also edit the script, and submit it with sbatch.
     """
     from mtpctl.cli.options import load
     from mtpctl.errors import UserError
@@ -59,12 +59,15 @@ def slurm(
 def kuberay(
     recipe: RecipeArgument,
     image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with mtpctl and ray[default].")],
-    claim: Annotated[str, typer.Option(metavar="NAME", help="PersistentVolumeClaim that all pods can write: the run directories.")],
+    claim: Annotated[str, typer.Option(metavar="NAME", help="PersistentVolumeClaim (ReadWriteMany) for the run directories.")],
     sets: Sets = None,
     overlay: Overlays = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each pod, such as 512Gi; default: no limit.")] = None,
 ) -> None:
-    """Print a KubeRay RayJob for a recipe: mtpctl launch kuberay RECIPE --image IMAGE --claim NAME > job.yaml."""
+    """Print a KubeRay RayJob for a recipe.
+
+    Example: mtpctl launch kuberay RECIPE --image IMAGE --claim NAME > job.yaml
+    """
     from mtpctl.cli.options import load
     from mtpctl.jobs.kuberay import manifest
     from mtpctl.recipe.checks import validate

@@ -1,4 +1,4 @@
-"""The stage that trains a drafter alone, on samples that the model itself generates.
+"""The stage that trains only the drafter, on samples that the model itself generates.
 
 training prompts ──► rollout engines ──► samples (a file in the run directory) ──► updates of the drafter
 """
@@ -19,7 +19,7 @@ from mtpctl.rollout.protocol import Generator, request_for
 from mtpctl.samples import GenerationRequest, Sample
 
 SAMPLES = "draft_samples.jsonl"
-"""File in the run directory with the samples of this stage: on each line the sample's number, prompt ids, response ids and mask."""
+"""File of this stage's samples in the run directory. Each line has the sample's number, prompt ids, response ids and loss mask."""
 
 
 class DraftStage(SftStage):
@@ -27,7 +27,7 @@ class DraftStage(SftStage):
 
     Args:
         generator: the engines, which have the weights of the model's folder; None if the stage trains on the responses of rows.
-        file: the samples. Those that it already has are not generated again.
+        file: stores the samples. Samples that it already contains are not generated again.
     """
 
     name = "draft"
@@ -54,7 +54,7 @@ class DraftStage(SftStage):
         if self.generator is None:
             return super()._sequence()
         number = self.cursor.drawn
-        next(self.cursor)  # The cursor of the problems counts the samples; checkpoints contain it.
+        next(self.cursor)  # Counts the drawn samples. Checkpoints contain the cursor.
         return self.samples[number % len(self.samples)]
 
     async def _generate(self, generator: Generator, stored: dict[int, SftSample]) -> None:
@@ -63,7 +63,7 @@ class DraftStage(SftStage):
         missing = [number for number in range(recipe.train.draft.samples) if number not in stored]
         if not missing:
             return
-        self.telemetry.event("draft", f"generating {len(missing):,} samples of the model")
+        self.telemetry.event("draft", f"generating {len(missing):,} samples with the model")
         problems = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle).take(recipe.train.draft.samples)
 
         async def requests() -> AsyncIterator[GenerationRequest]:
@@ -84,7 +84,7 @@ class DraftStage(SftStage):
 
 
 def _drop_cut_line(file: Path) -> None:
-    """Remove a last line that was cut when the run was killed. A new line would be appended to it otherwise."""
+    """Remove an incomplete last line, which a killed run leaves. Otherwise the next sample would be appended to it."""
     if file.exists():
         with file.open("r+b") as stream:
             stream.truncate(stream.read().rfind(b"\n") + 1)

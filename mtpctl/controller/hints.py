@@ -1,7 +1,7 @@
-"""Hints during RL: what an experienced reader of the metrics would say, with the recipe key to change.
+"""Hints during RL: common problems that the metrics show, with the recipe key to change.
 
-Each hint looks at the mean of a metric over the latest updates, so that a single update triggers none. It is reported when its condition
-first holds, and again if it still holds `REPEAT` updates later.
+Hints use means over the latest updates, so a single update triggers none. A hint is reported when its condition first holds, and again if
+it still holds `REPEAT` updates later.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from mtpctl.controller.stability import observe
 from mtpctl.recipe.schema import Recipe
 
 WINDOW = 20
-"""Updates of a trend, which is the difference of its halves. A run of docs/your-first-run.md that learns gains 5 points and more in it."""
+"""Updates over which a trend is measured, as the difference of its halves. The run in docs/your-first-run.md gains at least 5 points."""
 RECENT = 5
-"""Updates of a level, such as the share of truncated responses."""
+"""Updates over which a level is averaged, such as the share of truncated responses."""
 REPEAT = 100
 """Updates after which a hint is repeated if it still holds."""
 FLAT_ERRORS = 2.0
-"""A reward has risen if its halves differ by this many standard errors."""
+"""The reward has risen if the means of the two halves differ by more than this many standard errors."""
 STILL_RATIO = 0.01
-"""Distance of `actor/ratio_mean` from 1. The clip begins at 0.2, so a policy within it uses a twentieth of the room."""
+"""Distance of `actor/ratio_mean` from 1 below which the policy hardly moves: a twentieth of the clip range, 0.2."""
 STILL_KL = 1e-3
-"""Nats per token, of `actor/ref_kl` or else of `actor/ppo_kl`. Runs that learn have ten times as much."""
+"""KL in nats per token (`actor/ref_kl`, else `actor/ppo_kl`) below which the policy hardly moves. Runs that learn have ten times that."""
 STILL_ENTROPY = 0.05
-"""Relative change of the entropy between the halves. It falls by half in 20 updates of a run that learns."""
+"""Relative change of the entropy between the halves below which it is constant. In runs that learn it falls by half in 20 updates."""
 COLLAPSED = 0.05
-"""Entropy relative to the first updates. It falls to a third in runs that learn well, and further only with the reward."""
+"""Entropy relative to the first updates below which it has collapsed, unless the reward still rises."""
 FEW_SIGNALS = 0.1
-"""Share of groups with signal. Below it nine tenths of the responses are discarded."""
+"""Share of groups with signal below which a hint is given: more than nine tenths of the responses are discarded."""
 SOME_SIGNALS = 0.02
-"""Share of groups with signal above which a larger learning rate helps. With dynamic sampling every update is full of them even then."""
+"""Share of groups with signal from which a larger learning rate can help. Dynamic sampling fills every update with such groups."""
 TRUNCATED = 0.2
-"""Share of responses at the limit of tokens. They rarely have an answer, so a fifth of the rewards is decided by the limit."""
+"""Share of truncated responses above which a hint is given. They rarely contain an answer, so their rewards are decided by the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The metrics of one update, with the mean reward of all its groups and the squared standard error of that mean."""
+    """The metrics of one update. `reward`: mean over all its groups. `error2`: squared standard error of that mean."""
 
     reward: float
     error2: float
@@ -48,7 +48,7 @@ class Step:
 
 
 class HintWatch:
-    """Watches all updates of a run, and returns hints."""
+    """Observes all updates of a run, and returns hints."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -101,8 +101,9 @@ class HintWatch:
         reward = statistics.fmean(step.reward for step in self._steps)
         group = self._recipe.train.rl.group_size
         return (
-            f"the responses of a group have equal rewards in {1 - share:.0%} of the groups, which teach nothing (mean {reward:.2g}): "
-            f"use easier rows if it is low, or harder ones if it is high; raise train.rl.group_size: {group}; give partial credit"
+            f"all responses have equal rewards in {1 - share:.0%} of the groups, which therefore have no gradient; the mean reward is "
+            f"{reward:.2g}: if it is low, use easier rows or give partial credit; if it is high, use harder rows; or raise "
+            f"train.rl.group_size: {group}"
         )
 
     def _truncated(self) -> str:
@@ -111,7 +112,7 @@ class HintWatch:
             return ""
         limit = self._recipe.rollout.max_tokens
         return (
-            f"{share:.0%} of the responses are truncated at rollout.max_tokens: {limit} and lack their answers: raise it, and "
+            f"{share:.0%} of the responses are truncated at rollout.max_tokens: {limit} before they state an answer; raise it and "
             "rollout.context, or ask for shorter responses in the prompt"
         )
 
@@ -137,11 +138,11 @@ class HintWatch:
         moved = start if start is not None else kl
         if ratio is None or moved is None or abs(ratio - 1) > STILL_RATIO or abs(moved) > STILL_KL or self._entropy_moves():
             return ""
-        distance = f"KL to the start {moved:.1e}" if start is not None else f"KL of an update {moved:.1e}"
+        distance = f"KL to the start is {moved:.1e}" if start is not None else f"KL of an update is {moved:.1e}"
         lr = self._recipe.train.rl.optimizer.lr
         return (
-            f"nothing moves: in {WINDOW} updates the reward is flat, the ratio {ratio:.3f} and the {distance} nats; raise "
-            f"train.rl.optimizer.lr: {lr:g} by a factor of 3, or train.rl.minibatches"
+            f"nothing moves: over {WINDOW} updates the reward is flat, actor/ratio_mean is {ratio:.3f}, and the {distance} nats; raise "
+            f"train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
         )
 
     def _entropy_moves(self) -> bool:

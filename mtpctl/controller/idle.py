@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from mtpctl.recipe.schema import Recipe
 
 MIN_UPDATES = 5
-"""Updates after the first one before a hint is given. The first update also waits for the start of generation."""
+"""A hint needs more updates than this. The first update is not counted in the times, because it also waits for generation to start."""
 HIGH_IDLE = 0.5
-"""Share of the time that the trainer waits from which generation is the bottleneck."""
+"""Idle share of the trainer's time from which generation is the bottleneck."""
 
 
 class IdleTrainer:
-    """Adds up the idle times of the trainer and of the engines."""
+    """Accumulates the idle times of the trainer and of the engines."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -30,7 +30,7 @@ class IdleTrainer:
             self._rollout_idle_s += seconds * times["async/rollout_idle"]
 
     def hint(self) -> str | None:
-        """A line for the end of the stage; None if generation was not the bottleneck, or for too few updates."""
+        """A line for the end of the stage; None if generation was not the bottleneck, or if there were too few updates."""
         if self._updates <= MIN_UPDATES or self._seconds <= 0:
             return None
         idle, rollout_idle = self._trainer_idle_s / self._seconds, self._rollout_idle_s / self._seconds
@@ -42,7 +42,7 @@ class IdleTrainer:
         rollout, train = self._recipe.rollout, self._recipe.train
         if self._recipe.device == "cpu":
             return "raise rollout.replicas if the machine has idle cores, or rollout.max_in_flight"
-        ways = ["raise rollout.replicas; for a small model put several engines on a GPU (rollout.gpus: 0.3)"]
+        ways = ["raise rollout.replicas (for a small model with several engines per GPU, for example rollout.gpus: 0.3)"]
         if rollout.tp == 1 and not rollout.elastic and not rollout.on_trainer_gpus and train.gpus == 1:
-            ways.append("run an engine on the trainer's GPU too (rollout.on_trainer_gpus: 1, train.gpus: 0.5, sync.transport: ipc)")
+            ways.append("run an engine on the trainer's GPU as well (rollout.on_trainer_gpus: 1, train.gpus: 0.5, sync.transport: ipc)")
         return ", or ".join(ways)

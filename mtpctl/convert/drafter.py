@@ -1,7 +1,8 @@
-"""Adds a drafter to a model's folder: an MTP layer in the model's own format, or an EAGLE-3 drafter in a subfolder.
+"""Adds a drafter to a model's folder: MTP layers in the model's own format, or an EAGLE-3 drafter in a subfolder.
 
-The model's weight files are copied or linked as they are, so the trunk stays bit-identical. A new drafter starts from the model's last
-layer and norms: the projections pass states and embeddings on, so that it is a decoder layer that works before it is trained.
+The model's weight files are copied or linked unchanged, so the trunk stays bit-identical. A new drafter is a copy of the model's last layer
+and norms, which works as a decoder layer before it is trained. The projection of an MTP layer adds the normed state and embedding. That of
+an EAGLE-3 drafter passes the last of its states on.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from mtpctl.families.shape import Eagle3Shape, ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
 MTP_FILE = "model-mtp.safetensors"
-"""Weight file with added MTP layers."""
+"""Weight file of added MTP layers."""
 _STD = 0.02
-"""Standard deviation of matrices that no tensor of the model initializes."""
+"""Standard deviation of new matrices that are not copied from the model."""
 
 
 def add_drafter(source: Path, target: Path, kind: Kind | None = None, layers: int = 1, *, seed: int = 0) -> HfFolder:
     """Atomically create `target`: links to the files of the model in `source`, and a new drafter.
 
-    Raises UserError for a model that has a drafter, is quantized, or cannot have such a drafter, and if the disk is full.
+    Raises UserError if the model has a drafter, is quantized or does not support such a drafter, or if the disk is full.
     """
     weights = ModelWeights(source)
     config = with_drafter(weights.folder.config, kind, layers)
@@ -54,7 +55,7 @@ def copy_with_drafter(source: Path, trained: Path, target: Path) -> HfFolder:
 
 
 def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict[str, Tensor]:
-    """The tensors of a new drafter for the model `weights`. `shape`: of the model with the drafter."""
+    """The tensors of a new drafter for the model `weights`. `shape` includes the drafter."""
     assert shape.mtp is not None
     same, sizes = aliases(shape), tensor_shapes(shape)
     names = {name: size for name, size in sizes.items() if name not in same and section_of(name, shape) == "draft"}
@@ -63,7 +64,7 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
     tensors = dict(_of_eagle3(weights, shape, shape.eagle3)) if shape.eagle3 is not None else dict(_of_mtp(weights, shape))
     for name, size in names.items():
         if name not in tensors:
-            # The down-projection is zero, so that a new MLP changes nothing at first.
+            # The down-projection starts at zero, so a new MLP has no effect at first.
             std = 0.0 if "down_proj" in name else _STD
             tensors[name] = torch.randn(size, generator=generator) * std
         assert tuple(tensors[name].shape) == size, f"{name}: {tuple(tensors[name].shape)}, but {size} is required"
@@ -81,7 +82,7 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
         def name(template: str, depth: int = depth) -> str:
             return mtp.name(template, depth, shape.layers)
 
-        # Its input is the sum of the normed state and the normed embedding, in whichever order they are stored.
+        # The layer's input is the sum of normed state and normed embedding, so their order in the projection does not matter.
         yield name(mtp.projection), torch.cat([torch.eye(hidden), torch.eye(hidden)], 1)
         yield name(mtp.embedding_norm), neutral
         yield name(mtp.hidden_norm), neutral
@@ -142,7 +143,7 @@ def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, T
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """The files of the model, relative to `source`. Hidden files and config.json are left out."""
+    """The files of the model, relative to `source`, without config.json, hidden files and added MTP layers."""
     for folder, folders, files in os.walk(source, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted(files):

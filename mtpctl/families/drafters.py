@@ -1,4 +1,4 @@
-"""The drafter that can be added to a model without one: which kind, and the config of the model with it."""
+"""Drafters for models without one: the kind that fits a model, and the model's config with the drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtpctl.families.reading import DRAFTER, EAGLE3_ARCHITECTURES, MTP_COUNTS, d
 Kind = Literal["mtp", "eagle3"]
 
 _WITH_MTP = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
-"""Architectures without MTP layers, each with an architecture that has the same trunk and MTP layers."""
+"""Maps an architecture without MTP layers to one with the same trunk and MTP layers."""
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _COPIED = (
@@ -30,7 +30,7 @@ _COPIED = (
 
 
 def default_kind(config: Mapping[str, object]) -> Kind:
-    """`mtp` if engines have MTP layers for the model's trunk, else `eagle3`."""
+    """`mtp` if vLLM supports MTP layers with the model's trunk, else `eagle3`."""
     family = family_of(config)
     return "mtp" if family.mtp is not None or family.architectures[0] in _WITH_MTP else "eagle3"
 
@@ -38,16 +38,16 @@ def default_kind(config: Mapping[str, object]) -> Kind:
 def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers: int = 1) -> dict[str, object]:
     """The config of the model with a drafter of `layers` layers. `kind` defaults to `default_kind`.
 
-    Raises UserError if the model has a drafter already, or if no engine serves such a drafter for it.
+    Raises UserError if the model already has a drafter, or if such a drafter is not supported for it.
     """
     shape, family = shape_of(config), family_of(config)
     if shape.mtp_layers:
-        raise UserError(f"model: this {shape.family} has a drafter already ({shape.mtp_layers} layers); train it as it is")
+        raise UserError(f"model: this {shape.family} already has a drafter ({shape.mtp_layers} layers); train it without adding one")
     kind = kind or default_kind(config)
     result = deepcopy(dict(config))
     if kind == "eagle3":
         if family.mtp is not None:
-            raise UserError(f"model.drafter.kind: engines have no EAGLE-3 drafters for {shape.family}; use mtp")
+            raise UserError(f"model.drafter.kind: EAGLE-3 is not supported for {shape.family}; use mtp")
         if layers != 1:
             raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
         result[DRAFTER] = _eagle3_config(config, layers=shape.layers)
@@ -57,7 +57,7 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
         text = result.get("text_config")
         (text if isinstance(text, dict) else result)[key] = layers
     else:
-        raise UserError(f"model.drafter.kind: engines have no MTP layers for {shape.family}; use eagle3")
+        raise UserError(f"model.drafter.kind: vLLM has no MTP layers for {shape.family}; use eagle3")
     shape_of(result)  # Rejects combinations that are not supported.
     return result
 

@@ -1,4 +1,4 @@
-"""The job of `mtpctl add-drafter`: adds a drafter to a model and trains it alone, by a run with the stage `draft`."""
+"""The job of `mtpctl add-drafter`: adds a drafter to a model and trains only the drafter, in a run with the stage `draft`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtpctl.telemetry.run_directory import RunDirectory
 Report = Callable[[str], None]
 
 CONTEXT = 1024
-"""Tokens of a prompt with its response, if the model has as many positions; responses have at most half."""
+"""Default of `rollout.context`, limited by the model's positions. `rollout.max_tokens` is half of it."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class DrafterOptions:
 def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: bool, report: Report) -> int:
     """Create `target`, the model in `source` with a trained drafter. Returns the exit code of the run.
 
-    The run's directory is `target` with the suffix `.run`; the same call resumes it. Raises UserError, before anything starts, if there is
-    no such model, if it has a drafter, or if the data, the target or an option is wrong.
+    The run directory is `target` with the suffix `.run`. The same call resumes an interrupted run. Raises UserError before anything starts
+    if the model does not exist or has a drafter, or if the data, the target or an option is invalid.
     """
     config = _checked(source, target)
     with_drafter(config, options.kind, options.layers)
@@ -69,7 +69,7 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
             shutil.rmtree(links, ignore_errors=True)
         return 0
     if options.data is None:
-        raise UserError("--data: name a file with prompts, on which the drafter is trained; or --steps 0 for an untrained drafter")
+        raise UserError("--data: is required for training; name a file with prompts, or set --steps 0 for an untrained drafter")
     run = target.with_name(target.name + ".run")
     recipe_file = target.with_name(target.name + ".yaml")
     try:
@@ -138,14 +138,14 @@ def _has_chat_template(source: Path) -> bool:
 
 
 def _export(source: Path, run: Path, target: Path) -> None:
-    """Write the trained drafter next to a copy of the model's files."""
+    """Create `target`: a copy of the model's files with the trained drafter."""
     checkpoint = choose(RunDirectory(run).checkpoints, contents=True).path
     assert checkpoint is not None, "a run that has ended has a checkpoint"
     trained = run / "trained"
-    # In another process, because the conversion hides the GPUs from its own.
+    # In a subprocess, because the conversion hides the GPUs from its process.
     command = [sys.executable, "-m", "mtpctl", "convert-hf", str(checkpoint), str(trained), "--force"]
     if subprocess.run(command, stdout=sys.stderr).returncode:
-        raise RuntimeFailure(f"{checkpoint}: cannot be converted; the drafter is in this checkpoint")
+        raise RuntimeFailure(f"{checkpoint}: the conversion of the trained drafter failed; convert this checkpoint with mtpctl convert-hf")
     from mtpctl.convert.drafter import copy_with_drafter
 
     copy_with_drafter(source, trained, target)
@@ -153,7 +153,7 @@ def _export(source: Path, run: Path, target: Path) -> None:
 
 
 def engine_commands(target: Path, drafts: int) -> list[str]:
-    """The commands that serve `target` with its drafter, by vLLM and by SGLang."""
+    """The commands that serve `target` with its drafter in vLLM and SGLang."""
     drafter = target / DRAFTER
     if drafter.is_dir():
         vllm = f'"method": "eagle3", "model": "{drafter}"'

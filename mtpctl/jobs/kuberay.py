@@ -15,11 +15,11 @@ from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 
 RUNS, RECIPE = "/runs", "/recipe"
-"""Folders in the containers: the shared volume, and the ConfigMap."""
+"""Mount paths in the containers: the shared volume with the run directories, and the ConfigMap with the recipe."""
 CONTROLLER_CPUS = 2
 """CPUs of each pod in addition to those of the actors: for the controller, reward workers and Ray."""
 STOP_S = 300
-"""Seconds between SIGTERM and SIGKILL: an update and a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL: time for an update and a checkpoint."""
 
 
 def manifest(recipe: Recipe, *, image: str, claim: str, memory: str | None) -> str:
@@ -45,7 +45,7 @@ def manifest(recipe: Recipe, *, image: str, claim: str, memory: str | None) -> s
         "metadata": {"name": name},
         "spec": {
             "entrypoint": f"mtpctl train {RECIPE}/recipe.yaml --plain",
-            # A further attempt has a new cluster and the same run directory: it resumes.
+            # A retry starts a new cluster with the same run directory, so the run resumes.
             "backoffLimit": 3,
             "shutdownAfterJobFinishes": True,
             "rayClusterSpec": spec,

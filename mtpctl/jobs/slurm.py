@@ -1,4 +1,4 @@
-"""Slurm jobs: a script for a recipe, checked against the nodes of a partition, and the state of a submitted job."""
+"""Slurm jobs: writes a script for a recipe that fits the nodes of a partition, submits it, and reads the state of the job."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from mtpctl.telemetry.run_directory import RunDirectory
 TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 SCRIPT, JOB_ID = "slurm.sh", "slurm.id"
 LEAD_S = 300
-"""Seconds between the signal to stop and the time limit: an update and a checkpoint. At most a quarter of the limit."""
+"""Seconds before the time limit at which Slurm signals the job: time for an update and a checkpoint. At most a quarter of the limit."""
 ANSWER_S = 30.0
+"""Timeout of a Slurm command, in seconds."""
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Equal nodes of a partition."""
+    """The nodes of a partition that have the same numbers of CPUs and GPUs."""
 
     partition: str
     default: bool
@@ -38,7 +39,7 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `mtpctl launch slurm`. None: the partition's default, whole nodes, and as few of them as the recipe fits."""
+    """The options of `mtpctl launch slurm`, with None for those that are not set."""
 
     nodes: int | None = None
     cpus: int | None = None
@@ -52,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Nodes of a job, with the CPUs and GPUs of each, and its time limit in seconds."""
+    """Number of nodes of a job, CPUs and GPUs per node, and the time limit in seconds."""
 
     nodes: int
     cpus: int
@@ -95,9 +96,9 @@ def seconds_of(text: str) -> float:
 
 
 def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) -> Allocation:
-    """The nodes of the job, on which the recipe's actors fit.
+    """The nodes of the job: as requested, or the fewest on which the recipe's actors fit.
 
-    Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if it has too few nodes or too small ones.
+    Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if its nodes are too few or too small.
     """
     name = request.partition or next((group.partition for group in groups if group.default), None)
     if name is None:
@@ -106,7 +107,9 @@ def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) ->
         )
     own = [group for group in groups if group.partition == name]
     if not own:
-        raise UserError(f"--partition: Slurm has no {name}; it has {', '.join(sorted({group.partition for group in groups}))}")
+        raise UserError(
+            f"--partition: Slurm has no partition {name}; name one of {', '.join(sorted({group.partition for group in groups}))}"
+        )
     limit_s = own[0].limit_s if request.time is None else seconds_of(request.time)
     if limit_s > own[0].limit_s:
         raise UserError(f"--time: {request.time} is more than the limit of partition {name}, {own[0].limit_s / 60:g} minutes; lower it")
@@ -115,16 +118,18 @@ def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) ->
     own = [group for group in own if group.cpus >= cpus and group.gpus >= gpus]
     if not own:
         raise ClusterResources(
-            f"--partition: no node of {name} has {cpus} CPU(s) and {gpus} GPU(s); lower --cpus or --gpus, or name another"
+            f"--partition: no node of {name} has {cpus} CPU(s) and {gpus} GPU(s); lower --cpus or --gpus, or name another partition"
         )
     count = sum(group.nodes for group in own)
     cpus = request.cpus or min(group.cpus for group in own)
     gpus = (request.gpus or min(group.gpus for group in own)) if cuda else 0
     if request.nodes is not None and request.nodes > count:
-        raise ClusterResources(f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} of that size; lower it")
+        raise ClusterResources(
+            f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} nodes of that size; lower it"
+        )
     for nodes in range(1, count + 1) if request.nodes is None else [request.nodes]:
         try:
-            # A run on one node cannot be joined by others, so that node must have room for all engines.
+            # Other nodes cannot join a run on one node, so that node must have room for the maximum number of engines.
             most = recipe.rollout.replica_range.max if nodes == 1 else None
             place(recipe, [Host(cpus, gpus)] * nodes, engines=most)
         except ClusterResources:
@@ -132,11 +137,11 @@ def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) ->
                 raise
         else:
             return Allocation(nodes, cpus, gpus, limit_s)
-    raise ClusterResources(f"--partition: {name} has no nodes; name another")
+    raise ClusterResources(f"--partition: {name} has no nodes; name another partition")
 
 
 def run_dir(recipe: Recipe, request: Request, seed: str) -> str:
-    """The absolute run directory, with `seed` as the seed of an array."""
+    """The absolute run directory. `seed`: the seed of one run of a job array; ignored without `request.seeds`."""
     if not request.seeds:
         return str(recipe.run_path.absolute())
     if not re.search(r"\{(name|seed)\}", recipe.run_dir):

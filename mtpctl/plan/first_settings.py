@@ -13,26 +13,26 @@ from itertools import pairwise
 LEARNING_RATES = ((2e6, 2e-4), (1.35e8, 3e-5), (7e9, 1e-6))
 """Learning rate by number of parameters.
 
-The first two were the best of several in the runs of docs/your-first-run.md. The last is the usual one for full weights of 7B, which
-recipes/mimo7b_mtp.yaml has as well.
+The first two were the best of several in the runs of docs/your-first-run.md. The last is the usual rate for 7B without an adapter, also in
+recipes/mimo7b_mtp.yaml.
 """
 SMALL = 1_000_000_000
-"""Parameters of a model whose rollout is limited by the host rather than the GPU, so that the trainer mostly waits."""
+"""Number of parameters below which a model is small: the host rather than the GPU limits its rollout, so the trainer mostly waits."""
 MINIBATCHES = 4
 OPTIMIZER_STEPS_OF_WARMUP = 20
 RESPONSE_TOKENS = {"small": 128, "large": 512}
-"""Tokens for reasoning before the answer. SmolLM2-135M writes 39 in the mean; models of 1B and more reason longer."""
+"""Tokens for reasoning before the answer. SmolLM2-135M writes 39 on average; models of 1B and more reason longer."""
 BYTES_PER_PARAMETER = (6, 12)
-"""Trainer memory per parameter: bf16 weights and fp32 gradients; masters and Adam's moments, which data-parallel ranks can shard."""
+"""Trainer memory per parameter: (bf16 weights and fp32 gradients, fp32 weights and Adam's moments). DP ranks can shard the second."""
 CORES_PER_ENGINE = 6
-"""CPU cores per engine of a small model: two for the engine itself, and as many again for its part of controller, rewards and trainer."""
+"""CPU cores per engine of a small model: three for the engine itself, and three for its part of controller, rewards and trainer."""
 MAX_ENGINES = 2
-"""Engines of a small model on one GPU. A third one would add speed too, if the host has idle cores for it."""
+"""Maximum engines of a small model on one GPU. A third one is faster if the host has idle cores for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """CPU cores, and number and memory (GiB) of the GPUs; no GPU: the run is on the CPU."""
+    """CPU cores, and number and memory (GiB) of the GPUs. Without GPUs the run uses the CPU."""
 
     cores: int
     gpus: int = 0
@@ -65,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A recipe key, its value, and why. Keys of one reason follow each other; all but the first have no reason."""
+    """A recipe key, its value, and the reason. The reason also applies to the settings without one that follow."""
 
     key: str
     value: object
@@ -95,14 +95,18 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
     response = RESPONSE_TOKENS["small" if work.small else "large"] + 4 * work.answer_tokens
     response = min(_round_up(response, 32), max(1, work.positions - work.prompt_tokens))
     context = min(_round_up(work.prompt_tokens + response, 64), work.positions)
-    measured = "measured best for 135M" if 1e8 <= work.active <= 2e8 else "smaller models take larger steps"
-    chance = f"a group of {group} has signal in {signal(0.03, group):.0%} of the prompts at a success rate of 3%"
+    measured = "the best of the rates measured at 135M" if 1e8 <= work.active <= 2e8 else "smaller models need larger rates"
+    chance = f"at a success rate of 3%, {signal(0.03, group):.0%} of the groups of {group} have signal"
     return [
         Setting("train.rl.optimizer.lr", rate, f"{size} parameters: interpolated between 2M: 2e-4, 135M: 3e-5 and 7B: 1e-6 ({measured})"),
         Setting("train.rl.optimizer.warmup_steps", OPTIMIZER_STEPS_OF_WARMUP if gpu else 2),
-        Setting("train.rl.minibatches", minibatches, "optimizer steps per update: the trainer waits for rollout, so they cost no time"),
-        Setting("train.rl.group_size", group, f"{chance}, of {2 * group} in {signal(0.03, 2 * group):.0%}; others are replaced"),
-        Setting("train.rl.prompts_per_step", prompts, f"{prompts * group} responses per update, {prompts * group // minibatches} per step"),
+        Setting("train.rl.minibatches", minibatches, "optimizer steps per update: they cost no time while the trainer waits for rollout"),
+        Setting("train.rl.group_size", group, f"{chance}, {signal(0.03, 2 * group):.0%} of those of {2 * group}; others are replaced"),
+        Setting(
+            "train.rl.prompts_per_step",
+            prompts,
+            f"{prompts * group} responses per update, {prompts * group // minibatches} per optimizer step",
+        ),
         Setting("train.rl.steps", 500 if gpu else 4, _duration(work, machine)),
         Setting("rollout.max_tokens", response, f"room for reasoning, and 4 x the longest answer of {work.answer_tokens} tokens"),
         Setting("train.rl.overlong.buffer", max(1, response // 8), "only the last eighth of max_tokens is penalized"),
@@ -114,14 +118,14 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
 
 def _duration(work: Workload, machine: Machine) -> str:
     if not machine.gpus:
-        return "a sample of a run: on two cores an update takes one to two minutes"
+        return "a short demonstration: on two cores an update takes one to two minutes"
     return "about 15 minutes on one H100" if work.small else "watch the curve of held-out accuracy, and stop when it is flat"
 
 
 def _ahead(work: Workload, machine: Machine) -> Setting:
     key = "async.staleness_threshold"
     if machine.gpus and work.small:
-        return Setting(key, 2.0, "responses of two batches are in flight during an update, as many as the engines take")
+        return Setting(key, 2.0, "responses of two batches are in flight during an update, as many as the engines have slots")
     return Setting(key, 1.0, "the next batch is generated during an update")
 
 
@@ -136,7 +140,7 @@ def _placement(work: Workload, machine: Machine) -> list[Setting]:
     if work.small:
         engines = max(1, min(MAX_ENGINES, machine.cores // CORES_PER_ENGINE))
         reason = (
-            f"{engines} engine(s) and the trainer share a GPU: each engine keeps two CPU cores busy, and the GPU is faster than they are"
+            f"{engines} engine(s) and the trainer share a GPU: an engine keeps up to three CPU cores busy, which limit it before the GPU"
         )
         return [
             Setting("rollout.replicas", engines, reason),
@@ -161,7 +165,7 @@ def _placement(work: Workload, machine: Machine) -> list[Setting]:
 
 
 def cautions(work: Workload, machine: Machine) -> list[str]:
-    """What the user should know before the run; one line each."""
+    """Warnings before the run, one line each."""
     lines = []
     if machine.gpus and not work.small:
         trainers = max(1, machine.gpus // 2)
@@ -169,7 +173,7 @@ def cautions(work: Workload, machine: Machine) -> list[str]:
         available = machine.gpu_gib * (0.5 if machine.gpus == 1 else 0.9)
         if machine.gpu_gib and needed > available:
             lines.append(
-                f"the trainer needs about {needed:.0f} GiB per GPU and has {available:.0f}: use an adapter (train.lora), more GPUs, or "
+                f"the trainer needs about {needed:.0f} GiB per GPU, but has {available:.0f}: use an adapter (train.lora), more GPUs, or "
                 "train.offload; mtpctl train --dry-run shows the memory"
             )
     if machine.gpus > 1 and work.small:

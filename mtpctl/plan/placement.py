@@ -25,7 +25,7 @@ ENGINE_MEMORY = 0.85
 MEMORY_OF_SHARE = 0.95
 """Maximum of that default, as a part of the engine's share of the card."""
 ENGINE_CORES = 3
-"""Cores that an engine on a GPU keeps busy at full load: one by its core, and one by its actor and front end."""
+"""Cores that an engine on a GPU keeps busy at full load: engine core, actor with front end, and the separate process of a small model."""
 
 
 @dataclass(frozen=True, slots=True)

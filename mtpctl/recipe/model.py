@@ -32,8 +32,8 @@ class DrafterConfig(Section):
 
     kind: Literal["mtp", "eagle3"] | None = Field(
         None,
-        description="mtp: an MTP layer of the model's own kind; eagle3: an EAGLE-3 drafter. Default: mtp if engines have MTP layers "
-        "for the model.",
+        description="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter. Default: mtp if vLLM supports MTP layers "
+        "with the model's trunk, else eagle3.",
     )
     layers: PositiveInt = Field(1, description="MTP layers to add.")
 

@@ -68,7 +68,7 @@ def test_untrained_drafter_and_commands_of_engines(mtpctl: Command, folder: Path
     settings = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
     speculative = json.dumps(settings)
     assert result.out.splitlines() == [
-        f"{target}: the model with its drafter; serve it with",
+        f"{target}: the model with its drafter; serve it with one of these commands:",
         f"  vllm serve {target} --speculative-config '{speculative}'",
         f"  python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 --speculative-draft-model-path {drafter} "
         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
@@ -121,7 +121,7 @@ def has_mtp_layers(folder: Path) -> tuple[list[str], str]:
 
 
 def no_data(folder: Path) -> tuple[list[str], str]:
-    return ["model", "pair"], "--data: name a file with prompts, on which the drafter is trained; or --steps 0 for an untrained drafter"
+    return ["model", "pair"], "--data: is required for training; name a file with prompts, or set --steps 0 for an untrained drafter"
 
 
 def missing_data(folder: Path) -> tuple[list[str], str]:
@@ -168,7 +168,7 @@ def too_many_drafts(folder: Path) -> tuple[list[str], str]:
 
 
 def no_mtp_layers(folder: Path) -> tuple[list[str], str]:
-    message = "model.drafter.kind: engines have no MTP layers for llama; use eagle3"
+    message = "model.drafter.kind: vLLM has no MTP layers for llama; use eagle3"
     return ["model", "pair", "--data", "rows.jsonl", "--kind", "mtp"], message
 
 

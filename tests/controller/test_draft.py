@@ -109,7 +109,7 @@ def test_every_sample_is_generated_once_and_trained_on_in_the_order_of_the_promp
     assert all(target[1:] == prompt and mask == [1] * len(target) for prompt, target, mask in learner.trained)
     prompts = ["".join(map(chr, prompt)) for prompt, _, _ in learner.trained[:5]]
     assert sorted(prompts) == [problem.prompt for problem in PROBLEMS]
-    assert ("draft", "generating 7 samples of the model") in world.events
+    assert ("draft", "generating 7 samples with the model") in world.events
     assert [message for _, message in world.events if "tokens" in message] == ["7 samples, 35 tokens"]
 
 

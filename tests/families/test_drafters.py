@@ -114,11 +114,11 @@ def test_eagle3_drafter_has_the_rotary_embedding_of_the_model(family: str) -> No
 @pytest.mark.parametrize(
     ("family", "kind", "layers", "message"),
     [
-        ("llama", "mtp", 1, "model.drafter.kind: engines have no MTP layers for llama; use eagle3"),
+        ("llama", "mtp", 1, "model.drafter.kind: vLLM has no MTP layers for llama; use eagle3"),
         ("llama", "eagle3", 2, "model.drafter.layers: an EAGLE-3 drafter has 1 layer, not 2"),
-        ("glm4-moe", "eagle3", 1, "model.drafter.kind: engines have no EAGLE-3 drafters for glm4-moe; use mtp"),
-        ("mimo", "eagle3", 1, "model.drafter.kind: engines have no EAGLE-3 drafters for mimo; use mtp"),
-        ("deepseek-v3", "eagle3", 1, "model.drafter.kind: engines have no EAGLE-3 drafters for deepseek-v3; use mtp"),
+        ("glm4-moe", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for glm4-moe; use mtp"),
+        ("mimo", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for mimo; use mtp"),
+        ("deepseek-v3", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for deepseek-v3; use mtp"),
         ("qwen3.5", "mtp", 2, "model config: 2 MTP layers of qwen3.5 would share one projection"),
     ],
 )
@@ -130,7 +130,7 @@ def test_drafters_that_no_engine_serves_are_rejected(family: str, kind: Any, lay
 
 @pytest.mark.parametrize("name", ["mimo", "llama with EAGLE-3"])
 def test_second_drafter_is_rejected(name: str) -> None:
-    with pytest.raises(UserError, match=r"^model: this \S+ has a drafter already \(1 layers\); train it as it is$"):
+    with pytest.raises(UserError, match=r"^model: this \S+ already has a drafter \(1 layers\); train it without adding one$"):
         with_drafter(TOYS[name])
 
 

@@ -674,5 +674,5 @@ def test_drafter_of_a_recipe_is_in_its_models_config() -> None:
     validate(recipe)
     shape = shape_of(hf_config(recipe.model) or {})
     assert shape.eagle3 is not None and shape.mtp_layers == 1
-    with pytest.raises(UserError, match=r"^model\.drafter\.kind: engines have no MTP layers for llama; use eagle3$"):
+    with pytest.raises(UserError, match=r"^model\.drafter\.kind: vLLM has no MTP layers for llama; use eagle3$"):
         validate(load_recipe("tiny_mtp", sets=[*sets, "model.drafter={kind: mtp}"]).recipe)
