@@ -16,6 +16,7 @@ from typing import Any
 from mtpctl.data.messages import NotRendered
 from mtpctl.data.tokenizers import Tokenizer, load_plain_tokenizer, load_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.families.drafters import with_drafter
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
@@ -72,6 +73,8 @@ def first_task(name: str, model: str, task: str, machine: Machine, templates: Pa
     work = workload(shape, tokenizer, [*rows[:MEASURED_ROWS], *held_out], len(rows), templated)
     settings = choose(work, machine)
     texts |= {"rows.jsonl": _lines(rows), "held_out.jsonl": _lines(held_out)}
+    if machine.gpus and shape.eagle3 is None and not shape.mtp_layers and _accepts_drafter(config):
+        settings = [*settings, *DRAFTER]
     texts["recipe.yaml"] = recipe_text(name, model, task, work, settings, gpu=machine.gpus > 0, templated=templated)
     return FirstTask(texts, settings, cautions(work, machine))
 
@@ -129,6 +132,29 @@ def workload(shape: ModelShape, tokenizer: Tokenizer, rows: Sequence[Row], count
         answer_tokens=max(len(tokenizer.encode(row["answer"])) for row in rows),
         rows=count,
     )
+
+
+DRAFTER = (
+    Setting("train.stages", ["draft", "rl"], "first the drafter alone, on samples of the model"),
+    Setting("model.drafter.layers", 1, "the model has no drafter: the run adds one"),
+    Setting("train.draft.steps", 500, "under a minute on one H200, with 12,288 samples"),
+    Setting("train.draft.samples", 12_288),
+    Setting("train.draft.batch_size", 128),
+    Setting("mtp.loss", "soft_ce", "the drafter learns the distribution that its drafts are verified against"),
+    Setting("mtp.repeat", 3, "as many depths as draft tokens"),
+    Setting("rollout.speculation.num_tokens", 3),
+    Setting("train.rl.optimizer.mtp_lr", 3e-4, "the drafter has to follow a policy that changes fast"),
+)
+"""Settings for a model without a drafter, measured with SmolLM2-135M (docs/benchmarks/drafter.md)."""
+
+
+def _accepts_drafter(config: Mapping[str, object]) -> bool:
+    """Whether a drafter can be added to the model."""
+    try:
+        with_drafter(config)
+    except UserError:
+        return False
+    return True
 
 
 def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequence[Setting], *, gpu: bool, templated: bool) -> str:

@@ -69,7 +69,9 @@ def test_recipe_is_valid_and_has_reasons(model: Path, machine: Machine, tmp_path
     path = written(task, tmp_path / "sums")
     recipe = load_recipe(str(path)).recipe
     validate(recipe)
-    assert recipe.train.rl.optimizer.lr == 3e-5 and recipe.train.rl.dynamic_sampling and recipe.train.stages == ["rl"]
+    assert recipe.train.rl.optimizer.lr == 3e-5 and recipe.train.rl.dynamic_sampling
+    assert recipe.train.stages == (["draft", "rl"] if machine.gpus else ["rl"])
+    assert recipe.rollout.speculation.num_tokens == (3 if machine.gpus else 0)
     assert recipe.device == ("cuda" if machine.gpus else "cpu") and recipe.data.chat_template
     text = path.read_text()
     for setting in task.settings:
