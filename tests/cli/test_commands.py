@@ -365,7 +365,7 @@ def test_folder_that_cannot_be_created_is_a_one_line_error(mtpctl: Any, command:
 def test_user_model_is_not_overwritten_by_a_created_one(mtpctl: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     message = mtpctl("bench", "rollout", "--shape", "tiny", "--model", str(tmp_path))
-    assert message.code == 2 and "not overwritten" in message.err
+    assert message.code == 2 and "--shape: applies to the benchmark's own model" in message.err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", '{"model_type": "qwen2"}')]
 
 

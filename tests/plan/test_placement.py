@@ -229,13 +229,13 @@ def test_an_engine_on_a_trainers_gpu_is_on_the_host_of_its_rank() -> None:
 
 
 def test_busy_cores_of_engines_are_compared_with_those_of_the_host() -> None:
-    """Three engines keep 2 cores busy each, the trainer's rank one, and the controller one."""
+    """Three engines keep 3 cores busy each, the trainer's rank one, and the controller one."""
     recipe = load_recipe(
         "mimo7b_mtp", sets=[*SMALL, "train.parallel.tp=1", "train.gpus=0.1", "rollout.gpus=0.3", "rollout.replicas=3"]
     ).recipe
     placement = place(recipe)
     assert placement.cards == 1
-    assert core_shortage(recipe, placement, {0: 8}) == ""
-    assert "3 engine(s) with 2 busy cores each and the other processes need 8 cores of host 0, which has 7" in core_shortage(
-        recipe, placement, {0: 7}
+    assert core_shortage(recipe, placement, {0: 11}) == ""
+    assert "3 engine(s) with 3 busy cores each and the other processes need 11 cores of host 0, which has 10" in core_shortage(
+        recipe, placement, {0: 10}
     )
