@@ -47,7 +47,7 @@ def test_still_policy_is_told_to_raise_the_learning_rate() -> None:
     lines = hints(reward=constant(0.3), ppo_kl=constant(2e-5))
     assert [t for t, _ in lines] == [WINDOW - 1]
     assert "nothing moves" in lines[0][1] and "raise train.rl.optimizer.lr: 0.0002 by a factor of 3" in lines[0][1]
-    assert "KL to the start 5.0e-04" in hints(reward=constant(0.3), ref_kl=constant(5e-4))[0][1]
+    assert "KL to the start is 5.0e-04" in hints(reward=constant(0.3), ref_kl=constant(5e-4))[0][1]
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_bad_model_is_rejected_in_one_line_and_leaves_nothing(tmp_path: Path, sp
 def test_model_with_a_head_that_only_its_weights_show_is_rejected(tmp_path: Path) -> None:
     source = toy_folder(MIMO, tmp_path / "model", 0, "bf16")
     change_config(source, num_nextn_predict_layers=None)
-    with pytest.raises(UserError, match=r"^model: this mimo has a drafter already"):
+    with pytest.raises(UserError, match=r"^model: this mimo already has a drafter"):
         add_drafter(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
