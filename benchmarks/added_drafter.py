@@ -10,21 +10,24 @@ tokens/s, the share of accepted drafts by position, and the mean tokens per step
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from harness import parser, print_environment
 from mtpctl.data.tokenizers import load_tokenizer
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.rollout.protocol import SpecStats
 from mtpctl.rollout.vllm.settings import engine_settings
-from mtpctl.samples import GenerationRequest, Sample, Speculation
+from mtpctl.samples import GenerationRequest, Sample
+
+if TYPE_CHECKING:
+    from mtpctl.rollout.vllm.engine import VllmEngine
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one load: seconds, generated tokens, and speculation counts."""
+    """Seconds and counts of one load."""
 
     in_flight: int
     seconds: float
-    tokens: int
-    speculation: Speculation
+    counts: SpecStats
 
     @property
     def rates(self) -> list[float]:
         """Accepted drafts per step, by position."""
-        return [count / max(1, self.speculation.steps) for count in self.speculation.accepted_by_position]
+        return [count / max(1, self.counts.steps) for count in self.counts.accepted_by_position]
 
 
 async def measure(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
@@ -75,36 +77,28 @@ async def measure(options: Options, drafts: int, method: Literal["greedy", "prob
         await engine.shutdown()
 
 
-async def one_load(engine, options: Options, in_flight: int, *, warm: bool = False) -> Measured:  # type: ignore[no-untyped-def]
-    slots, speculation, tokens = asyncio.Semaphore(in_flight), Speculation(), 0
+async def one_load(engine: VllmEngine, options: Options, in_flight: int, *, warm: bool = False) -> Measured:
+    slots, counts = asyncio.Semaphore(in_flight), SpecStats()
     count = in_flight if warm else max(options.requests, 2 * in_flight)
 
     async def answer(number: int) -> None:
-        nonlocal tokens
         async with slots:
             sample = Sample("p", "g", options.prompts[number % len(options.prompts)], index=number)
             result = await engine.generate(
                 GenerationRequest(sample, options.tokens, temperature=options.temperature, seed=number, stop_token_ids=options.ends)
             )
-        tokens += len(result.response_ids)
-        speculation.drafted += result.speculation.drafted
-        speculation.accepted += result.speculation.accepted
-        speculation.steps += result.speculation.steps
-        by_position = result.speculation.accepted_by_position
-        speculation.accepted_by_position += [0] * (len(by_position) - len(speculation.accepted_by_position))
-        for position, accepted in enumerate(by_position):
-            speculation.accepted_by_position[position] += accepted
+        counts.add(result.speculation, len(result.response_ids))
 
     began = time.perf_counter()
     await asyncio.gather(*(answer(number) for number in range(count)))
-    return Measured(in_flight, time.perf_counter() - began, tokens, speculation)
+    return Measured(in_flight, time.perf_counter() - began, counts)
 
 
 def _child(options: Options, drafts: int, method: Literal["greedy", "probabilistic"], out: multiprocessing.Queue[list[Measured]]) -> None:
     out.put(asyncio.run(measure(options, drafts, method)))
 
 
-def in_own_process(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
+def in_separate_process(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
     context = multiprocessing.get_context("spawn")
     out: multiprocessing.Queue[list[Measured]] = context.Queue()
     process = context.Process(target=_child, args=(options, drafts, method, out))
@@ -115,25 +109,25 @@ def in_own_process(options: Options, drafts: int, method: Literal["greedy", "pro
 
 
 def row(name: str, measured: Measured, baseline: Measured) -> str:
-    speed, before = measured.tokens / measured.seconds, baseline.tokens / baseline.seconds
+    speed, before = measured.counts.tokens / measured.seconds, baseline.counts.tokens / baseline.seconds
     rates = " ".join(f"{rate:.1%}" for rate in measured.rates) or "-"
     per_step = 1 + sum(measured.rates)
     return f"| {name} | {measured.in_flight} | {speed:,.0f} | {speed / before:.2f} | {rates} | {per_step:.2f} |"
 
 
-def main(line: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder with a drafter")
-    parser.add_argument("--prompts", required=True, type=Path, help="rows (.jsonl) with a prompt column")
-    parser.add_argument("--column", default="prompt")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--gpu-memory", type=float, default=0.5)
-    arguments = parser.parse_args(line)
+def main() -> None:
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--model", required=True, help="folder with a drafter")
+    options_parser.add_argument("--prompts", required=True, type=Path, help="rows (.jsonl) with a prompt column")
+    options_parser.add_argument("--column", default="prompt")
+    options_parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
+    options_parser.add_argument("--in-flight", type=int, nargs="+", default=[8, 64])
+    options_parser.add_argument("--requests", type=int, default=256)
+    options_parser.add_argument("--tokens", type=int, default=128)
+    options_parser.add_argument("--temperature", type=float, default=1.0)
+    options_parser.add_argument("--context", type=int, default=512)
+    options_parser.add_argument("--gpu-memory", type=float, default=0.5)
+    arguments = options_parser.parse_args()
     import torch
 
     cuda = torch.cuda.is_available()
@@ -157,16 +151,17 @@ def main(line: Sequence[str] | None = None) -> None:
         precision="bf16" if cuda else "fp32",
         gpu_memory=arguments.gpu_memory,
     )
+    print_environment()
     lengths = [len(prompt) for prompt in prompts]
     print(f"{len(prompts)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {arguments.temperature:g}\n")
     print("| drafts | in flight | tokens/s | against none | accepted by position, per step | tokens per step |")
     print("|---|---|---|---|---|---|", flush=True)
-    plain = in_own_process(options, 0, "greedy")
+    plain = in_separate_process(options, 0, "greedy")
     for each in plain:
         print(row("none", each, each), flush=True)
     for drafts in arguments.drafts:
         for method in ("greedy", "probabilistic"):
-            for measured, baseline in zip(in_own_process(options, drafts, method), plain, strict=True):
+            for measured, baseline in zip(in_separate_process(options, drafts, method), plain, strict=True):
                 print(row(f"{drafts}, {method}", measured, baseline), flush=True)
 
 

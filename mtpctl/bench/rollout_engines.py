@@ -297,31 +297,37 @@ class Bench:
     @asynccontextmanager
     async def offline(self) -> AsyncIterator[Offline]:
         """vLLM's offline generation with the settings of `pool(0)`."""
-        import ray
+        async with offline_actor(self.recipe(0), self.options.folder, self.context, self.options.device, self._gpus) as actor:
 
-        recipe = self.recipe(0)
-        settings = engine_settings(
-            recipe.rollout.model_copy(update={"context": self.context}),  # type: ignore[arg-type]
-            model=str(self.options.folder),
-            precision=recipe.train.precision,
-            device=self.options.device,
-            admit_at_once=True,
-        )
-        options = {"num_cpus": 1, "num_gpus": self._gpus, "runtime_env": {"env_vars": settings.environment}}
-        actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
+            async def send_offline(load: Load, logprobs: bool) -> Run:
+                run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
+                return run
 
-        async def send_offline(load: Load, logprobs: bool) -> Run:
-            run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
-            return run
-
-        try:
-            await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
             yield send_offline
-        finally:
-            ray.kill(actor)
 
     def through(self, pool: ReplicaPool) -> Send:
         return lambda load: send(pool, load, self.shape.vocab)
+
+
+@asynccontextmanager
+async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Literal["cpu", "cuda"], gpus: float) -> AsyncIterator[Any]:
+    """A Ray actor with vLLM's offline engine, with the settings of the recipe's engines. gpus: its share of a GPU."""
+    import ray
+
+    settings = engine_settings(
+        recipe.rollout.model_copy(update={"context": context}),  # type: ignore[arg-type]
+        model=str(folder),
+        precision=recipe.train.precision,
+        device=device,
+        admit_at_once=True,
+    )
+    options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": settings.environment}}
+    actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
+    try:
+        await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
+        yield actor
+    finally:
+        ray.kill(actor)
 
 
 @asynccontextmanager

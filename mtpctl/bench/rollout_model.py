@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from mtpctl.bench.rollout_engines import START_S, Load, OfflineEngine, enter_all
+from mtpctl.bench.rollout_engines import START_S, Load, enter_all, offline_actor
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
@@ -32,7 +32,6 @@ from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
-from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 OFFLINE = "vLLM LLM.generate"
@@ -261,28 +260,13 @@ class ModelBench:
     @asynccontextmanager
     async def offline(self, key: EngineKey) -> AsyncIterator[Run]:
         """vLLM's offline generation with the settings of an engine."""
-        import ray
+        async with offline_actor(self.recipe(key), self.options.folder, self.context, self.options.device, self.share) as actor:
 
-        recipe = self.recipe(key)
-        settings = engine_settings(
-            recipe.rollout.model_copy(update={"context": self.context}),  # type: ignore[arg-type]
-            model=str(self.options.folder),
-            precision=recipe.train.precision,
-            device=self.options.device,
-            admit_at_once=True,
-        )
-        resources = {"num_cpus": 1, "num_gpus": self.share, "runtime_env": {"env_vars": settings.environment}}
-        actor: Any = ray.remote(OfflineEngine).options(**resources).remote(settings)
+            async def run(load: Load) -> Measured:
+                done = await actor.send.remote(load, None, True)
+                return Measured(done.seconds, done.tokens)
 
-        async def run(load: Load) -> Measured:
-            done = await actor.send.remote(load, None, True)
-            return Measured(done.seconds, done.tokens)
-
-        try:
-            await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
             yield run
-        finally:
-            ray.kill(actor)
 
     async def measure(self, say: Say) -> list[Result]:
         """Start all engines, send each load each way, and print a row for each arm."""
