@@ -60,7 +60,7 @@ class HintWatch:
             ("equal", self._equal_groups),
             ("truncated", self._truncated),
             ("collapsed", self._collapsed),
-            ("still", self._still),
+            ("still", self._unchanged_policy),
         )
 
     def update(self, group_means: Sequence[float], metrics: Mapping[str, float]) -> list[str]:
@@ -129,7 +129,7 @@ class HintWatch:
             f"little; raise train.rl.clip_high: {clip:g} or train.rl.entropy_coef, lower train.rl.optimizer.lr, or use harder rows"
         )
 
-    def _still(self) -> str:
+    def _unchanged_policy(self) -> str:
         signal = self._recent("reward/signal_fraction", WINDOW)
         if signal is None or signal < SOME_SIGNALS or self._rises():
             return ""

@@ -12,7 +12,7 @@ from mtpctl.families.reading import DRAFTER, EAGLE3_ARCHITECTURES, MTP_COUNTS, d
 
 Kind = Literal["mtp", "eagle3"]
 
-_WITH_MTP = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
+MTP_ARCHITECTURES = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
 """Maps an architecture without MTP layers to one with the same trunk and MTP layers."""
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
@@ -32,7 +32,7 @@ _COPIED = (
 def default_kind(config: Mapping[str, object]) -> Kind:
     """`mtp` if vLLM supports MTP layers with the model's trunk, else `eagle3`."""
     family = family_of(config)
-    return "mtp" if family.mtp is not None or family.architectures[0] in _WITH_MTP else "eagle3"
+    return "mtp" if family.mtp is not None or family.architectures[0] in MTP_ARCHITECTURES else "eagle3"
 
 
 def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers: int = 1) -> dict[str, object]:
@@ -52,7 +52,7 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
             raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
         result[DRAFTER] = _eagle3_config(config, layers=shape.layers)
     elif default_kind(config) == "mtp":
-        result["architectures"] = [_WITH_MTP.get(shape.architecture, shape.architecture)]
+        result["architectures"] = [MTP_ARCHITECTURES.get(shape.architecture, shape.architecture)]
         key = MTP_COUNTS[family.name.startswith("qwen3.5")]
         text = result.get("text_config")
         (text if isinstance(text, dict) else result)[key] = layers

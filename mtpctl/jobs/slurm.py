@@ -19,9 +19,9 @@ from mtpctl.telemetry.run_directory import RunDirectory
 
 TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 SCRIPT, JOB_ID = "slurm.sh", "slurm.id"
-LEAD_S = 300
+SIGNAL_LEAD_S = 300
 """Seconds before the time limit at which Slurm signals the job: time for an update and a checkpoint. At most a quarter of the limit."""
-ANSWER_S = 30.0
+COMMAND_TIMEOUT_S = 30.0
 """Timeout of a Slurm command, in seconds."""
 
 
@@ -65,7 +65,7 @@ def slurm(command: str, *arguments: str) -> str:
     """The output of a Slurm command. Raises EnvironmentMissing without Slurm, and UserError with Slurm's message if the command fails."""
     if shutil.which(command) is None:
         raise EnvironmentMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
-    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     if done.returncode:
         raise UserError(f"{command}: {' '.join(done.stderr.split())}")
     return done.stdout
@@ -176,7 +176,7 @@ def script(recipe: Recipe, request: Request, nodes: Allocation, arguments: Seque
         "requeue": request.requeue,
         "folder": str(Path.cwd()),
         "log_dir": str(logs),
-        "lead_s": round(min(LEAD_S, nodes.limit_s / 4)),
+        "lead_s": round(min(SIGNAL_LEAD_S, nodes.limit_s / 4)),
         "bin": str(Path(sys.executable).parent),
         "seeds": request.seeds,
         "arguments": " ".join(words),
@@ -205,7 +205,11 @@ def job_line(run: Path) -> str | None:
         return None
     job = file.read_text(encoding="utf-8").strip()
     done = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R"], capture_output=True, text=True, timeout=ANSWER_S, check=False
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R"],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
     )
     if done.returncode or not done.stdout.strip():
         return f"Slurm job {job}: ended"

@@ -51,25 +51,25 @@ class AdmissionBursts:
         self._trials: deque[int] = deque()
         self._begun_at: float | None = None
         self._steps = self._tokens = 0
-        self._held, self._held_since, self._cost_s = 0, 0.0, 0.0
+        self._held_steps, self._hold_began, self._cost_s = 0, 0.0, 0.0
 
     def hold(self, now: float, running: int, waiting: int) -> bool:
         """Whether the next step admits no request. now: monotonic seconds. running, waiting: numbers of requests."""
         ready = min(waiting, self._slots - running)
         if self._slots < MIN_SLOTS or ready <= 0 or running + waiting < SATURATED * self._slots or ready >= MAX_SHARE * self._slots:
             return self._admit()
-        if not self._held:
-            self._held_since = now
-        elif now - self._held_since >= MAX_HOLD_S:
+        if not self._held_steps:
+            self._hold_began = now
+        elif now - self._hold_began >= MAX_HOLD_S:
             return self._admit()
         self._cost_s += self.step_s * ready / running
-        if self._held >= self._trials[0] if self._trials else self._cost_s >= self.prefill_s:
+        if self._held_steps >= self._trials[0] if self._trials else self._cost_s >= self.prefill_s:
             return self._admit()
-        self._held += 1
+        self._held_steps += 1
         return True
 
     def _admit(self) -> bool:
-        self._held, self._cost_s = 0, 0.0
+        self._held_steps, self._cost_s = 0, 0.0
         return False
 
     def scheduled(self, now: float, running: int, prefilled: int) -> None:
