@@ -25,17 +25,30 @@ def doctor(
         str | None,
         typer.Option("--cluster", metavar="ADDRESS", help="Only measure the network between every two hosts of this Ray cluster."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|FOLDER|CONFIG",
+            help="Only report whether this model is supported, and which engine drafts with which head.",
+        ),
+    ] = None,
 ) -> None:
     """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
 
     Exit code 3 if something required is missing, 6 if the log-probs differ, a link between hosts is slow, or a checkpoint is damaged.
+    With --model: 2 if the model is not supported.
     """
     from rich.console import Console
 
     from mtpctl.doctor.checks import examine, examine_cluster, examine_run
 
     with Console(stderr=True).status("checking the installed packages …") as status:
-        if run is not None:
+        if model is not None:
+            from mtpctl.doctor.model import examine_model
+
+            diagnosis = examine_model(model)
+        elif run is not None:
             status.update(f"reading the checkpoints of {run} …")
             diagnosis = examine_run(run)
         elif cluster is not None:

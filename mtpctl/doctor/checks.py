@@ -62,11 +62,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks in order, and the total duration. `failure`: the verdict if a check failed."""
+    """All checks in order, and the total duration. `failure`, `success`: the verdict if a check failed, and if none did."""
 
     checks: list[Check]
     seconds: float
     failure: str = "not fit to run"
+    success: str = "all well"
 
     @property
     def verdict(self) -> str:
@@ -74,7 +75,7 @@ class Diagnosis:
         states = {check.finding.state for check in self.checks}
         if "failed" in states:
             return self.failure
-        return "the machine is too loaded for a verdict" if "loaded" in states else "all well"
+        return "the machine is too loaded for a verdict" if "loaded" in states else self.success
 
     @property
     def error(self) -> MtpctlError | None:

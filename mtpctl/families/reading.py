@@ -11,6 +11,7 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
 from mtpctl.families.registry import EAGLE3, FAMILIES, Family, MoeFields
 from mtpctl.families.shape import DeltaShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape
+from mtpctl.families.unsupported import check_architecture, missing_parts
 
 DRAFTER = "drafter"
 """Subfolder of a model's folder with its EAGLE-3 drafter, and the key of the drafter's config in the model's config."""
@@ -33,6 +34,7 @@ CPU_LATENT = 576
 
 def family_of(config: Mapping[str, object]) -> Family:
     """The family of a config, by its `architectures`, or by its `model_type` if it lists none. Raises UserError for an unknown family."""
+    check_architecture(config)
     architectures = _architectures(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
@@ -40,7 +42,9 @@ def family_of(config: Mapping[str, object]) -> Family:
             return family
     field = f"architectures {architectures}" if architectures else f"model_type {model_type!r}"
     known = ", ".join(f"{family.name} ({family.architectures[0]})" for family in FAMILIES)
-    raise UserError(f"model config: {field} is not a known family; known are {known}")
+    parts = missing_parts(config)
+    lacking = f", and the trainer has no {' and no '.join(parts)}" if parts else ""
+    raise UserError(f"model config: {field} is not a known family{lacking}; known are {known}")
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:

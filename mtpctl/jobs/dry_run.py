@@ -25,6 +25,7 @@ from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokeni
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, UserError
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
+from mtpctl.families.support import Drafting, drafting_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.jobs.sharing import format_bytes, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.buckets import base_weight_bytes, section_buckets
@@ -48,6 +49,7 @@ class Plan:
     """The plan of a run. Sizes are in bytes.
 
     Attributes:
+        drafting: the model's drafter, and what each engine drafts with.
         source: where the size of the GPUs is from; empty if it is unknown.
         hosts: names of the hosts by index, if the cluster is already running.
         engines: number of rollout engines that there is room for.
@@ -58,6 +60,7 @@ class Plan:
 
     recipe: Recipe
     shape: ModelShape
+    drafting: Drafting
     source: str
     placement: Placement | None
     hosts: list[str]
@@ -152,6 +155,7 @@ def dry_run(recipe: Recipe) -> Plan:
     return Plan(
         recipe,
         shape,
+        drafting_of(config, shape),
         source,
         placement,
         [name for name, _ in names or []],
@@ -214,6 +218,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "parameters": count_parameters(shape),
             "mtp_layers": shape.mtp_layers,
             "mtp_mode": recipe.mtp.mode,
+            "drafter": plan.drafting._asdict(),
             "max_positions": shape.max_positions,
         },
         "memory": plan.memory,
@@ -266,6 +271,7 @@ def render(plan: Plan) -> str:
         f"model      {shape.architecture} ({shape.family}), {_count(counts['total'])} parameters, {shape.max_positions} positions",
         f"           {_count(counts['mtp'])} in {shape.mtp_layers} MTP layer(s) ({recipe.mtp.mode}), "
         f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
+        f"drafter    {plan.drafting.head}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
     ]
     if plan.placement is not None:
         lines += _placement_lines(recipe, plan.placement, plan.hosts)
@@ -290,6 +296,13 @@ def render(plan: Plan) -> str:
     lines += [f"{'end tokens' if not number else '':10} {token}" for number, token in enumerate(plan.ends)]
     lines += [f"caution    {caution}" for caution in plan.cautions]
     return "\n".join(lines)
+
+
+def _drafts(plan: Plan) -> str:
+    """What the recipe's engine drafts with."""
+    if plan.recipe.rollout.speculation.model_tokens:
+        return getattr(plan.drafting, plan.recipe.rollout.engine) or "nothing"
+    return "nothing: no draft tokens of the model are set"
 
 
 def _stages(recipe: Recipe) -> dict[str, int]:

@@ -16,6 +16,7 @@ from mtpctl.families.drafters import with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
+from mtpctl.families.unsupported import check_hub_name
 from mtpctl.recipe.section import Complaints, Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ class DrafterConfig(Section):
 
 
 class ModelConfig(Section):
-    path: HomePath | None = Field(None, description="Hugging Face folder, or hub id such as XiaomiMiMo/MiMo-7B-RL.")
+    path: HomePath | None = Field(
+        None, description="Hugging Face folder, or hub id such as Qwen/Qwen3.6-35B-A3B or zai-org/GLM-4.7; mtpctl doctor --model checks it."
+    )
     init: Literal["weights", "random"] = Field("weights", description="weights: load them; random: initialize them from the seed.")
     config: dict[str, object] | None = Field(
         None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
@@ -233,6 +236,7 @@ def _config_without_drafter(model: ModelConfig, *, fetch: bool, field: str) -> d
     assert model.path is not None
     if model.path in HUB_CONFIGS:
         return hub_config(model.path)
+    check_hub_name(model.path)
     return _fetch(model.path, field) if fetch else None
 
 
@@ -266,12 +270,12 @@ def tensor_names(folder: Path) -> set[str]:
     return names
 
 
-def read_config(folder: Path, field: str = "model.path") -> dict[str, object]:
-    """The fields of a folder's config.json, with the config of its EAGLE-3 drafter under `drafter`. `field` names the path in errors.
+def read_config(folder: Path, field: str = "model.path", name: str = "config.json") -> dict[str, object]:
+    """The fields of a folder's config.json, with the config of its EAGLE-3 drafter under `drafter`.
 
-    Raises UserError for a file that is missing or no JSON object.
+    field: the name of the path in errors. name: of the file. Raises UserError for a file that is missing or no JSON object.
     """
-    config = _read(folder / "config.json", field)
+    config = _read(folder / name, field)
     if (folder / DRAFTER / "config.json").is_file():
         config[DRAFTER] = _read(folder / DRAFTER / "config.json", field)
     return config

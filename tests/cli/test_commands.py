@@ -118,6 +118,27 @@ def test_dry_run_shows_the_number_of_engines_that_may_join(mtpctl: Any) -> None:
     assert short.code == 4 and "lower rollout.replicas.max: 3" in short.err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sets", "drafter"),
+    [
+        ("tiny_mtp", (), "1 MTP layer; vLLM drafts with the MTP layer, repeated for each further draft token"),
+        ("tiny_mtp", ("--set", "rollout.speculation.num_tokens=0"), "1 MTP layer; vLLM drafts with nothing: no draft tokens of the model"),
+        ("qwen3_5_35b_a3b_mtp", ("--set", "model.path=Qwen/Qwen3.6-35B-A3B"), "1 MTP layer; vLLM drafts with the MTP layer"),
+        ("glm4_5_air_mtp", ("--set", "model.path=zai-org/GLM-4.7"), "1 MTP layer; vLLM drafts with the MTP layer"),
+    ],
+)
+def test_dry_run_names_the_drafter(mtpctl: Any, recipe: str, sets: tuple[str, ...], drafter: str) -> None:
+    assert f"drafter    {drafter}" in mtpctl("train", recipe, "--dry-run", "--set", "cluster.num_cpus=8", *sets).out
+
+
+def test_dry_run_of_an_unsupported_hub_model_names_an_alternative_without_a_download(mtpctl: Any) -> None:
+    message = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=zai-org/GLM-5")
+    assert message.code == 2
+    assert message.err == (
+        "error: zai-org/GLM-5: GLM-5 is not supported: the trainer has no sparse attention with an indexer; use GLM-4.7 or GLM-4.7-Flash\n"
+    )
+
+
 def test_dry_run_shows_the_bytes_of_routes(mtpctl: Any) -> None:
     command = ("train", "qwen3_5_35b_a3b_mtp", "--dry-run", "--set", "cluster.num_cpus=8")
     plan = json.loads(mtpctl(*command, "--json").out)

@@ -65,3 +65,23 @@ def test_json_has_the_whole_diagnosis_of_a_failure(doctor: Call) -> None:
         "error": "torch: is not installed",
         "seconds": 0.1,
     }
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_supported_model_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "GLM-4.7") == 0
+    out = capsys.readouterr().out
+    assert "Glm4MoeForCausalLM (glm4-moe), 356.79 B parameters" in " ".join(out.split())
+    assert "\nsupported, after " in out
+
+
+def test_unsupported_model_gives_exit_code_2_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "openai/gpt-oss-20b") == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("error: openai/gpt-oss-20b: gpt-oss is not supported: the trainer has no attention sinks")

@@ -12,6 +12,7 @@ from mtpctl.cli.app import COMMANDS, main
 
 PARSER = {"annotated_doc", "shellingham", "typer"}
 RECIPE = PARSER | {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml"}
+TERMINAL = RECIPE | {"markdown_it", "mdurl", "packaging", "pygments", "rich"}
 HUB = RECIPE | {"filelock", "httpx2", "huggingface_hub", "idna", "tqdm"}
 TOKENIZER = HUB | {"PIL", "anyio", "h11", "httpcore2", "jinja2", "markupsafe", "numpy", "packaging", "regex", "sniffio", "tokenizers"}
 TOKENIZER |= {"transformers", "truststore"}
@@ -49,6 +50,8 @@ def started(arguments: list[str]) -> tuple[set[str], set[str]]:
         (["recipe", "validate", "tiny_mtp"], RECIPE, 1.0),
         (["train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"], TOKENIZER, 3.0),
         (["train", "mimo7b_mtp", "--dry-run"], HUB, 2.0),
+        # The largest config: 141,000 tensors of experts.
+        (["doctor", "--model", "Qwen3.8-2.4T-A95B"], TERMINAL, 2.0),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )

@@ -13,6 +13,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_conversation, encode_sft
 from mtpctl.data.tokenizers import HfTokenizer, load_tokenizer
 from mtpctl.errors import UserError
+from mtpctl.families.configs import hub_config
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.model import ModelConfig
 from mtpctl.recipe.rollout import VllmConfig
@@ -207,3 +208,17 @@ def test_end_token_not_marked_special_is_removed_from_text(tokenizers: dict[str,
     assert tokenizer.decode(ids) == "4</think>"
     end_tokens(tokenizer, VllmConfig(), {think: ["generation_config.json"]})
     assert (tokenizer.decode(ids), tokenizer.decode(ids, special=True)) == ("4", "4</think>")
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "expected"),
+    [
+        ("zai-org/GLM-4.6", {151329: "config.json", 151336: "config.json", 151338: "config.json"}),
+        ("zai-org/GLM-4.7", {151329: "config.json", 151336: "config.json", 151338: "config.json"}),
+        ("Qwen/Qwen3.6-35B-A3B", {248044: "text_config"}),
+        ("Qwen/Qwen3.8-2.4T-A95B", {248044: "config.json"}),
+    ],
+)
+def test_end_tokens_of_published_configs(hub_id: str, expected: dict[int, str]) -> None:
+    sources = config_end_ids(ModelConfig(path=hub_id), hub_config(hub_id))
+    assert sources == {token: [source] for token, source in expected.items()}

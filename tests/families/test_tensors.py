@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,50 @@ def test_parameter_counts_of_mimo_7b() -> None:
     counts = count_parameters(shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL")))
     # 7.83 B are the parameters of a model built with this shape; the published 7 B count only the trunk.
     assert counts == {"total": 7_833_409_536, "mtp": 210_790_400, "embedding": 621_281_280, "head": 621_281_280, "experts": 0}
+
+
+def vision_parameters(vision: dict[str, Any]) -> int:
+    """Parameters of Qwen3.5's vision tower: patch and position embeddings, blocks, and the merger."""
+    size, ffn, out = (int(vision[key]) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    merged = size * vision["spatial_merge_size"] ** 2
+    block = 4 * size + (size + 1) * 3 * size + (size + 1) * size + (size + 1) * ffn + (ffn + 1) * size
+    merger = 2 * size + (merged + 1) * merged + (merged + 1) * out
+    return int((patch + 1) * size + vision["num_position_embeddings"] * size + vision["depth"] * block + merger)
+
+
+PUBLISHED = {
+    "Qwen/Qwen3.6-27B": 27_781_427_952,
+    "Qwen/Qwen3.6-35B-A3B": 35_951_822_704,
+    "Qwen/Qwen3.8-27B": 27_781_427_952,
+    "Qwen/Qwen3.8-2.4T-A95B": 2_446_182_725_504,
+    "zai-org/GLM-4.5-Air": 110_468_824_832,
+    "zai-org/GLM-4.5": 358_337_791_296,
+    "zai-org/GLM-4.6": 358_337_791_296,
+    "zai-org/GLM-4.7": 358_337_791_296,
+}
+"""Elements of all tensors of the published folders, from the safetensors metadata on the hub: with vision tower, MTP layers and copies."""
+
+
+@pytest.mark.parametrize("hub_id", PUBLISHED)
+def test_parameters_of_a_published_config_equal_those_of_its_folder(hub_id: str) -> None:
+    config = hub_config(hub_id)
+    shape = shape_of(config)
+    sizes = {name: prod(size) for name, size in tensor_shapes(replace(shape, moe=shape.moe and replace(shape.moe, experts=1))).items()}
+    copies = sum(sizes[name] for name in aliases(shape) if name in sizes)
+    vision: Any = config.get("vision_config")
+    assert shape.mtp_layers == 1
+    assert count_parameters(shape)["total"] + copies + (vision_parameters(vision) if vision else 0) == PUBLISHED[hub_id]
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 7])
+def test_parameter_counts_are_those_of_all_tensors(experts: int) -> None:
+    shape = shape_of({**TINY, **ROUTED, **LATENT, "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1})
+    assert shape.moe is not None
+    shape = replace(shape, moe=replace(shape.moe, experts=experts))
+    same = aliases(shape)
+    sizes = {name: prod(size) for name, size in tensor_shapes(shape).items() if name not in same}
+    counts = count_parameters(shape)
+    assert counts["total"] == sum(sizes.values())
+    assert counts["mtp"] == sum(size for name, size in sizes.items() if name.startswith("model.layers.3."))
+    assert counts["experts"] == sum(size for name, size in sizes.items() if ".mlp.experts." in name)

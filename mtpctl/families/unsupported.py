@@ -1,0 +1,130 @@
+"""Models that are not supported: why, and what to train instead.
+
+The parts are those of transformers' and vLLM's modules of each architecture. For an architecture that is not listed, the parts are read
+from the fields of its config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mtpctl.errors import UserError
+
+
+class Unsupported(NamedTuple):
+    """A group of models with one missing part.
+
+    model_types: `model_type` of the configs, also in `text_config`. names: lower-case beginnings of hub names, without the organization.
+    """
+
+    title: str
+    model_types: tuple[str, ...]
+    names: tuple[str, ...]
+    missing: str
+    alternative: str
+
+    @property
+    def reason(self) -> str:
+        return f"{self.title} is not supported: the trainer has no {self.missing}; use {self.alternative}"
+
+
+UNSUPPORTED = (
+    Unsupported(
+        "GLM-5",
+        ("glm_moe_dsa", "glm5_next", "glm5_next_text"),
+        ("glm-5",),
+        "sparse attention with an indexer",
+        "GLM-4.7 or GLM-4.7-Flash",
+    ),
+    Unsupported(
+        "DeepSeek-V3.2",
+        ("deepseek_v32",),
+        ("deepseek-v3.2",),
+        "sparse attention with an indexer",
+        "DeepSeek-V3",
+    ),
+    Unsupported(
+        "DeepSeek-V4",
+        ("deepseek_v4",),
+        ("deepseek-v4",),
+        "sparse attention over compressed keys and no hyper-connections",
+        "DeepSeek-V3",
+    ),
+    Unsupported(
+        "Kimi-K2",
+        ("kimi_k2", "kimi_k25"),
+        ("kimi-k2",),
+        "configuration for its model_type, and its published weights have no MTP layers",
+        "DeepSeek-V3, which has the same layers",
+    ),
+    Unsupported(
+        "Kimi Linear",
+        ("kimi_linear", "kimi_k3"),
+        ("kimi-linear", "kimi-k3"),
+        "Kimi Delta Attention",
+        "Qwen3.5, which has gated DeltaNet layers",
+    ),
+    Unsupported(
+        "gpt-oss",
+        ("gpt_oss",),
+        ("gpt-oss",),
+        "attention sinks, sliding windows or biased experts",
+        "Qwen3-30B-A3B with a drafter from mtpctl add-drafter",
+    ),
+    Unsupported(
+        "Qwen3.8-Flash",
+        ("qwen4_exp", "qwen4_exp_text"),
+        ("qwen3.8-flash",),
+        "sparse attention with an indexer and no n-gram embeddings",
+        "Qwen3.6-35B-A3B",
+    ),
+    Unsupported(
+        "MiMo-V2",
+        ("mimo_v2_flash", "mimo_v2"),
+        ("mimo-v2",),
+        "sliding windows with attention sinks",
+        "MiMo-7B",
+    ),
+    Unsupported(
+        "Nemotron-H",
+        ("nemotron_h", "nemotron_h_omni"),
+        ("nvidia-nemotron-3", "nemotron-3", "nemotron-h"),
+        "Mamba-2 layers",
+        "Qwen3.6-35B-A3B",
+    ),
+)
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "sparse attention with an indexer": ("index_topk", "index_n_heads", "indexer_n_heads"),
+    "Mamba layers": ("ssm_state_size", "mamba_num_heads", "mamba_d_state", "hybrid_override_pattern"),
+    "sliding windows": ("sliding_window", "sliding_window_size", "attention_chunk_size"),
+    "hyper-connections": ("hc_mult", "hc_count"),
+    "soft caps on logits": ("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"),
+    "encoder": ("is_encoder_decoder", "encoder_layers"),
+}
+"""Fields of a config that name a part which the trainer lacks."""
+
+
+def check_architecture(config: Mapping[str, object]) -> None:
+    """Raise UserError for a model whose `model_type` is in `UNSUPPORTED`."""
+    text = config.get("text_config")
+    types = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+    for each in UNSUPPORTED:
+        if any(kind in each.model_types for kind in types):
+            raise UserError(f"model config: {each.reason}")
+
+
+def check_hub_name(name: str) -> None:
+    """Raise UserError for the hub id of a model in `UNSUPPORTED`, before its config is downloaded."""
+    short = name.rpartition("/")[2].lower()
+    for each in UNSUPPORTED:
+        if short.startswith(each.names):
+            raise UserError(f"{name}: {each.reason}")
+
+
+def missing_parts(config: Mapping[str, object]) -> list[str]:
+    """The parts of an unknown architecture that the trainer lacks, as far as the config's fields show them."""
+    text = config.get("text_config")
+    fields = {**config, **(text if isinstance(text, Mapping) else {})}
+    return [part for part, keys in PARTS.items() if any(fields.get(key) not in (None, False, 0, "") for key in keys)]
