@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -35,6 +36,8 @@ Answer = tuple[int, Sample | Exception]
 
 CONCURRENCY = 10_000
 """Concurrent calls per actor. Control calls must not wait for the call that collects answers."""
+COLLECT_S = 0.01
+"""Minimum time between two collections of answers. Answers that arrive within it share a call, and with it the controller's CPU time."""
 
 
 class EngineControl(Protocol):
@@ -71,6 +74,7 @@ class RolloutActor:
         self._settings = settings
         self._answers: list[Answer] = []
         self._answered = asyncio.Event()
+        self._collected_at = float("-inf")
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def start(self) -> Health:
@@ -110,6 +114,9 @@ class RolloutActor:
     async def collect(self) -> list[Answer]:
         """Wait for an answer, and return all answers since the last call."""
         await self._answered.wait()
+        if (remaining := self._collected_at + COLLECT_S - time.monotonic()) > 0:
+            await asyncio.sleep(remaining)
+        self._collected_at = time.monotonic()
         self._answered.clear()
         answers, self._answers = self._answers, []
         return answers

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.actor import RayReplica, RolloutActor, _picklable
+from mtpctl.rollout.actor import COLLECT_S, RayReplica, RolloutActor, _picklable
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import EngineDead
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -99,6 +99,20 @@ async def test_concurrent_requests_share_one_call_and_their_answers_too() -> Non
     assert [sample.prompt_id for sample in samples] == [f"p{index}" for index in range(200)]
     assert handle.calls.count("submit") == 1
     assert handle.calls.count("collect") <= 2
+
+
+@in_loop
+async def test_answers_are_collected_at_most_once_per_collect_s() -> None:
+    handle = Handle()
+    replica = RayReplica(handle, "null")
+
+    async def one_after_the_other() -> None:
+        for _ in range(10):
+            await replica.generate(request())
+
+    began = time.monotonic()
+    await asyncio.gather(*(one_after_the_other() for _ in range(20)))
+    assert handle.calls.count("collect") <= (time.monotonic() - began) / COLLECT_S + 2
 
 
 def test_hanging_shutdown_kills_the_process_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
