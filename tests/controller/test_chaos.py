@@ -163,8 +163,20 @@ def test_random_events_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     trained = check_every_prompt(disturbed, steps)
     check_versions(disturbed, trained)
     check_restarts(disturbed)
-    undisturbed, _ = run(tmp_path / "undisturbed", 0, sets, seed=seed, steps=steps)
-    lengths = [[row["tokens"] for row in rows] for rows in (trained, check_every_prompt(undisturbed, steps))]
+
+
+def test_kills_do_not_shorten_the_responses_that_are_trained_on(tmp_path: Path) -> None:
+    """Long responses are in flight for longer, so events hit them more often.
+
+    The policy stays as it is: the lengths of two undisturbed runs differ as well once their policies do.
+    """
+    events, seed = events_asked(), seed_asked()
+    steps, sets = STEPS_AN_EVENT * events, (*SERVER, ELASTIC, "train.rl.optimizer.lr=1e-12")
+    lengths = []
+    for name, count in (("disturbed", events), ("undisturbed", 0)):
+        result, how = run(tmp_path / name, count, sets, seed=seed, steps=steps)
+        report(result, how)
+        lengths.append([row["tokens"] for row in check_every_prompt(result, steps)])
     assert shorter(*lengths) > 0.01
 
 
