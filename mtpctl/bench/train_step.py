@@ -27,7 +27,8 @@ from torch import Tensor
 from mtpctl.bench.report import Environment, markdown, number
 from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.errors import UserError
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.families.context import describe_context, with_context
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.kernels.main_grad import take_stale
@@ -142,15 +143,30 @@ def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
     return parallel
 
 
+def with_positions(config: dict[str, object], length: int) -> tuple[dict[str, object], str]:
+    """A config with room for samples of `length` tokens, and a note if it needed more positions; else an empty one."""
+    before = shape_of(config)
+    if length <= before.max_positions:
+        return config, ""
+    longer = with_context(config, length)
+    return longer, describe_context(before, shape_of(longer))
+
+
 def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[list[Result], float]:
-    """Measure a step on the host's GPUs, or on its CPU. Returns the results, and the rate of matrix products in TFLOP/s."""
+    """Measure a step on the host's GPUs, or on its CPU. Returns the results, and the rate of matrix products in TFLOP/s.
+
+    Raises RuntimeFailure with the rank and its error if one of several ranks fails.
+    """
     if parallel.world_size == 1:
         if torch.cuda.is_available():  # As Ray sets it for trainers: small host operations are slower with more threads.
             torch.set_num_threads(1)
         return _measure_rank(folder, parallel, load, None)
     store = host_store("127.0.0.1")
     answers: Queue[tuple[list[Result], float]] = mp.get_context("spawn").Queue()
-    mp.spawn(_run_rank, args=(folder, parallel, load, address_of(store), answers), nprocs=parallel.world_size)
+    try:
+        mp.spawn(_run_rank, args=(folder, parallel, load, address_of(store), answers), nprocs=parallel.world_size)
+    except mp.ProcessRaisedException as error:
+        raise RuntimeFailure(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from error
     return answers.get(timeout=10)
 
 

@@ -88,7 +88,10 @@ def train_step(
 
     config = bench.named_config(model)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.create_config_folder(bench.with_layers(config, layers) if layers else config, Path(scratch))
+        config, note = bench.with_positions(bench.with_layers(config, layers) if layers else config, tokens // samples)
+        if note and not json:
+            typer.echo(note)
+        folder = bench.create_config_folder(config, Path(scratch))
         if not folder.shape.mtp_layers:
             trained = MtpConfig(mode="off")
         parallel = bench.layout(tp, cp, ep, folder)

@@ -36,6 +36,7 @@ from mtpctl.logprob.server import LogprobServer, answer_deadline
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.model import context_note
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
@@ -156,6 +157,8 @@ class Run:
 
         A stopped run writes a checkpoint first, unless the recipe keeps none.
         """
+        if (note := context_note(self.recipe.model)) is not None:
+            self.telemetry.event("model", note)
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
         async with contextlib.AsyncExitStack() as stack:

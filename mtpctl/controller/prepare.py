@@ -17,13 +17,14 @@ from mtpctl.data.prompts import encode_prompt, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.families.context import with_context
 from mtpctl.families.reading import check_importable
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.data import DataConfig
-from mtpctl.recipe.model import hf_config
+from mtpctl.recipe.model import LONG_CONTEXT, hf_config
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
@@ -145,7 +146,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     ends = ends_of(recipe, model, tokenizer)
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
-        raise UserError(f"rollout.context: {context} is more than the {model.shape.max_positions} positions of the model; lower it")
+        raise UserError(
+            f"rollout.context: the model has {model.shape.max_positions} positions, got {context}; lower it, or raise model.context"
+        )
     # Cluster resources are checked when the cluster is known.
     if mistake := next((misfit.error for misfit in misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
         raise mistake
@@ -217,13 +220,17 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
         return create_hf_folder(fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks reject a model without path and config"
     source = local_folder(config.path, "model.path")
+    if folder is None or folder.exists():
+        return HfFolder.open(folder or source)
+    from mtpctl.convert.drafter import add_drafter, derive_folder
+
+    if config.context is not None:
+        longer = run_dir.absolute() / LONG_CONTEXT
+        if not longer.exists():
+            derive_folder(source, longer, with_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True)
+        source = longer
     if config.drafter is None:
         return HfFolder.open(source)
-    assert folder is not None
-    if folder.exists():
-        return HfFolder.open(folder)
-    from mtpctl.convert.drafter import add_drafter
-
     return add_drafter(source, folder, config.drafter.kind, config.drafter.layers, seed=recipe.seed)
 
 

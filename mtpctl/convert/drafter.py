@@ -42,7 +42,7 @@ def add_drafter(source: Path, target: Path, kind: Kind | None = None, layers: in
     config = with_drafter(weights.folder.config, kind, layers)
     if "quantization_config" in config:
         raise UserError(f"{source}: its weights are quantized; convert them first, with mtpctl convert-hf to a checkpoint and back")
-    _write(source, target, config, initial_drafter(weights, shape_of(config), seed), link=True)
+    derive_folder(source, target, config, initial_drafter(weights, shape_of(config), seed), link=True)
     return HfFolder.open(target)
 
 
@@ -50,7 +50,7 @@ def copy_with_drafter(source: Path, trained: Path, target: Path) -> HfFolder:
     """Atomically create `target`: a copy of the model in `source`, with the drafter of the folder `trained`."""
     weights = ModelWeights(trained)
     drafter = {name: weights[name] for name in weights if section_of(name, weights.shape) == "draft"}
-    _write(source, target, weights.folder.config, drafter, link=False)
+    derive_folder(source, target, weights.folder.config, drafter, link=False)
     return HfFolder.open(target)
 
 
@@ -111,7 +111,11 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
             yield f"{mtp.layer}mlp.{part}_proj.weight", weights[f"{last}mlp.{part}_proj.weight"]
 
 
-def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:
+def derive_folder(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:
+    """Atomically create `target`: the files of `source`, copied or linked, with `config` and the tensors of a drafter.
+
+    Raises UserError if `target` exists or cannot be written.
+    """
     mtp, eagle3 = split_drafter(drafter)
     index = _index(source, mtp) if mtp else None
     if target.exists():
@@ -121,6 +125,8 @@ def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, T
     try:
         partial.mkdir(parents=True)
         for file in _files(source):
+            if mtp and str(file) == MTP_FILE:
+                continue
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             if link:
                 (partial / file).symlink_to((source / file).resolve())
@@ -143,12 +149,12 @@ def _write(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, T
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """The files of the model, relative to `source`, without config.json, hidden files and added MTP layers."""
+    """The files of the model, relative to `source`, without config.json and hidden files."""
     for folder, folders, files in os.walk(source, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted(files):
             path = (Path(folder) / name).relative_to(source)
-            if not name.startswith(".") and str(path) not in ("config.json", MTP_FILE):
+            if not name.startswith(".") and str(path) != "config.json":
                 yield path
 
 

@@ -25,8 +25,8 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Config fields with the number of routed experts."""
 
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
-MIMO_7B_POSITIONS = 32768
-"""Context length that MiMo-7B was trained with. Its published config files have other values."""
+MIMO_7B_POSITIONS = {640000: 32768}
+"""Context length that MiMo-7B was trained with, by the value in some of its published config files (its `rope_theta`)."""
 
 CPU_LATENT = 576
 """Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""
@@ -61,9 +61,9 @@ def mtp_layers_of(config: Mapping[str, object]) -> int:
 def stated_positions(config: Mapping[str, object]) -> int:
     """`max_position_embeddings` of a config, corrected if the published file is wrong."""
     family = family_of(config)
-    if family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items()):
-        return MIMO_7B_POSITIONS
-    return Fields({**config, **mapping(config, "text_config")}).whole("max_position_embeddings", family.max_positions)
+    positions = Fields({**config, **mapping(config, "text_config")}).whole("max_position_embeddings", family.max_positions)
+    mimo_7b = family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items())
+    return MIMO_7B_POSITIONS.get(positions, positions) if mimo_7b else positions
 
 
 def shape_of(config: Mapping[str, object]) -> ModelShape:

@@ -33,7 +33,7 @@ from mtpctl.plan.fitting import Misfit, card_needed, changed, engine_kinds, misf
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
-from mtpctl.recipe.model import hf_config
+from mtpctl.recipe.model import context_note, hf_config
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -271,6 +271,7 @@ def render(plan: Plan) -> str:
         f"model      {shape.architecture} ({shape.family}), {_count(counts['total'])} parameters, {shape.max_positions} positions",
         f"           {_count(counts['mtp'])} in {shape.mtp_layers} MTP layer(s) ({recipe.mtp.mode}), "
         f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
+        *([f"context    {note}"] if (note := context_note(recipe.model)) is not None else []),
         f"drafter    {plan.drafting.head}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
     ]
     if plan.placement is not None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
+from mtpctl.families.context import describe_context, with_context
 from mtpctl.families.drafters import with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.registry import FAMILIES
@@ -26,6 +27,10 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Names of the precisions in torch and in the engines."""
 BYTE_VOCAB_SIZE = 259
 """Vocabulary size of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
+
+
+LONG_CONTEXT = "model_with_context"
+"""Folder in the run directory: links to the model's weights, with a config of more positions."""
 
 
 class DrafterConfig(Section):
@@ -47,6 +52,14 @@ class ModelConfig(Section):
     config: dict[str, object] | None = Field(
         None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
     )
+    context: PositiveInt | None = Field(
+        None, description="Positions of the model, if more than its config has: the longest sample that it trains on and generates."
+    )
+    rope_scaling: dict[str, object] | None = Field(
+        None,
+        description="RoPE scaling for model.context, with transformers' names, as {rope_type: yarn, factor: 4.0}; default: as in the "
+        "config, so positions beyond it are extrapolated.",
+    )
     drafter: DrafterConfig | None = Field(None, description="A drafter to add to a model without one; train it in the stage draft.")
     tokenizer: HomePath | None = Field(None, description="Tokenizer folder, hub id, or `bytes`; default: the model's own tokenizer.")
 
@@ -56,10 +69,12 @@ class ModelConfig(Section):
         return self.config is not None or self.init == "random"
 
     def folder_in(self, run: Path) -> Path | None:
-        """The model's folder in the run directory `run`, if the run creates one: with random weights, or with an added drafter."""
+        """The model's folder in the run directory `run`, if the run creates one: with random weights, a drafter, or a longer context."""
         if self.drawn:
             return run / "model"
-        return None if self.drafter is None else run / "model_with_drafter"
+        if self.drafter is not None:
+            return run / "model_with_drafter"
+        return None if self.context is None else run / LONG_CONTEXT
 
 
 MtpLoss = Literal["ce", "soft_ce", "kl", "tv"]
@@ -102,6 +117,8 @@ def check_model(model: ModelConfig) -> Complaints:
         yield f"model.path: {folder} has no weights (*.safetensors); name a folder with weights, or set model.init: random"
     if model.config is not None and model.tokenizer is None:
         yield "model.tokenizer: a model from model.config has no tokenizer; set `bytes`, or a tokenizer folder"
+    if model.rope_scaling is not None and model.context is None:
+        yield "model.rope_scaling: changes the RoPE of a longer context; set model.context, or leave it out"
     name = model.tokenizer
     if name and name != "bytes" and not Path(name).is_dir() and not TOKENIZER_ID.fullmatch(name):
         yield f"model.tokenizer: there is no folder {name}; name a folder with a tokenizer, a hub id, or `bytes`"
@@ -208,7 +225,7 @@ def path_in_full(path: str | None) -> str | None:
 def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.path") -> dict[str, object] | None:
     """The config.json fields of the recipe's model: inline, from its folder, from `families.configs`, or from the hub.
 
-    They include the drafter that the recipe adds.
+    They include the context and the drafter that the recipe adds.
 
     Args:
         fetch: if false, the hub is not contacted; returns None for a hub model that is not in `families.configs`.
@@ -218,13 +235,22 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
         UserError: for a recipe without a model, or a folder without a usable config.json.
         EnvironmentMissing: if the hub does not respond.
     """
-    config = _config_without_drafter(model, fetch=fetch, field=field)
+    config = _plain_config(model, fetch=fetch, field=field)
+    if config is not None and model.context is not None:
+        config = with_context(config, model.context, model.rope_scaling)
     if model.drafter is None or config is None:
         return config
     return with_drafter(config, model.drafter.kind, model.drafter.layers)
 
 
-def _config_without_drafter(model: ModelConfig, *, fetch: bool, field: str) -> dict[str, object] | None:
+def context_note(model: ModelConfig) -> str | None:
+    """How the model reaches `model.context`, in one line; None without it, or for a hub model that is not on this machine."""
+    if model.context is None or (config := _plain_config(model, fetch=False, field="model.path")) is None:
+        return None
+    return describe_context(shape_of(config), shape_of(with_context(config, model.context, model.rope_scaling)))
+
+
+def _plain_config(model: ModelConfig, *, fetch: bool, field: str) -> dict[str, object] | None:
     if (model.config is None) == (model.path is None):
         reason = "both are set" if model.path else "neither is set"
         raise UserError(f"model: {reason}; set model.path to a folder or hub id, or model.config to the fields of a new model")

@@ -370,7 +370,7 @@ def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
         if beyond := [token for token in tokens if token >= shape.vocab]:
             yield f"rollout.{name}: the model's vocabulary has {shape.vocab} tokens, got {beyond[0]}"
     if rollout.context is not None and rollout.context > shape.max_positions:
-        yield f"rollout.context: the model has {shape.max_positions} positions, got {rollout.context}"
+        yield f"rollout.context: the model has {shape.max_positions} positions, got {rollout.context}; lower it, or raise model.context"
     context = min(rollout.context or shape.max_positions, shape.max_positions)
     if rollout.max_tokens >= context:
         limit = "rollout.context" if rollout.context else "the model's positions"

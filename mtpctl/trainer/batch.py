@@ -120,7 +120,7 @@ def check(sequences: list[Sequence], shape: ModelShape) -> None:
         if len(sequence.token_ids) > shape.max_positions:
             raise UserError(
                 f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
-                "lower rollout.max_tokens or rollout.context"
+                "lower rollout.max_tokens or rollout.context, or raise model.context"
             )
         if not 0 <= sequence.token_ids.min() <= sequence.token_ids.max() < shape.vocab:
             unknown = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)

@@ -77,10 +77,11 @@ def test_every_name_of_the_mtp_count_is_read(key: str, nested: bool) -> None:
 
 
 @pytest.mark.parametrize("hub_id", [name for name in HUB_CONFIGS if "MiMo" in name])
-def test_mimo_7b_has_its_trained_length_whatever_the_config(hub_id: str) -> None:
+def test_wrong_length_in_a_published_config_of_mimo_7b_is_corrected(hub_id: str) -> None:
     config = hub_config(hub_id)
     assert shape_of(config).max_positions == 32768
-    assert shape_of({**config, "max_position_embeddings": 999}).max_positions == 32768
+    assert shape_of({**config, "max_position_embeddings": 640000}).max_positions == 32768
+    assert shape_of({**config, "max_position_embeddings": 131072}).max_positions == 131072
 
 
 def test_hub_configs_are_copies() -> None:
