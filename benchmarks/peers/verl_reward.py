@@ -1,0 +1,37 @@
+"""verl's reward manager of the comparison: the reward of reward.py, and a line in its log per response.
+
+Settings: reward.reward_manager.source=importlib, reward.reward_manager.name=CountingRewardManager, and this file as module.path. The log is
+the value of `+reward.custom_reward_function.reward_kwargs.log`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # type: ignore[import-not-found]
+
+sys.path.append(str(Path(__file__).parent))
+from reward import record, value
+
+
+class CountingRewardManager(RewardManagerBase):  # type: ignore[misc]
+    """Scores one response like verl's `naive` manager, which passes only the text to a reward function and not the number of tokens."""
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **others: Any) -> None:
+        super().__init__(config, tokenizer, compute_score)
+        self._log = config.reward.custom_reward_function.reward_kwargs.log
+
+    async def run_single(self, data: Any) -> dict[str, Any]:
+        item = data[-1]
+        responses = item.batch["responses"]
+        tokens = int(item.batch["attention_mask"][-responses.shape[-1] :].sum())
+        text = await self.loop.run_in_executor(
+            None, lambda: self.tokenizer.decode(responses[:tokens], skip_special_tokens=True)
+        )  # fmt: skip
+        answer = item.non_tensor_batch["reward_model"]["ground_truth"]
+        row = item.non_tensor_batch["extra_info"]
+        reward = value(text, answer)
+        record(self._log, row["split"], row["key"], bool(row["seen"]), tokens, reward)
+        return {"reward_score": reward, "reward_extra_info": {"acc": reward}}

@@ -1,0 +1,109 @@
+"""`benchmarks/peers`: the reward equals reasoning-gym's full score, and the tables follow from the records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mtpctl.data.problems import Problem
+from mtpctl.samples import Sample
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
+TEMPLATE = Path(__file__).parents[2] / "mtpctl" / "templates" / "reasoning_gym" / "reward.py"
+
+
+def load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def responses(answer: str, draw: random.Random) -> list[str]:
+    """Right and wrong responses in the forms that the rules distinguish."""
+    number = draw.choice(
+        [answer, f"{answer}.0", f"+{answer}", f"0{answer}", f"{answer}1", f"-{answer}", f"${answer}$", f"**{answer}**", "x", ""]
+    )
+    return [
+        f"The answer is {number}.",
+        f"the final answer to this is: {number}\nDone.",
+        f"The answer is 12 - 5 = {number}. Is it?",
+        f"The answer is 1. No, the answer is {number}",
+        f"{number} and then some",
+        f"7, {number}",
+        "I do not know",
+        "",
+    ]
+
+
+def test_reward_is_one_exactly_if_the_score_of_reasoning_gym_is_full() -> None:
+    own, template = load(FOLDER / "reward.py", "peers_reward"), load(TEMPLATE, "template_reward")
+    draw = random.Random(0)
+    values = []
+    for _ in range(400):
+        answer = str(draw.randint(-2000, 2000))
+        problem = Problem("rows.jsonl:1", "1 + 1 =", answer, fields={"metadata": {}})
+        for response in responses(answer, draw):
+            values.append(own.value(response, answer))
+            assert values[-1] == template.score(response, problem, Sample("rows.jsonl:1", "group", [1]))["reward"], (response, answer)
+    assert 0.1 < sum(values) / len(values) < 0.9
+
+
+def test_score_is_logged_with_tokens_and_row(tmp_path: Path) -> None:
+    own = load(FOLDER / "reward.py", "peers_reward")
+    problem = Problem("held_out.jsonl:3", "1 + 1 =", "2", fields={"split": "held_out", "key": "held_out/2", "seen": True})
+    sample = Sample("held_out.jsonl:3", "group", [1], response_ids=[5, 6, 7])
+    log = tmp_path / "responses.jsonl"
+    assert own.score("The answer is 2.", problem, sample, log=str(log)) == 1
+    line = json.loads(log.read_text())
+    assert line.pop("time") > 0
+    assert line == {"split": "held_out", "key": "held_out/2", "seen": True, "tokens": 3, "reward": 1.0}
+
+
+def write(folder: Path, **files: list[dict[str, object]]) -> None:
+    for name, lines in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_tables_count_tokens_after_warmup_and_evaluations_by_row(tmp_path: Path) -> None:
+    table = load(FOLDER / "table.py", "peers_table")
+    (tmp_path / "run.json").write_text(json.dumps({"start": 1000.0}))
+    train = [{"time": 1100.5 + i, "split": "train", "key": f"train/{i}", "seen": True, "tokens": 10, "reward": 1.0} for i in range(10)]
+    held_out = [
+        {"time": time + index / 10, "split": "held_out", "key": f"held_out/{index}", "seen": index == 0, "tokens": 4, "reward": reward}
+        for time, rewards in ((1050.0, (1.0, 0.0, 0.0, 1.0)), (1110.0, (1.0, 1.0, 1.0, 0.0)), (1120.0, (1.0,)))
+        for index, reward in enumerate(rewards)
+    ]
+    write(
+        tmp_path,
+        responses=[*train, *held_out],
+        updates=[{"time": 1100.0 + 2 * number, "update": number} for number in range(1, 6)],
+        gpu=[{"time": 1105.0, "memory_mib": 2048.0, "utilization": 60.0, "gpus": 2}],
+    )
+    run = table.read("peer", tmp_path)
+    # Updates 2 and 5 end at 1104 and 1110: six responses of 10 tokens in six seconds on two GPUs.
+    assert table.speed([run], 2).splitlines()[2:] == ["| peer | 102 | 3 | 2.00 (2.00 to 2.00) | 5 | 0.5 | 10.0 | 60% | 2.0 |"]
+    assert table.learning([run]).splitlines()[2:] == [
+        "| peer | 50 | 0 | 101 | 0 | 0 | 50.0 | 33.3 | 4.0 |",
+        "| peer | 110 | 8 | 221 | 5 | 10 | 75.0 | 66.7 | 4.0 |",
+    ]
+
+
+@pytest.mark.parametrize("line", ["(TaskRunnerV1 pid=7) step:4 - actor/loss:0.1", "rl 4/200  reward 0.5", "\x1b[36mx\x1b[0m step:4 -"])
+def test_measure_records_updates_of_each_system(line: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = f"print('start'); print({line!r})"
+    command = [sys.executable, str(FOLDER / "measure.py"), str(out), "--no-gpu", "--", sys.executable, "-c", program]
+    subprocess.run(command, check=True, timeout=60)
+    assert [json.loads(each)["update"] for each in (out / "updates.jsonl").read_text().splitlines()] == [4]
+    run = json.loads((out / "run.json").read_text())
+    assert run["code"] == 0 and run["end"] > run["start"]
