@@ -103,6 +103,7 @@ _LAYERS = {
 """Class names of our layers by their tp sharding. Fused norm-and-linear layers need no entry: upstream recognizes their class names."""
 _CONVERSION = "megatron.bridge.models.conversion"
 _QWEN = "megatron.bridge.models.qwen"
+_GLM = "megatron.bridge.models.glm"
 _WRAPPED = "model.language_model."
 """Prefix of the text model inside Qwen3.5's multimodal wrappers."""
 
@@ -126,7 +127,8 @@ def register() -> None:
     for upstream, source, model_type in (
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_moe_bridge", "Qwen3MoEBridge")), "Qwen3MoeForCausalLM", "qwen3_moe"),
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_next_bridge", "Qwen3NextBridge")), "Qwen3NextForCausalLM", "qwen3_next"),
-        (_with_glm_experts(_load("megatron.bridge.models.glm.glm45_bridge", "GLM45Bridge")), "Glm4MoeForCausalLM", "glm4_moe"),
+        (_with_glm_experts(_load(f"{_GLM}.glm45_bridge", "GLM45Bridge")), "Glm4MoeForCausalLM", "glm4_moe"),
+        (_without_copies(_load(f"{_GLM}.glm47_flash_bridge", "GLM47FlashBridge")), "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     ):
         register_bridge(source=_load("transformers", source), target=GPTModel, model_type=model_type)(upstream)
 
@@ -200,6 +202,20 @@ def _with_glm_experts(upstream: type) -> type:
             return _extended(super().mapping_registry(), experts)
 
     return GlmBridge
+
+
+def _without_copies(upstream: type) -> type:
+    """GLM-4.7-Flash's bridge without copies of embedding and head for MTP layers, which `WeightBridge.export` adds for every family."""
+
+    class GlmFlashBridge(upstream):  # type: ignore[misc]
+        def maybe_modify_converted_hf_weight(
+            self, task: ConversionTask, converted: dict[str, Tensor], state: Mapping[str, Tensor]
+        ) -> dict[str, Tensor]:
+            shared: Any = _load(f"{_CONVERSION}.model_bridge", "MegatronModelBridge")
+            own: dict[str, Tensor] = shared.maybe_modify_converted_hf_weight(self, task, converted, state)
+            return own
+
+    return GlmFlashBridge
 
 
 def add_eagle3(bridge: ModelBridge) -> None:

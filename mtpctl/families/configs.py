@@ -252,6 +252,45 @@ _GLM_4_5: dict[str, object] = {
 
 _GLM_4_6: dict[str, object] = {**_GLM_4_5, "max_position_embeddings": 202752}
 
+_GLM_4_7_FLASH: dict[str, object] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "num_hidden_layers": 47,
+    "intermediate_size": 10240,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 202752,
+    "tie_word_embeddings": False,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "num_nextn_predict_layers": 1,
+    "eos_token_id": [154820, 154827, 154829],
+    "pad_token_id": 154820,
+    "torch_dtype": "bfloat16",
+}
+
 _DEEPSEEK_V3: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -314,6 +353,7 @@ HUB_CONFIGS: dict[str, dict[str, object]] = {
     "zai-org/GLM-4.5": _GLM_4_5,
     "zai-org/GLM-4.6": _GLM_4_6,
     "zai-org/GLM-4.7": _GLM_4_6,
+    "zai-org/GLM-4.7-Flash": _GLM_4_7_FLASH,
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
 }
 

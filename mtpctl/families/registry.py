@@ -188,4 +188,15 @@ FAMILIES: tuple[Family, ...] = (
         moe=_DEEPSEEK_MOE,
         mtp=_GLM_MTP,
     ),
+    Family(
+        "glm4-moe-lite",
+        ("Glm4MoeLiteForCausalLM",),
+        ("glm4_moe_lite",),
+        max_positions=202752,
+        rms_eps=1e-5,
+        latent=True,
+        output_biases=("attention_bias",),
+        moe=_DEEPSEEK_MOE,
+        mtp=_GLM_MTP,
+    ),
 )

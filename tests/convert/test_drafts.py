@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
-from tests.convert.test_families import CASES, assert_like, hf_model
+from tests.convert.test_families import CASES, assert_like, hf_model, use_config_epsilon
 from tests.fakes.mimo_reference import norm
 from tests.fakes.tiny import engine, sequences
 from tests.model.test_gpt import packed_logits
@@ -101,6 +101,7 @@ DEEPSEEKS = {
     "deepseek-v3-yarn": ("deepseek_v3", "DeepseekV3"),
     "glm4-moe": ("glm4_moe", "Glm4Moe"),
     "glm4-moe-qk-norm": ("glm4_moe", "Glm4Moe"),
+    "glm4-moe-lite": ("glm4_moe_lite", "Glm4MoeLite"),
 }
 
 
@@ -112,6 +113,7 @@ def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
     layers = model.config.num_hidden_layers
     layer = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), f"{name}DecoderLayer")
     drafter = Drafter(model, layer(model.config, layers - 1))
+    use_config_epsilon(drafter.layer, model.config)
     at = f"model.layers.{layers}."
     pieces = {
         "enorm.weight": drafter.embedding_norm,
@@ -153,7 +155,9 @@ def check(folder: Path, drafter: Drafter, **convention: bool) -> None:
     ids = [s.token_ids.tolist() for s in sequences(5)]
     with engine(HfFolder.open(folder), train=False, mtp=MtpConfig(mode="load", repeat=2)) as trainer:
         _, *mtp = packed_logits(trainer, ids, 2)
-        exported = {name: value.clone() for name, value in trainer.export()}
+        stream = [(name, value.clone()) for name, value in trainer.export()]
+    exported = dict(stream)
+    assert len(exported) == len(stream), "each name once"
     result = [torch.cat([first[:-1], second[:-2]]) for first, second in zip(*mtp, strict=True)]
     assert_like(result, lambda: [drafter.logits(sample, **convention) for sample in ids], [drafter.model, drafter])
     saved = load_file(folder / "model.safetensors")

@@ -80,6 +80,8 @@ GLM4_MOE = {name: DEEPSEEK_V3[name] for name in DEEPSEEK_V3 if "lora" not in nam
     "attention_bias": True,
 }
 
+GLM4_MOE_LITE = DEEPSEEK_V3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "num_nextn_predict_layers": 0}
+
 QWEN3_NEXT = QWEN3_MOE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,
@@ -120,6 +122,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         GLM4_MOE | {"use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     ),
+    "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
+    "glm4-moe-lite-one-group": (
+        "Glm4MoeLite",
+        GLM4_MOE_LITE | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
+    ),
 }
 
 
@@ -137,6 +144,7 @@ def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
         config = getattr(transformers, f"{kind}TextConfig" if kind.startswith("Qwen3_5") else f"{kind}Config")(**fields)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration" if wrapper else f"{kind}ForCausalLM")(config).eval()
+    use_config_epsilon(model, config)
     model.set_experts_implementation("eager")  # the one that runs in fp64
     with torch.no_grad():
         for parameter in model.parameters():
@@ -147,6 +155,14 @@ def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
                 buffer.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return model
+
+
+def use_config_epsilon(module: Any, config: Any) -> None:
+    """Give the norms of latent attention the config's epsilon, as vLLM, SGLang and Megatron do. Transformers has 1e-6 whatever the config
+    says, which is DeepSeek-V3's and not GLM-4.7-Flash's."""
+    for name, norm in module.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            norm.variance_epsilon = config.rms_norm_eps
 
 
 OTHER_EXPERT = 1e-3

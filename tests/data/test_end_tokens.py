@@ -215,6 +215,7 @@ def test_end_token_not_marked_special_is_removed_from_text(tokenizers: dict[str,
     [
         ("zai-org/GLM-4.6", {151329: "config.json", 151336: "config.json", 151338: "config.json"}),
         ("zai-org/GLM-4.7", {151329: "config.json", 151336: "config.json", 151338: "config.json"}),
+        ("zai-org/GLM-4.7-Flash", {154820: "config.json", 154827: "config.json", 154829: "config.json"}),
         ("Qwen/Qwen3.6-35B-A3B", {248044: "text_config"}),
         ("Qwen/Qwen3.8-2.4T-A95B", {248044: "config.json"}),
     ],

@@ -27,10 +27,11 @@ FAMILIES = [
     "qwen3.5-moe",
     "deepseek-v3",
     "glm4-moe",
+    "glm4-moe-lite",
     "qwen3.5-vl",
     "qwen3.5-moe-vl",
 ]
-MTP_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-moe-vl", "deepseek-v3", "glm4-moe")
+MTP_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-moe-vl", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 
 def model(case: str, path: Path) -> Any:

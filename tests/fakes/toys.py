@@ -113,6 +113,11 @@ GLM4_MOE: dict[str, Any] = {
     "use_qk_norm": True,
     "partial_rotary_factor": 0.5,
 }
+GLM4_MOE_LITE: dict[str, Any] = {
+    **{name: value for name, value in DEEPSEEK_V3.items() if name != "scoring_func"},
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+}
 
 EAGLE3: dict[str, Any] = {
     **{name: value for name, value in SIZES.items() if name != "tie_word_embeddings"},
@@ -140,14 +145,17 @@ TOYS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": QWEN3_5_MOE,
     "deepseek-v3": DEEPSEEK_V3,
     "glm4-moe": GLM4_MOE,
+    "glm4-moe-lite": GLM4_MOE_LITE,
     "llama with EAGLE-3": LLAMA_EAGLE3,
     "qwen3 with EAGLE-3": QWEN3_EAGLE3,
     "qwen3-moe with EAGLE-3": QWEN3_MOE_EAGLE3,
 }
 """By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower, and EAGLE-3 drafters."""
 
+_PUBLISHED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
 ON_CARDS = TOYS | {
-    "deepseek-v3": DEEPSEEK_V3 | {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    "deepseek-v3": DEEPSEEK_V3 | _PUBLISHED_HEADS,
+    "glm4-moe-lite": GLM4_MOE_LITE | _PUBLISHED_HEADS | {"qk_nope_head_dim": 192, "v_head_dim": 256},
 }
 """The same for a card, where vLLM's latent attention takes the published widths of a head and 16 heads or more."""
 

@@ -66,13 +66,15 @@ def reference(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
     return ROPE_INIT_FUNCTIONS[read.rope_parameters["rope_type"]](read)
 
 
+LATENT = ("deepseek-v3", "glm4-moe-lite")
+
 # Reading is common to all families but for their defaults: all combinations for llama and latent attention, each value once for others.
 CASES = [
     (family, scaling, placement)
     for family in CONFIGS
-    for scaling in (OF_LATENT if family == "deepseek-v3" else SCALINGS)
+    for scaling in (OF_LATENT if family in LATENT else SCALINGS)
     for placement in placements(SCALINGS[scaling])
-    if family in ("llama", "deepseek-v3") or scaling == "yarn" or placement == "rope_scaling"
+    if family in ("llama", *LATENT) or scaling == "yarn" or placement == "rope_scaling"
 ]
 
 

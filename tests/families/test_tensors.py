@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", {**ROUTED, **LATENT}),
     "deepseek-v3-full-query": ("DeepseekV3", {**ROUTED, **LATENT, "q_lora_rank": None}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 32, **ROUTED, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**ROUTED, **LATENT}),
     "qwen3-next": ("Qwen3Next", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
     "qwen3.5": ("Qwen3_5Text", {"head_dim": 32, **DELTA}),
     "qwen3.5-moe": ("Qwen3_5MoeText", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
@@ -212,6 +213,7 @@ PUBLISHED = {
     "zai-org/GLM-4.5": 358_337_791_296,
     "zai-org/GLM-4.6": 358_337_791_296,
     "zai-org/GLM-4.7": 358_337_791_296,
+    "zai-org/GLM-4.7-Flash": 31_221_488_576,
 }
 """Elements of all tensors of the published folders, from the safetensors metadata on the hub: with vision tower, MTP layers and copies."""
 

@@ -33,7 +33,10 @@ QWEN3_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-MODELS = {"qwen3-moe": QWEN3_MOE, **{name: TOYS[name] for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe")}}
+MODELS = {
+    "qwen3-moe": QWEN3_MOE,
+    **{name: TOYS[name] for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite")},
+}
 PROMPT = 150
 """Tokens of the longest prompt."""
 
