@@ -80,6 +80,7 @@ ON_GPU = [
     Task("fused-kernels", 1, 3, "mtpctl bench fused-kernels --json"),
     Task("kernel-errors", 1, 3, "benchmarks/kernel_errors.py"),
     Task("draft-losses", 1, 3, "benchmarks/draft_losses.py"),
+    Task("multistep-loss", 1, 3, "benchmarks/multistep_loss.py"),
     Task("sync-weights-shared", 1, 4, "mtpctl bench sync-weights --shared --eager --repeats 5 --json"),
 ]
 ON_CPU = [

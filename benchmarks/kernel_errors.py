@@ -22,7 +22,7 @@ from torch import Tensor
 from harness import finish, parser, print_environment
 from mtpctl.bench.fused_kernels import Case, Inputs, Output, Shape, clipped_loss, fits, make_inputs, own_cases, peer_cases
 from mtpctl.bench.report import markdown, number
-from mtpctl.kernels.backend import DraftLoss
+from mtpctl.kernels.backend import SOFT_SHARE, DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.plan.memory import GIB
 
@@ -107,12 +107,19 @@ def errors_of(case: Case, output: Output, exact: Exact) -> Errors:
     }
 
 
-def draft_loss(loss: DraftLoss, draft_logits: Tensor, trunk_logits: Tensor) -> Tensor:
-    """The summed draft loss, from its definition."""
+def draft_loss(loss: DraftLoss, draft_logits: Tensor, trunk_logits: Tensor, row_weights: Tensor | None = None) -> Tensor:
+    """The summed draft loss, from its definition, with a weight for each row (None: 1)."""
     logq, logp = draft_logits.log_softmax(1), trunk_logits.log_softmax(1).detach()
-    if loss == "tv":
-        return (1 - torch.minimum(logp.exp(), logq.exp()).sum(1)).sum()
-    return (logp.exp() * (logp - logq if loss == "kl" else -logq)).sum()
+    p, q = logp.exp(), logq.exp()
+    soft = -(p * logq).sum(1)
+    if loss == "kl":
+        value = (p * (logp - logq)).sum(1)
+    elif loss == "e2e_greedy":
+        value = 1 - (p * q).sum(1) + SOFT_SHARE * soft
+    else:
+        tv = 1 - torch.minimum(p, q).sum(1)
+        value = {"soft_ce": soft, "tv": tv, "e2e_tv": tv + SOFT_SHARE * soft}[loss]
+    return (value if row_weights is None else value * row_weights).sum()
 
 
 def exact_draft_grads(x: Inputs, state: Tensor, loss: DraftLoss, rows: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:

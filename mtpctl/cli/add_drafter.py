@@ -40,7 +40,9 @@ def add_drafter(
     ] = 16384,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Updates of the drafter; 0: leave it untrained.")] = 1000,
     drafts: Annotated[int, typer.Option("--drafts", metavar="K", min=1, help="Draft tokens per step that the drafter is trained for.")] = 3,
-    loss: Annotated[Literal["ce", "soft_ce", "kl", "tv"], typer.Option("--loss", help="Loss of the drafter (mtp.loss).")] = "soft_ce",
+    loss: Annotated[
+        Literal["ce", "soft_ce", "kl", "tv", "e2e_tv"], typer.Option("--loss", help="Loss of the drafter (mtp.loss).")
+    ] = "soft_ce",
     sets: Sets = None,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:

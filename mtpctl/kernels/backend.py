@@ -8,13 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from mtpctl.kernels.shards import RowStats
-from mtpctl.recipe.model import MtpLoss as DraftLoss
+from mtpctl.recipe.model import MtpLoss
+
+DraftLoss = Literal[MtpLoss, "e2e_greedy"]
+"""Losses of a draft: those of the recipe, of which `e2e_tv` has a second form for greedy drafts."""
+SOFT_SHARE = 0.1
+"""Weight of soft_ce in e2e_tv and e2e_greedy. Without it, they have almost no gradient if draft and target share no mass."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,13 @@ class LogitPair:
 class Agreement:
     """Comparison of the draft's distribution q with the teacher's p over this rank's columns; all [n].
 
-    overlap: Σ min(p, q). below: Σ q over entries with q < p, for tv only. cost: −Σ p log q for soft_ce, Σ p (log p − log q) for kl.
+    overlap: Σ min(p, q). gained: Σ q [q < p] for tv and e2e_tv, Σ q p for e2e_greedy, else 0. cost: −Σ p log q for soft_ce, e2e_tv and
+    e2e_greedy, Σ p (log p − log q) for kl.
     first_choice: log p of the most likely entry of q. saved: state for `Backend.draft_grads`.
     """
 
     overlap: Tensor
-    below: Tensor
+    gained: Tensor
     cost: Tensor
     first_choice: Tensor
     saved: object
@@ -150,15 +156,16 @@ class Agreement:
 
 @dataclass
 class DraftGradCoefficients:
-    """Coefficients of the gradient of a draft's scaled logit j with label x:  q_j own − teacher t_j − label 1[j = x].
+    """Coefficients of the gradient of a draft's scaled logit j with label x.
 
-    t_j is p_j, or q_j [q_j < p_j] for the total variation. own: [n].
+    The gradient is  q_j own − teacher p_j − gained q_j g_j − label 1[j = x], with g_j = p_j if `greedy`, else [q_j < p_j]. own: [n].
     """
 
     own: Tensor
     teacher: float
+    gained: float
     label: float
-    total_variation: bool
+    greedy: bool
 
 
 class Backend(Protocol):

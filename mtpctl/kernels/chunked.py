@@ -110,18 +110,20 @@ class Chunked:
         logp = (teacher if pair.rows is None else teacher[pair.rows]) - pair.teacher_lse.unsqueeze(1)
         first_choice = logp.gather(1, best).squeeze(1)
         logq.sub_(pair.draft_lse.unsqueeze(1))
-        below = cost = torch.zeros_like(pair.draft_lse)
+        gained = cost = torch.zeros_like(pair.draft_lse)
         if loss == "kl":
             p = logp.exp()
             cost = logp.sub_(logq).mul_(p).sum(1)
         else:
             p = logp.exp_()
-            if loss == "soft_ce":
+            if loss in ("soft_ce", "e2e_tv", "e2e_greedy"):
                 cost = -(p * logq).sum(1)
         q = logq.exp_()
-        if loss == "tv":
-            below = (q * (q < p)).sum(1)
-        return Agreement(torch.minimum(p, q).sum(1), below, cost, first_choice, (q, p))
+        if loss in ("tv", "e2e_tv"):
+            gained = (q * (q < p)).sum(1)
+        elif loss == "e2e_greedy":
+            gained = (q * p).sum(1)
+        return Agreement(torch.minimum(p, q).sum(1), gained, cost, first_choice, (q, p))
 
     def draft_grads(
         self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
@@ -129,8 +131,10 @@ class Chunked:
         assert isinstance(saved, tuple)
         q, p = saved
         c, own = coefficients, coefficients.own.unsqueeze(1)
-        grad = q.mul_(torch.where(q < p, own - c.teacher, own) if c.total_variation else own)
-        if not c.total_variation:
+        if c.gained:
+            own = own - c.gained * p if c.greedy else torch.where(q < p, own - c.gained, own)
+        grad = q.mul_(own)
+        if c.teacher:
             grad.sub_(p, alpha=c.teacher)
         _add_at(grad, problem.targets, -c.label)
         grad = scaled(grad, problem.inverse_temperature)

@@ -7,8 +7,11 @@ p is the trunk's distribution of a token and q the draft's, both at the rollout'
 - kl:       Σ p (log p − log q): same gradient as soft_ce, but 0 if q = p
 - tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
   2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
+- e2e_tv:   tv + `SOFT_SHARE` soft_ce, one row of the multi-step loss for sampled drafts. `mtpctl.trainer.multistep` weights the rows
+- e2e_greedy: 1 − Σ p q + `SOFT_SHARE` soft_ce, the same for greedy drafts
 
-The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, and q_j (Σ q [q < p] − [q_j < p_j]) for tv.
+The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, q_j (Σ q [q < p] − [q_j < p_j]) for tv, and
+q_j (Σ q p − p_j) for 1 − Σ p q.
 
 With a sharded vocabulary, ranks exchange a few numbers per row three times per slice and draft.
 
@@ -23,11 +26,20 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.backend import Agreement, Backend, DraftGradCoefficients, DraftLoss, GradTargets, LogitPair, Problem
+from mtpctl.kernels.backend import SOFT_SHARE, Agreement, Backend, DraftGradCoefficients, DraftLoss, GradTargets, LogitPair, Problem
 from mtpctl.kernels.inputs import Call, Rows, WeightGradBuffer
 from mtpctl.kernels.shards import RowStats, Shard, gather, join_shards, sum_ranks
 
 LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
+SHARES: dict[DraftLoss, tuple[float, float]] = {
+    "ce": (0.0, 0.0),
+    "soft_ce": (0.0, 1.0),
+    "kl": (0.0, 1.0),
+    "tv": (1.0, 0.0),
+    "e2e_tv": (1.0, SOFT_SHARE),
+    "e2e_greedy": (1.0, SOFT_SHARE),
+}
+"""Weights of a draft's chance of rejection and of `Agreement.cost` in each loss."""
 
 
 class DraftLossOut(NamedTuple):
@@ -135,16 +147,19 @@ class DraftTerm:
         else:  # this rank's shard is all padding
             zero = torch.zeros_like(top)
             agreement = Agreement(zero, zero, zero, torch.full_like(top, float("-inf")), None)
-        overlap, below, cost = sum_ranks(torch.stack([agreement.overlap, agreement.below, agreement.cost]), shard)
+        overlap, gained, cost = sum_ranks(torch.stack([agreement.overlap, agreement.gained, agreement.cost]), shard)
         overlap = overlap.clamp(max=1)
         self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _at(trunk.stats.logprob, rows), stats.hit
         self.overlap[span], self.greedy[span], self.lse[span] = overlap, _first_choice(top, agreement, shard).exp(), stats.lse
         main, ce = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
-        self.loss_sum += (main * (1 - overlap if loss == "tv" else cost) - ce * stats.logprob).sum()
+        greedy = loss == "e2e_greedy"
+        of_chance, of_cost = (main * share for share in SHARES[loss])
+        self.loss_sum += (of_chance * (1 - (gained if greedy else overlap)) + of_cost * cost - ce * stats.logprob).sum()
         if self.grad_dtype is None and not self.by_weight:
             return False
-        own = main * below + ce if loss == "tv" else torch.full_like(below, main + ce)
-        coefficients = DraftGradCoefficients(own * self.factor, main * self.factor, ce * self.factor, loss == "tv")
+        own = of_chance * gained + of_cost + ce
+        teacher, by_gained, label = (value * self.factor for value in (of_cost, of_chance, ce))
+        coefficients = DraftGradCoefficients(own * self.factor, teacher, by_gained, label, greedy)
         out = buffer.out if self.by_weight else None
         if problem.valid:
             local = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradTargets(self.grad_dtype, out, add))

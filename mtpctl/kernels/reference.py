@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpctl.kernels.backend import SOFT_SHARE
 from mtpctl.kernels.inputs import Call
 from mtpctl.kernels.shards import Shard, gather
 
@@ -50,6 +51,8 @@ def reference_draft(
     picked = logq.gather(1, labels).squeeze(1)
     overlap = torch.minimum(p, q).sum(1)
     terms = {"ce": -picked, "soft_ce": -(p * logq).sum(1), "kl": (p * (logp - logq)).sum(1), "tv": 1 - overlap}
+    terms["e2e_tv"] = terms["tv"] + SOFT_SHARE * terms["soft_ce"]
+    terms["e2e_greedy"] = 1 - (p * q).sum(1) + SOFT_SHARE * terms["soft_ce"]
     value = (mix * terms[loss] + (1 - mix) * terms["ce"]).sum()
     best = logq.argmax(1, keepdim=True)
     rows = (picked, logp.gather(1, labels).squeeze(1), overlap, p.gather(1, best).squeeze(1))

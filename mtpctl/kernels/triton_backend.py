@@ -172,10 +172,10 @@ class Triton:
                 partial, n, draft.logits.stride(0) // 8, draft.columns, tiles,
                 BN=self.tiles.bn, TILES=SUM_TILES, STEPS=SUM_STEPS, LOSS=loss, num_warps=4,
             )  # fmt: skip
-        overlap, below, cost = partial[:3].sum(1).unbind(0)
+        overlap, gained, cost = partial[:3].sum(1).unbind(0)
         # Equally likely entries may be in several programs' columns: take the first.
         first = (partial[3] > float("-inf")).to(torch.int8).argmax(0, keepdim=True)
-        return Agreement(overlap, below, cost, partial[3].gather(0, first).squeeze(0), draft)
+        return Agreement(overlap, gained, cost, partial[3].gather(0, first).squeeze(0), draft)
 
     def draft_grads(
         self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
@@ -185,9 +185,10 @@ class Triton:
         with on_device_of(problem.hidden):
             draft_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
                 draft.logits, draft.tops, pair.draft_lse, teacher.logits, teacher.tops, pair.teacher_lse, rows, draft.grads,
-                problem.targets, _scales(problem), coefficients.own, coefficients.teacher, coefficients.label,
+                problem.targets, _scales(problem), coefficients.own, coefficients.teacher, coefficients.gained, coefficients.label,
                 draft.logits.stride(0) // 8, tiles,
-                BN=self.tiles.bn, TILES=TILES_A_PROGRAM, TOTAL_VARIATION=coefficients.total_variation, num_warps=4,
+                BN=self.tiles.bn, TILES=TILES_A_PROGRAM, TEACHER=coefficients.teacher != 0, GAINED=coefficients.gained != 0,
+                GREEDY=coefficients.greedy, num_warps=4,
             )  # fmt: skip
         targets.clear_padding(problem.valid)
         return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, targets)
@@ -467,7 +468,7 @@ def draft_sums_kernel(
     teacher_top_ptr,
     teacher_lse_ptr,  # fp32 [n]
     teacher_row_ptr,  # int64 [n]
-    partial_ptr,  # fp32 [4, P, n]: overlap, below, cost, the teacher's log-prob of the draft's most likely entry
+    partial_ptr,  # fp32 [4, P, n]: overlap, gained, cost, the teacher's log-prob of the draft's most likely entry
     n,
     eights,
     columns,
@@ -485,7 +486,7 @@ def draft_sums_kernel(
     teacher_lse = tl.load(teacher_lse_ptr + row)
     best = tl.load(best_ptr + row)
     overlap = tl.zeros((TILES, BN), dtype=tl.float32)
-    below = tl.zeros((TILES, BN), dtype=tl.float32)
+    gained = tl.zeros((TILES, BN), dtype=tl.float32)
     cost = tl.zeros((TILES, BN), dtype=tl.float32)
     first_choice = float("-inf")
     mine = part * (TILES * STEPS) + tl.arange(0, TILES * STEPS)
@@ -503,11 +504,13 @@ def draft_sums_kernel(
         q = tl.exp2(logq * LOG2E)
         p = tl.exp2(logp * LOG2E)
         overlap += tl.minimum(p, q)
-        if LOSS == "tv":
-            below += tl.where(logq < logp, q, 0.0)
-        elif LOSS == "kl":
+        if LOSS == "tv" or LOSS == "e2e_tv":
+            gained += tl.where(logq < logp, q, 0.0)
+        elif LOSS == "e2e_greedy":
+            gained += q * p
+        if LOSS == "kl":
             cost += p * (logp - logq)
-        elif LOSS == "soft_ce":
+        elif LOSS == "soft_ce" or LOSS == "e2e_tv" or LOSS == "e2e_greedy":
             cost -= p * logq
         if holds_best:
             first = (saved == 0) & (top[:, None] == best) & (column < columns)
@@ -517,7 +520,7 @@ def draft_sums_kernel(
     partial = partial_ptr + part * n + row
     stride = programs * n
     tl.store(partial, tl.sum(tl.sum(overlap, 1), 0))
-    tl.store(partial + stride, tl.sum(tl.sum(below, 1), 0))
+    tl.store(partial + stride, tl.sum(tl.sum(gained, 1), 0))
     tl.store(partial + 2 * stride, tl.sum(tl.sum(cost, 1), 0))
     tl.store(partial + 3 * stride, first_choice)
 
@@ -537,12 +540,15 @@ def draft_grads_kernel(
     scale_ptr,  # fp32 [n], inverse temperature
     own_ptr,  # fp32 [n]
     by_teacher,
+    by_gained,
     by_label,
     eights,
     tiles,
     BN: tl.constexpr,
     TILES: tl.constexpr,  # per program
-    TOTAL_VARIATION: tl.constexpr,
+    TEACHER: tl.constexpr,  # whether `by_teacher` is not 0
+    GAINED: tl.constexpr,  # whether `by_gained` is not 0
+    GREEDY: tl.constexpr,
 ):
     programs = tl.cdiv(tiles, TILES)
     row = (tl.program_id(0) // programs).to(tl.int64)
@@ -555,8 +561,12 @@ def draft_grads_kernel(
     logp, _, _ = saved_logp(
         teacher_ptr, teacher_top_ptr, teacher_row, tl.load(teacher_lse_ptr + row), tile, tiles, teacher_row * (eights * 8) + column, inside
     )
-    own = tl.load(own_ptr + row)
     q = tl.exp2(logq * LOG2E)
-    learned = tl.where(logq < logp, q, 0.0) if TOTAL_VARIATION else tl.exp2(logp * LOG2E)
-    grad = (q * own - learned * by_teacher - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)) * tl.load(scale_ptr + row)
-    tl.store(grad_ptr + index, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    grad = q * tl.load(own_ptr + row) - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)
+    if TEACHER:
+        grad -= tl.exp2(logp * LOG2E) * by_teacher
+    if GREEDY:
+        grad -= q * tl.exp2(logp * LOG2E) * by_gained
+    elif GAINED:
+        grad -= tl.where(logq < logp, q, 0.0) * by_gained
+    tl.store(grad_ptr + index, (grad * tl.load(scale_ptr + row)).to(grad_ptr.dtype.element_ty), mask=inside)

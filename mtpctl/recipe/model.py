@@ -77,7 +77,7 @@ class ModelConfig(Section):
         return None if self.context is None else run / LONG_CONTEXT
 
 
-MtpLoss = Literal["ce", "soft_ce", "kl", "tv"]
+MtpLoss = Literal["ce", "soft_ce", "kl", "tv", "e2e_tv"]
 """Losses of an MTP depth. The only list of them: kernels and trainer use this type."""
 
 
@@ -90,7 +90,8 @@ class MtpConfig(Section):
     loss: MtpLoss = Field(
         "ce",
         description="Target of each MTP depth. ce: the sampled token; the others: the trunk's distribution, by cross-entropy (soft_ce), KL "
-        "divergence (kl) or total variation (tv), the share of probabilistic drafts that would be rejected.",
+        "divergence (kl) or total variation (tv), the share of probabilistic drafts that would be rejected. e2e_tv: maximizes the expected "
+        "number of accepted drafts of a step over all depths, for the drafts of rollout.speculation.draft_method.",
     )
     loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; ce has the weight 1 - loss_mix.")
     loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss relative to the main loss.")
@@ -136,6 +137,8 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     headless = shape is not None and not has_mtp_head(recipe.model, shape)
     if headless and recipe.mtp.mode != "off":
         yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
+    if recipe.mtp.loss == "e2e_tv" and recipe.mtp.mode == "joint":
+        yield ("mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk; set mtp.mode: isolated, or tv")
     if not recipe.mtp.trains and not headless and "draft" in recipe.train.stages:
         yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
     if headless and "draft" in recipe.train.stages:

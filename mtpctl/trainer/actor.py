@@ -114,6 +114,7 @@ class TrainerRank(WeightExporter):
             moe=train.moe,
             adapter_seed=self.recipe.seed,
             drafts=self.recipe.rollout.speculation.model_tokens,
+            greedy_drafts=self.recipe.rollout.speculation.draft_method == "greedy",
             only_drafter=train.stages == ["draft"],
         )
         if self.world_size > 1:

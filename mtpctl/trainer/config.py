@@ -18,7 +18,8 @@ class EngineConfig:
 
     train: if False, no gradient buffers are created. random_seed: initialize random weights on the device instead of loading them. lora:
     freeze the trunk and train adapters, initialized from `adapter_seed`; MTP layers train as without LoRA. drafts: number of draft tokens
-    per step whose acceptance is estimated; 0: one per MTP depth. only_drafter: the trunk is never trained, and has no gradient buffers.
+    per step whose acceptance is estimated; 0: one per MTP depth. greedy_drafts: the kind of drafts that `mtp.loss: e2e_tv` trains for.
+    only_drafter: the trunk is never trained, and has no gradient buffers.
     """
 
     parallel: ParallelConfig
@@ -35,6 +36,7 @@ class EngineConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     adapter_seed: int = 0
     drafts: int = 0
+    greedy_drafts: bool = False
     only_drafter: bool = False
 
 

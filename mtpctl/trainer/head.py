@@ -30,6 +30,7 @@ from mtpctl.model.packing import Packing
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import DraftRows
+from mtpctl.trainer.multistep import scaled_gradient
 from mtpctl.trainer.objective import Sums
 
 HITS = "hits"
@@ -176,15 +177,15 @@ class Head:
         labels: Tensor,
         temperature: float | Tensor,
         token_loss: TokenLoss,
-        drafts: Sequence[tuple[DraftRows, Draft]],
+        drafts: Sequence[tuple[DraftRows, Draft, Tensor | None]],
         *,
         scale: float,
         entropy: bool = False,
     ) -> tuple[Tensor, Sums, list[DraftLossOut]]:
         """Like `loss`, plus the losses of MTP depths against the trunk's distribution, each times its weight and `scale`.
 
-        drafts: the rows of each depth, and a draft whose `hidden` has all of this rank's states [t, H]. Also returns each depth's token
-        statistics.
+        drafts: the rows of each depth, a draft whose `hidden` has all of this rank's states [t, H], and the weights of the rows' gradients,
+        which may be written until the backward pass (None: 1). Also returns each depth's token statistics.
         """
         out = linear_policy_loss(
             distinct_rows(self._gather_sequence(state), rows),
@@ -192,8 +193,12 @@ class Head:
             labels,
             token_loss,
             drafts=[
-                replace(draft, hidden=distinct_rows(self._gather_sequence(draft.hidden), index.rows), rows=index.tokens)
-                for index, draft in drafts
+                replace(
+                    draft,
+                    hidden=scaled_gradient(distinct_rows(self._gather_sequence(draft.hidden), index.rows), weights),
+                    rows=index.tokens,
+                )
+                for index, draft, weights in drafts
             ],
             grad_scale=scale,
             temperature=temperature,
@@ -217,11 +222,13 @@ class Head:
         mix: float,
         scale: float,
         detach_weight: bool,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, DraftLossOut]:
         """The loss of an MTP depth against the trunk's distribution times `scale`, and the statistics of its tokens on all cp ranks.
 
         Recomputes the trunk's logits. state, trunk [t, H]: states of the depth and of the trunk. targets [n]: trunk rows that the draft's
-        labels were sampled from, `depth` tokens after the draft's rows. Call `backward` as for `loss`.
+        labels were sampled from, `depth` tokens after the draft's rows. weights [n]: as in `loss_with_drafts`. Call `backward` as for
+        `loss`.
         """
         state = self._gather_sequence(state)
         with torch.no_grad():
@@ -229,7 +236,7 @@ class Head:
         group = parallel_state.get_context_parallel_group() if self.parallel.cp > 1 else None
         rows, labels, _, index = self._local(packing, draft.rows, draft.labels, temperature)
         out = linear_draft_loss(
-            distinct_rows(state, rows),
+            scaled_gradient(distinct_rows(state, rows), weights, index),
             _target_states(packing, trunk, targets if index is None else targets[index], depth, group),
             weight,
             labels,

@@ -7,12 +7,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
 from mtpctl.trainer.acceptance import DepthProbabilities, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, MicroBatch, Totals
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
+from mtpctl.trainer.multistep import Chains
 from mtpctl.trainer.objective import Objective, Sums
 
 MEASURED_TOKENS = 8192
@@ -33,6 +35,9 @@ class UpdateLoss:
         self.denominator = objective.denominator(tokens=totals.trained, sequences=totals.sequences)
         self.drafts = [max(1, count) for count in totals.drafted]
         """The number of tokens that each depth drafts."""
+        self.draft_loss: DraftLoss = config.mtp.loss
+        if config.mtp.loss == "e2e_tv" and config.greedy_drafts:
+            self.draft_loss = "e2e_greedy"
         self._to_measure = MEASURED_TOKENS
 
     def __call__(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
@@ -56,11 +61,12 @@ class UpdateLoss:
 
     def _one_pass(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The losses of the trunk and of the MTP depths, which learn from the logits computed for the trunk's loss."""
-        mtp, scale = self.config.mtp, 1 / self.denominator
+        mtp, scale, chains = self.config.mtp, 1 / self.denominator, self._chains(micro)
         drafts = [
             (
                 rows,
-                Draft(state, None, mtp.loss, mtp.loss_mix, weight=self._scale(depth) / scale, detach_weight=mtp.mode == "isolated"),
+                Draft(state, None, self.draft_loss, mtp.loss_mix, weight=self._scale(depth) / scale, detach_weight=mtp.mode == "isolated"),
+                None if chains is None else chains.weights[depth - 1],
             )
             for depth, (state, rows) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1)
         ]
@@ -78,7 +84,7 @@ class UpdateLoss:
         )
         sums |= loss_sums
         measured = self._measured(micro)
-        for depth, output in enumerate(outputs, start=1):
+        for depth, output in enumerate(self._weighted(chains, outputs), start=1):
             sums |= _depth_sums(depth, output)
         chances = [_chances(output, draft, len(micro.labels), measured) for output, draft in zip(outputs, micro.drafts, strict=True)]
         return sum(candidate_losses, loss), sums | acceptance_sums(micro, chances, measured, self.config.drafts)
@@ -114,15 +120,29 @@ class UpdateLoss:
 
     def _scale(self, depth: int) -> float:
         """The factor of the summed loss of an MTP depth."""
-        return self.config.mtp.loss_scale / (self.drafts[depth - 1] * len(self.drafts))
+        # The multi-step loss is a mean over chains, which have the same weight at every depth.
+        count = self.drafts[0 if self.config.mtp.loss == "e2e_tv" else depth - 1]
+        return self.config.mtp.loss_scale / (count * len(self.drafts))
+
+    def _chains(self, micro: MicroBatch) -> Chains | None:
+        """The row weights of the multi-step loss; None for other losses."""
+        return Chains(micro.drafts, len(micro.labels)) if self.config.mtp.loss == "e2e_tv" else None
+
+    def _weighted(self, chains: Chains | None, outputs: list[DraftLossOut]) -> list[DraftLossOut]:
+        """Write the weights of all depths' rows, and return the outputs with each depth's share of the multi-step loss."""
+        if chains is None:
+            return outputs
+        losses = chains.fill([output.greedy if self.config.greedy_drafts else output.overlap for output in outputs])
+        return [output._replace(loss_sum=loss) for output, loss in zip(outputs, losses, strict=True)]
 
     def _drafts(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
         """The loss of each MTP depth, deepest first, and their metric sums."""
         if not self.drafts:
             return [], {}
-        mtp = self.config.mtp
+        mtp, chains = self.config.mtp, self._chains(micro)
         losses: list[Tensor] = []
         sums: Sums = {}
+        outputs: list[DraftLossOut] = []
         chances: list[DepthProbabilities] = []
         measured = self._measured(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
@@ -148,14 +168,25 @@ class UpdateLoss:
                 with torch.no_grad():
                     output = self._against_trunk(micro, hidden, state, compared, depth, 0.0)[1]
             else:
-                loss, output = self._against_trunk(micro, hidden, state, draft, depth, scale)
-                sums |= _depth_sums(depth, output)
+                weights = None if chains is None else chains.weights[depth - 1]
+                loss, output = self._against_trunk(micro, hidden, state, draft, depth, scale, weights)
             losses.append(loss)
+            outputs.insert(0, output)
             chances.insert(0, _chances(output, compared, len(micro.labels), measured))
+        if mtp.loss != "ce":
+            for depth, output in enumerate(self._weighted(chains, outputs), start=1):
+                sums |= _depth_sums(depth, output)
         return losses, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
     def _against_trunk(
-        self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float
+        self,
+        micro: MicroBatch,
+        hidden: Hidden,
+        state: Tensor,
+        draft: DraftRows,
+        depth: int,
+        scale: float,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, DraftLossOut]:
         mtp = self.config.mtp
         return self.head.draft(
@@ -167,10 +198,11 @@ class UpdateLoss:
             micro.rows[draft.tokens],
             self.temperature,
             depth=depth,
-            loss=mtp.loss,
+            loss=self.draft_loss,
             mix=mtp.loss_mix,
             scale=scale,
             detach_weight=mtp.mode == "isolated",
+            weights=weights,
         )
 
     def _measured(self, micro: MicroBatch) -> int:

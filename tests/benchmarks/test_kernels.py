@@ -9,6 +9,8 @@ import torch
 
 import draft_losses
 import kernel_errors
+import multistep_loss
+import multistep_training
 import sharded_head
 from kernel_errors import Exact, distance, exact_draft_grads
 from mtpctl.bench.fused_kernels import Shape, make_inputs
@@ -28,13 +30,16 @@ def test_oracle_is_autograd_in_float64() -> None:
     assert distance(weight_grad, expected[1][exact.entries]) < 1e-12
 
 
-@pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv"])
+@pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv", "e2e_tv", "e2e_greedy"])
 def test_oracle_of_a_draft_loss_is_the_gradient_of_its_equation(loss: str) -> None:
     x = make_inputs(Shape(20, 8, 50), torch.float64, "cpu", seed=3)
     state = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
     rows, entries = torch.tensor([1, 5, 19]), torch.tensor([0, 7, 49])
     q, p = (state @ x.weight.T).softmax(1), (x.hidden @ x.weight.T).softmax(1).detach()
-    value = {"soft_ce": -(p * q.log()).sum(), "kl": (p * (p / q).log()).sum(), "tv": 0.5 * (p - q).abs().sum()}[loss]
+    soft, tv = -(p * q.log()).sum(), 0.5 * (p - q).abs().sum()
+    greedy = 20 - (p * q).sum()
+    values = {"soft_ce": soft, "kl": (p * (p / q).log()).sum(), "tv": tv, "e2e_tv": tv + 0.1 * soft, "e2e_greedy": greedy + 0.1 * soft}
+    value = values[loss]
     expected = torch.autograd.grad(value, (state, x.weight))
     hidden_grad, weight_grad = exact_draft_grads(x, state, loss, rows, entries)  # type: ignore[arg-type]
     assert torch.allclose(hidden_grad, expected[0][rows], atol=1e-12)
@@ -63,8 +68,23 @@ def test_wrong_gradients_miss_the_error_bounds(monkeypatch: pytest.MonkeyPatch, 
 def test_draft_losses_are_measured_alone_and_in_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(draft_losses, monkeypatch, capsys, "--shape", "16x8x100")
     for head in ("isolated", "joint"):
-        for loss in ("ce", "soft_ce", "kl", "tv"):
+        for loss in ("ce", "soft_ce", "kl", "tv", "e2e_tv", "e2e_greedy"):
             assert f"| {head} | {loss} | alone |" in printed and f"| {head} | {loss} | with a policy loss |" in printed
+
+
+def test_multistep_loss_is_measured_and_its_errors_are_bounded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(multistep_loss, monkeypatch, capsys, "--shape", "96x16x300", "--depths", "2")
+    for loss in ("e2e_tv", "e2e_greedy"):
+        assert f"\n| {loss} | " in printed and f"| {loss} | 2 | " in printed
+
+
+def test_head_without_common_mass_learns_faster_with_the_multistep_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = run(multistep_training, monkeypatch, capsys, "--updates", "60", "--seeds", "1")
+    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    ends = {line[0]: float(line[2].split()[0]) for line in lines[1:]}
+    assert ends["e2e_tv"] > ends["soft_ce"] > 1 and ends["e2e_tv"] > ends["tv"]
 
 
 def test_two_ranks_share_the_vocabulary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

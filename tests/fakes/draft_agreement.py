@@ -127,6 +127,8 @@ def plain_torch(case: DraftCase, device: str = "cpu") -> Grads:
             "soft_ce": -(target.exp() * logq).sum(1),
             "kl": (target.exp() * (target - logq)).sum(1),
             "tv": 1 - torch.minimum(target.exp(), logq.exp()).sum(1),
+            "e2e_greedy": 1 - (target.exp() * (logq.exp() + 0.1 * logq)).sum(1),
+            "e2e_tv": 1 - torch.minimum(target.exp(), logq.exp()).sum(1) - 0.1 * (target.exp() * logq).sum(1),
         }
         total = total + draft.weight * ((draft.mix * values[draft.loss] + (1 - draft.mix) * ce) * keep[rows]).sum()
     grads = torch.autograd.grad(total * SCALE, (trunk, weight, *(draft.hidden for draft in drafts)))

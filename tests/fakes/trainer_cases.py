@@ -197,6 +197,14 @@ def _uneven(model: str, loss: Literal["ce", "soft_ce", "tv"], layout: str) -> Ca
     return replace(_case(name, model, fields={"mtp": mtp}, like=one, **LAYOUTS[layout]), uneven=True)
 
 
+def _multistep(name: str, model: str, *, like: str = "", workspace: int = 1 << 30, **parallel: Any) -> Case:
+    """The multi-step loss: with sampled drafts on several layers, with greedy drafts on one that is repeated."""
+    repeated = model == "tied"
+    mtp = MtpConfig(mode="isolated", loss="e2e_tv", repeat=3 if repeated else 1, loss_scale=0.3, clip_grad=0)
+    fields = {"mtp": mtp, "greedy_drafts": repeated, "kernels": KernelsConfig(workspace_bytes=workspace)}
+    return _case(name, model, fields=fields, like=like or name, **parallel)
+
+
 def _drafts_only(name: str, model: str, **parallel: Any) -> Case:
     """An engine of several ranks without gradient buffers of the trunk matches one with a frozen trunk."""
     mtp = MtpConfig(mode="isolated", loss="soft_ce", repeat=2, loss_scale=0.3, clip_grad=0)
@@ -350,6 +358,15 @@ CASES = [
         for layout, parallel in LAYOUTS.items()
         if model == "tied" or layout != "pp2"
     ),
+    *(
+        _multistep(f"{layout}-{model}-multistep", model, like=f"one-{model}-multistep", **parallel)
+        for model in ("three-depths", "tied")
+        for layout, parallel in LAYOUTS.items()
+    ),
+    # Chains across slices of rows.
+    _multistep(
+        "slices-multistep", "three-depths", like="one-three-depths-multistep", workspace=FEW_ROWS, tp=2, sequence_parallel=True, cp=2
+    ),
     _crowded("crowded"),
     _crowded("crowded-ep2", dp=2, ep=2),
     _crowded("crowded-ep2-recomputed", dp=2, ep=2, fields=FULL),
@@ -365,6 +382,7 @@ DEFAULT = frozenset(
         *("token-sp2", "own-cp2", "gspo-cp2"),
         *("tp2-eagle3", "sp2-eagle3", "cp2-eagle3", "tied-drafts-only-pp2", "eagle3-drafts-only-sp2"),
         *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2", "crowded-lora-ep2"),
+        *("sp2-tied-multistep", "cp2-three-depths-multistep"),
         *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
     }
 )

@@ -97,6 +97,7 @@ def test_policy_loss_matches_the_oracle(workspace: int) -> None:
     [
         ({"loss": "tv", "mix": 0.9}, {"loss": "kl", "weight": 0.5, "detach_weight": True}),
         ({"loss": "soft_ce"}, {"loss": "tv", "detach_weight": True}),
+        ({"loss": "e2e_tv", "mix": 0.9}, {"loss": "e2e_greedy", "detach_weight": True}),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from tests.fakes.forked import in_gloo_group, run_ranks
 from tests.fakes.kernel_agreement import relative
 
 ROWS, WIDTH, VOCAB, PADDING = 150, 16, 131, 3
-MIXES = [("ce", 1.0), ("soft_ce", 1.0), ("kl", 1.0), ("tv", 1.0), ("tv", 0.9), ("soft_ce", 0.5)]
+MIXES = [("ce", 1.0), ("soft_ce", 1.0), ("kl", 1.0), ("tv", 1.0), ("tv", 0.9), ("soft_ce", 0.5), ("e2e_tv", 0.9), ("e2e_greedy", 0.9)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one slice": {"workspace_bytes": 1 << 24},
     "slices of rows": {"workspace_bytes": 40 * (TEMPORARIES + 2) * 8 * 192},
@@ -60,6 +60,8 @@ def by_hand(p: dict[str, Any], loss: str, mix: float) -> tuple[Tensor, Tensor, T
         "soft_ce": -(target * torch.log(q)).sum(1),
         "kl": (target * torch.log(target / q)).sum(1),
         "tv": 0.5 * (target - q).abs().sum(1),
+        "e2e_tv": 0.5 * (target - q).abs().sum(1) - 0.1 * (target * torch.log(q)).sum(1),
+        "e2e_greedy": 1 - (target * q).sum(1) - 0.1 * (target * torch.log(q)).sum(1),
     }[loss]
     total = (mix * value + (1 - mix) * ce).sum()
     return total.detach(), *torch.autograd.grad(total * 0.25, (p["hidden"], p["weight"]))
@@ -123,6 +125,8 @@ def test_half_precision_error_is_within_that_of_plain_torch(loss: str) -> None:
         "soft_ce": -(logp.exp() * logq).sum(1),
         "kl": (logp.exp() * (logp - logq)).sum(1),
         "tv": 1 - torch.minimum(logp.exp(), logq.exp()).sum(1),
+        "e2e_tv": 1 - torch.minimum(logp.exp(), logq.exp()).sum(1) - 0.1 * (logp.exp() * logq).sum(1),
+        "e2e_greedy": 1 - (logp.exp() * (logq.exp() + 0.1 * logq)).sum(1),
     }
     plain = torch.autograd.grad(values[loss].sum() * 0.25, (p["hidden"], p["weight"]))
     for tensor, reference, oracle in zip(got, plain, expected, strict=True):
@@ -173,7 +177,7 @@ def test_sharded_vocabulary_gives_the_same(loss: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "mse"}, "loss: 'mse', expected one of ce, soft_ce, kl, tv"),
+        ({"loss": "mse"}, "loss: 'mse', expected one of ce, soft_ce, kl, tv, e2e_tv, e2e_greedy"),
         ({"mix": 1.5}, "mix: 1.5, expected 0 to 1"),
         ({"implementation": "cuda"}, "implementation: 'cuda', expected one of auto, chunked, triton, reference"),
         ({"teacher": torch.zeros(2, WIDTH)}, "teacher: "),

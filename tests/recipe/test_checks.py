@@ -121,6 +121,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.speculation.num_tokens: 4, but after the model's 2 MTP layers vLLM starts over with the first",
         ),
         (["train.stages=[]"], "train.stages: must be draft, sft and rl"),
+        (["mtp.loss=e2e_tv", "mtp.mode=joint"], "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk"),
         ([EAGLE3, "mtp.mode=joint"], "mtp.mode: joint is not supported with an EAGLE-3 drafter"),
         ([EAGLE3, "train.parallel.pp=2"], "train.parallel.pp: an EAGLE-3 drafter reads states of several stages"),
         (["train.stages=[rl, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),

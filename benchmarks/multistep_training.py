@@ -1,0 +1,145 @@
+"""Which MTP loss accepts most, for a randomly initialized head of little capacity on a toy target.
+
+    python benchmarks/multistep_training.py                          # three draft tokens, two seeds
+    python benchmarks/multistep_training.py --drafts 5 --updates 100 --seeds 1
+
+The target is a random function of the last two tokens, with an entropy of about 0.7 nats. The head is one small layer that is repeated for
+every draft token, under the target's LM head. Its gradients are those of the training kernels. Tokens per step (accepted drafts + 1) are
+exact expectations over 20,000 contexts, for sampled and for greedy drafts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness import parser, print_environment
+from mtpctl.bench.report import markdown
+from mtpctl.kernels.backend import DraftLoss
+from mtpctl.kernels.policy import linear_draft_loss
+from mtpctl.trainer.batch import DraftRows
+from mtpctl.trainer.multistep import Chains, scaled_gradient
+
+VOCAB, WIDTH, NARROW, SHARPNESS = 96, 32, 16, 7.0
+BATCH, RATE, CONTEXTS = 192, 3e-3, 20_000
+LOSSES: tuple[DraftLoss, ...] = ("ce", "soft_ce", "tv", "e2e_tv", "e2e_greedy")
+
+
+class Target:
+    """A language model whose next token depends on the last two."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=self.generator)  # noqa: E731
+        self.embedding, self.first, self.second = draw(VOCAB, WIDTH), draw(2 * WIDTH, 64) / (2 * WIDTH) ** 0.5, draw(64, WIDTH) / 8
+        self.head = draw(VOCAB, WIDTH) * SHARPNESS / WIDTH**0.5
+
+    def state(self, tokens: Tensor) -> Tensor:
+        """The normalized state [n, H] after each pair of tokens [n, 2]."""
+        hidden = torch.tanh(self.embedding[tokens].flatten(1) @ self.first) @ self.second
+        return hidden / hidden.pow(2).mean(1, keepdim=True).sqrt()
+
+    def responses(self, count: int, length: int) -> Tensor:
+        """Sampled sequences [count, length], without a prefix in which they become typical."""
+        tokens = torch.randint(VOCAB, (count, 2), generator=self.generator)
+        for _ in range(length):
+            p = (self.state(tokens[:, -2:]) @ self.head.T).softmax(1)
+            tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=self.generator)], dim=1)
+        return tokens[:, -length:]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Drafts of one step for each of n responses, by depth: the head's and the target's states [n, H], and the sampled tokens [n]."""
+
+    states: list[Tensor]
+    teachers: list[Tensor]
+    labels: list[Tensor]
+
+    @classmethod
+    def of(cls, target: Target, layer: nn.Module, drafts: int, count: int) -> Chain:
+        tokens = target.responses(count, drafts + 3)
+        state, chain = target.state(tokens[:, :2]), cls([], [], [])
+        for depth in range(1, drafts + 1):
+            state = layer(torch.cat([state, target.embedding[tokens[:, depth + 1]]], dim=1))
+            state = state / (state.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+            chain.states.append(state)
+            chain.teachers.append(target.state(tokens[:, depth : depth + 2]))
+            chain.labels.append(tokens[:, depth + 2])
+        return chain
+
+
+def gradient_loss(chain: Chain, target: Target, loss: DraftLoss) -> Tensor:
+    """A scalar whose gradients are those of the loss."""
+    count, drafts = len(chain.labels[0]), len(chain.labels)
+    # One response after another, as in a packed row; the first token of each is not drafted.
+    first = torch.arange(count) * (drafts + 1)
+    rows = [DraftRows(first, labels, first + depth) for depth, labels in enumerate(chain.labels, start=1)]
+    chains, chained, outs = Chains(rows, count * (drafts + 1)), loss.startswith("e2e"), []
+    for state, teacher, labels, weights in zip(chain.states, chain.teachers, chain.labels, chains.weights, strict=True):
+        hidden = scaled_gradient(state, weights if chained else None)
+        outs.append(linear_draft_loss(hidden, teacher, target.head, labels, loss=loss, grad_scale=1 / count, detach_weight=True))
+    chains.fill([out.greedy if loss == "e2e_greedy" else out.overlap for out in outs])
+    return torch.stack([out.loss_sum for out in outs]).sum() / count
+
+
+@torch.no_grad()
+def tokens_per_step(chain: Chain, target: Target) -> tuple[float, float]:
+    """With sampled and with greedy drafts: 1 + Σ of the probabilities to reach each draft and to accept it."""
+    totals, reached = [1.0, 1.0], [torch.ones(len(chain.labels[0]))] * 2
+    for state, teacher, labels in zip(chain.states, chain.teachers, chain.labels, strict=True):
+        q, p = ((each @ target.head.T).softmax(1) for each in (state, teacher))
+        at, best = labels.unsqueeze(1), q.argmax(1)
+        accepted = [torch.minimum(p, q).sum(1), p.gather(1, best.unsqueeze(1)).squeeze(1)]
+        survived = [(q / p).gather(1, at).squeeze(1).clamp(max=1), (best == labels).float()]
+        totals = [total + float((r * a).mean()) for total, r, a in zip(totals, reached, accepted, strict=True)]
+        reached = [r * s for r, s in zip(reached, survived, strict=True)]
+    return totals[0], totals[1]
+
+
+def train(loss: DraftLoss, seed: int, drafts: int, updates: int) -> list[tuple[float, float]]:
+    """Tokens per step after a sixth of the updates, and at the end."""
+    target = Target(seed)
+    torch.manual_seed(seed)
+    layer = nn.Sequential(nn.Linear(2 * WIDTH, NARROW), nn.SiLU(), nn.Linear(NARROW, WIDTH))
+    optimizer, measured = torch.optim.Adam(layer.parameters(), lr=RATE), []
+    for number in range(1, updates + 1):
+        optimizer.param_groups[0]["lr"] = RATE * min(1.0, 2 * (1 - number / updates) + 0.02)
+        optimizer.zero_grad()
+        gradient_loss(Chain.of(target, layer, drafts, BATCH), target, loss).backward()
+        optimizer.step()
+        if number in (max(1, updates // 6), updates):
+            with torch.no_grad():
+                measured.append(tokens_per_step(Chain.of(target, layer, drafts, CONTEXTS), target))
+    return measured
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--drafts", type=int, default=3, help="Draft tokens per step.")
+    arguments.add_argument("--updates", type=int, default=1200)
+    arguments.add_argument("--seeds", type=int, default=2, help="Number of targets and heads.")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    print_environment()
+    print(f"{options.drafts} drafts, {options.updates} updates of {BATCH} chains; tokens per step, the mean and each seed\n")
+    early = f"after {max(1, options.updates // 6)} updates"
+    headings = ("loss", f"sampled, {early}", "sampled, at the end", f"greedy, {early}", "greedy, at the end")
+    print(markdown(headings, []), flush=True)
+    for loss in LOSSES:
+        runs = [train(loss, seed, options.drafts, options.updates) for seed in range(options.seeds)]
+        cells = []
+        for kind in (0, 1):
+            ends = [run[-1][kind] for run in runs]
+            cells += [
+                f"{statistics.mean(run[0][kind] for run in runs):.2f}",
+                f"{statistics.mean(ends):.2f} ({', '.join(f'{end:.2f}' for end in ends)})",
+            ]
+        print(f"| {' | '.join([loss, *cells])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
