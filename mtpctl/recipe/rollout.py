@@ -59,6 +59,8 @@ class EngineTraits:
     """Updates live weights only without quantization and pipeline stages."""
     weightless_drafters: bool
     """Drafts by n-grams or suffixes."""
+    block_verification: bool
+    """Verifies the drafts of a step jointly, on GPUs."""
     deterministic_arg: str | None = None
     """Name in `rollout.engine_args` that makes seeded sampling repeatable; None: it always is."""
 
@@ -74,6 +76,11 @@ class SpeculationConfig(Section):
         "greedy",
         description="greedy: drafts are the MTP head's most likely tokens; probabilistic: drafts are sampled from its distribution at the "
         "request's temperature. The output distribution is the same.",
+    )
+    verification: Literal["token", "block"] = Field(
+        "token",
+        description="token: drafts are verified one after another; block: jointly, which accepts more probabilistic drafts. The output "
+        "distribution is the same. block needs vLLM on a GPU.",
     )
     auto: bool = Field(
         False, description="Draft 0 to num_tokens tokens per step, whichever is fastest; measured repeatedly as load and weights change."
@@ -222,6 +229,7 @@ class VllmConfig(RolloutBase):
         mtp_by_depth=True,
         unquantized_only=True,
         weightless_drafters=True,
+        block_verification=True,
     )
     eager: bool = Field(False, description="Disable compilation and CUDA graphs: faster to start, slower to run.")
 
@@ -243,6 +251,7 @@ class SglangConfig(RolloutBase):
         mtp_by_depth=False,
         unquantized_only=False,
         weightless_drafters=False,
+        block_verification=False,
         deterministic_arg="enable_deterministic_inference",
     )
     python: HomePath | None = Field(None, description="Python interpreter of SGLang's virtual environment.")
@@ -315,8 +324,16 @@ def check_on_trainer_gpus(recipe: Recipe) -> Complaints:
 
 
 def check_speculation(rollout: RolloutBase) -> Complaints:
-    """Report automatic speculation without draft tokens, and settings that a drafter without weights does not have."""
+    """Report automatic speculation without draft tokens, and settings that a drafter or an engine does not have."""
     speculation = rollout.speculation
+    if speculation.verification == "block":
+        field = "rollout.speculation.verification"
+        if not rollout.traits.block_verification:
+            yield f"{field}: {rollout.traits.title} verifies token by token; set token, or rollout.engine: vllm"
+        elif speculation.method != "model":
+            yield f"{field}: drafts of {speculation.method} have no probabilities, so block accepts no more of them; set token"
+        elif speculation.draft_method == "greedy":
+            yield f"{field}: block accepts no more greedy drafts than token; set draft_method: probabilistic, or verification: token"
     if speculation.auto and not speculation.num_tokens:
         yield "rollout.speculation.auto: has no effect with num_tokens: 0; set num_tokens, or auto: false"
     if speculation.method == "model" or not speculation.num_tokens:
@@ -385,7 +402,9 @@ def check_tp(tp: int, shape: ModelShape) -> Complaints:
 
 
 def check_engine_device(recipe: Recipe) -> Complaints:
-    """Report an engine without CPU support on a CPU."""
+    """Report an engine without CPU support on a CPU, and a verification that it does not have there."""
+    if recipe.device == "cpu" and recipe.rollout.speculation.verification == "block" and recipe.rollout.traits.block_verification:
+        yield "rollout.speculation.verification: vLLM on a CPU verifies token by token; set token, or cluster.device: cuda"
     if not recipe.rollout.traits.cpu and recipe.device == "cpu":
         yield f"rollout.engine: {recipe.rollout.engine} needs a GPU; set vllm, or cluster.device: cuda"
 

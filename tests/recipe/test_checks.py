@@ -121,6 +121,18 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.speculation.num_tokens: 4, but after the model's 2 MTP layers vLLM starts over with the first",
         ),
         (["train.stages=[]"], "train.stages: must be draft, sft and rl"),
+        (
+            ["rollout.speculation={verification: block, draft_method: probabilistic}"],
+            "rollout.speculation.verification: vLLM on a CPU verifies token by token; set token",
+        ),
+        (
+            [*CARD, "rollout.speculation.verification=block"],
+            "rollout.speculation.verification: block accepts no more greedy drafts than token; set draft_method: probabilistic",
+        ),
+        (
+            [*CARD, "rollout.speculation={verification: block, method: ngram}"],
+            "rollout.speculation.verification: drafts of ngram have no probabilities, so block accepts no more of them; set token",
+        ),
         (["mtp.loss=e2e_tv", "mtp.mode=joint"], "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk"),
         ([EAGLE3, "mtp.mode=joint"], "mtp.mode: joint is not supported with an EAGLE-3 drafter"),
         ([EAGLE3, "train.parallel.pp=2"], "train.parallel.pp: an EAGLE-3 drafter reads states of several stages"),

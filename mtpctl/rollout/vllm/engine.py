@@ -53,8 +53,8 @@ class VllmEngine(Engine):
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
         """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args` and for an unsupported head size, and vLLM's errors for a model that
-        it cannot load, with the root cause if its core fails in another process.
+        Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, and block verification that vLLM ignores;
+        and vLLM's errors for a model that it cannot load, with the root cause if its core fails in another process.
         """
         os.environ.update(settings.environment)
         check_plugin()
@@ -81,6 +81,8 @@ class VllmEngine(Engine):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
         engine = cls(llm, settings, version)
         await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
+        if settings.verifies_blocks:
+            check_verification(await engine._within(VllmClient(llm).rpc("mtpctl_verification"), "asking for the verification rule"))
         if settings.args.get("enable_lora"):
             await engine._target.load_zero_adapter()
         return engine
@@ -190,6 +192,18 @@ def check_plugin() -> None:
     """Raise EnvironmentMissing if vLLM's processes would not find mtpctl's plugin."""
     if not entry_points(group="vllm.general_plugins", name="mtpctl"):
         raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
+
+
+def check_verification(rules: list[object]) -> None:
+    """Raise UserError if a worker verifies token by token although block verification was requested, which vLLM ignores silently.
+
+    rules: of each worker (`WorkerExtension.mtpctl_verification`).
+    """
+    if any(rule != "block" for rule in rules):
+        raise UserError(
+            "rollout.speculation.verification: vLLM ignores block here and verifies token by token, because it uses its first model runner "
+            "(on a CPU, or with VLLM_USE_V2_MODEL_RUNNER=0); set token, or remove the variable on a GPU"
+        )
 
 
 def check_engine_args(args: Arguments) -> None:

@@ -76,6 +76,7 @@ def install() -> None:
         pauses,
         routes,
         sampling,
+        verification,
         weights,
     )
 
@@ -90,6 +91,7 @@ def install() -> None:
         cpu_kernels.install_short_queries,
         drafter.install_drafter,
         drafter.install_depths,
+        verification.install_verification,
         pauses.install_partial_outputs,
         draft_counts.install_draft_counts,
         logprobs.install_logprobs,

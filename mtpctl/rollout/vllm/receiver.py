@@ -182,6 +182,11 @@ class WorkerExtension:
         speculative = self.vllm_config.speculative_config
         return speculative is not None and speculative.use_eagle()
 
+    def mtpctl_verification(self) -> str:
+        """The rule by which this worker verifies drafts: `block` or `token`."""
+        sampler = getattr(self.model_runner, "rejection_sampler", None)
+        return "block" if getattr(sampler, "use_block_verification", False) else "token"
+
     def mtpctl_draft_s(self) -> dict[int, float]:
         """Median drafting seconds per step since the last call, by number of draft tokens."""
         return TIMES.take()

@@ -54,6 +54,11 @@ class VllmSettings:
         return bool(speculative) and speculative.get("method") not in WEIGHTLESS
 
     @property
+    def verifies_blocks(self) -> bool:
+        """Whether drafts are to be verified jointly."""
+        return (self.args.get("speculative_config") or {}).get("rejection_sample_method") == "block"
+
+    @property
     def model(self) -> str:
         """Folder or hub id."""
         return str(self.args["model"])
@@ -114,6 +119,8 @@ def engine_settings(
             speculative = {"method": rollout.speculation.method, "num_speculative_tokens": k} | WEIGHTLESS[rollout.speculation.method]
         elif (drafter := Path(model) / DRAFTER).is_dir():
             speculative |= {"method": "eagle3", "model": str(drafter)}
+        if rollout.speculation.verification == "block":
+            speculative["rejection_sample_method"] = "block"
         args["speculative_config"] = speculative
     if k and rollout.speculation.auto:
         speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)

@@ -1,0 +1,104 @@
+"""Random numbers of block verification (vLLM 0.32.0)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.guard import assign, patch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+_MULTIPLIER = 0x1E3779B97F4A7C15
+"""An odd number whose multiples differ in all bytes."""
+
+
+@patch
+def install_verification() -> None:
+    """Give every step of block verification its own random numbers.
+
+    vLLM draws the random numbers that sample a draft and that accept it from the request's seed and the token's position. Token by token,
+    a position is examined once: verification ends at the first rejected draft, and the next step begins after it. Block verification
+    examines all drafts before it decides how many to accept (arXiv 2403.10444, algorithm 2). The positions after the accepted prefix are
+    drafted and verified again in the next step, with the same random numbers, although the decision depended on them. That changes the
+    distribution of tokens: on a toy with three drafts it is off by a total variation of 0.01, and fewer drafts are accepted
+    (`tests/rollout/vllm/patches/test_verification.py`).
+
+    With the patch, the seed of a request also depends on the position at which the step begins. Standard verification is unchanged.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        return  # the first model runner, which verifies token by token
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+    from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+    check_noise(inspect.getsource(rejection_sampler_utils))
+    assign(rejection_sampler, rejection_sample=verify_with_fresh_noise(rejection_sampler_utils.rejection_sample))
+    for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
+        assign(speculator, propose=propose_with_fresh_noise(vars(speculator)["propose"]))
+
+
+def check_noise(source: str) -> None:
+    """Raise UpstreamMoved unless the verification kernel in `source` draws its numbers from the seed and the position."""
+    if "tl_rand32(seed, pos" not in source:
+        raise UpstreamMoved(f"{__name__}: vLLM's rejection kernel draws its random numbers in another way; check whether steps share them")
+
+
+def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """A copy of `seeds`, in which the seeds of `requests` also depend on the positions `begins` of their step.
+
+    seeds [slots], int64. requests, begins [n]: slots, and the position of each one's first row.
+    """
+    mixed = seeds.clone()
+    slots = requests.long()
+    mixed[slots] = seeds[slots] ^ ((begins.long() + 1) * _MULTIPLIER)
+    return mixed
+
+
+def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """`rejection_sample`, whose block verification uses `step_seeds`."""
+    parameters = inspect.signature(upstream)
+    _require(parameters, "rejection_sample", "cu_num_logits", "pos", "idx_mapping", "seed", "use_block_verification")
+
+    @wraps(upstream)
+    def rejection_sample(*args: Any, **kwargs: Any) -> Any:
+        call = parameters.bind(*args, **kwargs)
+        given = call.arguments
+        if given.get("use_block_verification"):
+            given["seed"] = step_seeds(given["seed"], given["idx_mapping"], given["pos"][given["cu_num_logits"][:-1].long()])
+        return upstream(*call.args, **call.kwargs)
+
+    return rejection_sample
+
+
+def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A drafter's `propose`, which samples drafts for block verification with `step_seeds`."""
+    parameters = inspect.signature(upstream)
+    _require(parameters, "propose", "input_batch", "seeds", "dummy_run")
+
+    @wraps(upstream)
+    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.speculative_config.rejection_sample_method != "block":
+            return upstream(self, *args, **kwargs)
+        call = parameters.bind(self, *args, **kwargs)
+        given = call.arguments
+        if not given.get("dummy_run"):
+            batch: InputBatch = given["input_batch"]
+            first_rows = batch.logits_indices[batch.cu_num_logits[:-1].long()]
+            given["seeds"] = step_seeds(given["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
+        return upstream(*call.args, **call.kwargs)
+
+    return propose
+
+
+def _require(parameters: inspect.Signature, name: str, *names: str) -> None:
+    if missing := [each for each in names if each not in parameters.parameters]:
+        raise UpstreamMoved(f"{__name__}: vLLM's {name} no longer takes {', '.join(missing)}; find the new way to set its random numbers")
