@@ -86,9 +86,11 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
         yield name(mtp.projection), torch.cat([torch.eye(hidden), torch.eye(hidden)], 1)
         yield name(mtp.embedding_norm), neutral
         yield name(mtp.hidden_norm), neutral
-        yield name(mtp.final_norm), weights[f"{shape.prefix}norm.weight"]
+        if mtp.final_norm is not None:
+            yield name(mtp.final_norm), weights[f"{shape.prefix}norm.weight"]
         for tensor in weights:
-            if tensor.startswith(last):
+            # A dense layer after decoder layers with experts takes only their attention and norms.
+            if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
                 yield name(mtp.layer) + tensor.removeprefix(last), weights[tensor]
 
 
@@ -100,6 +102,7 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
     yield mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(eagle3.boundaries) - 1)), torch.eye(hidden)], 1)
     yield mtp.embedding_norm, torch.ones(hidden)
     yield mtp.hidden_norm, weights[f"{last}input_layernorm.weight"]
+    assert mtp.final_norm is not None
     yield mtp.final_norm, weights[f"{shape.prefix}norm.weight"]
     yield f"{mtp.layer}post_attention_layernorm.weight", weights[f"{last}post_attention_layernorm.weight"]
     for part in "qkv":

@@ -162,7 +162,7 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
 def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
     import torch
 
-    if len(size) > 1:
+    if len(size) > 1 and not name.endswith("bias"):
         return torch.randn(size, generator=generator) * std
     # Norms of families with linear attention are stored around 0, except the output norm of that attention.
     from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")

@@ -128,6 +128,7 @@ def register() -> None:
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_moe_bridge", "Qwen3MoEBridge")), "Qwen3MoeForCausalLM", "qwen3_moe"),
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_next_bridge", "Qwen3NextBridge")), "Qwen3NextForCausalLM", "qwen3_next"),
         (_with_glm_experts(_load(f"{_GLM}.glm45_bridge", "GLM45Bridge")), "Glm4MoeForCausalLM", "glm4_moe"),
+        (_ernie(_load("megatron.bridge.models.ernie.ernie_45_bridge", "Ernie45Bridge")), "Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
         (_without_copies(_load(f"{_GLM}.glm47_flash_bridge", "GLM47FlashBridge")), "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     ):
         register_bridge(source=_load("transformers", source), target=GPTModel, model_type=model_type)(upstream)
@@ -216,6 +217,74 @@ def _without_copies(upstream: type) -> type:
             return own
 
     return GlmFlashBridge
+
+
+def _ernie(upstream: type) -> type:
+    """ERNIE 4.5's bridge with its dense layers at any interval, pairwise rotary embeddings and its MTP layer.
+
+    ERNIE rotates neighboring dimensions of a head, dimension 2 i with 2 i + 1, and the trainer dimension i with i + n. The rows of queries
+    and keys are reordered on loading and on export. vLLM rotates halves in the MTP layer, whose rows therefore keep their order.
+    """
+
+    class ErnieBridge(upstream):  # type: ignore[misc]
+        def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
+            provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
+            provider.rotary_base = config.rope_parameters["rope_theta"]
+            provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.moe_num_shared_experts or None
+            start, end, step = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
+            provider.moe_layer_freq = [int(start <= i <= end and (i + 1) % step == 0) for i in range(config.num_hidden_layers)]
+            return provider
+
+        def mapping_registry(self) -> MegatronMappingRegistry:
+            registry = super().mapping_registry()
+            auto, qkv = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
+            ours, inner, mtp = "mtp.layers.0", "mtp.layers.0.mtp_model_layer", "model.mtp_block.0"
+            pairs = {
+                f"{ours}.eh_proj.weight": "model.mtp_linear_proj.0.weight",
+                f"{ours}.enorm.weight": "model.mtp_emb_norm.0.weight",
+                f"{ours}.hnorm.weight": "model.mtp_hidden_norm.0.weight",
+                f"{inner}.self_attention.linear_qkv.layer_norm_weight": f"{mtp}.input_layernorm.weight",
+                f"{inner}.self_attention.linear_proj.weight": f"{mtp}.self_attn.o_proj.weight",
+                f"{inner}.mlp.linear_fc1.layer_norm_weight": f"{mtp}.post_attention_layernorm.weight",
+            }
+            attention = "self_attention.linear_qkv.weight"
+            more: list[object] = [auto(*pair) for pair in pairs.items()]
+            more += [qkv(f"{inner}.{attention}", **{part: f"{mtp}.self_attn.{part}_proj.weight" for part in "qkv"})]
+            more += _mlp(f"{inner}.mlp", f"{mtp}.mlp")
+            width = getattr(self.hf_config, "head_dim", None) or self.hf_config.hidden_size // self.hf_config.num_attention_heads
+            names = {part: f"model.layers.*.self_attn.{part}_proj.weight" for part in "qkv"}
+            paired = _with_paired_rows(qkv, width)(f"decoder.layers.*.{attention}", **names)
+            kept = [each for each in registry.mappings if not each.megatron_param.endswith(attention)]
+            return type(registry)(*kept, paired, *more)
+
+    return ErnieBridge
+
+
+def _with_paired_rows(upstream: type, width: int) -> Any:
+    """A mapping of fused QKV weights that reorders the rows of queries and keys in each head of `width`."""
+
+    class PairedQkvMapping(upstream):  # type: ignore[misc]
+        def hf_to_megatron(self, hf_weights: Mapping[str, Tensor], megatron_module: torch.nn.Module) -> Tensor:
+            rows = {part: _halved(weight, width) if part in ("q", "k") else weight for part, weight in hf_weights.items()}
+            merged: Tensor = super().hf_to_megatron(rows, megatron_module)
+            return merged
+
+        def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: torch.nn.Module | None) -> dict[str, Tensor]:
+            parts: dict[str, Tensor] = super().megatron_to_hf(megatron_weights, megatron_module)
+            rotated = (self.hf_param["q"], self.hf_param["k"])
+            return {name: _paired(rows, width) if name in rotated else rows for name, rows in parts.items()}
+
+    return PairedQkvMapping
+
+
+def _halved(rows: Tensor, width: int) -> Tensor:
+    """Reorder the rows of each head: first those with even numbers, then those with odd ones."""
+    return rows.reshape(-1, width // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _paired(rows: Tensor, width: int) -> Tensor:
+    """Undo `_halved`."""
+    return rows.reshape(-1, 2, width // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def add_eagle3(bridge: ModelBridge) -> None:

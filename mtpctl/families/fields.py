@@ -181,6 +181,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "position_embedding_type": (None, "rope", "rotary"),
     "dual_chunk_attention_config": (*OFF, {}),
     "rope_interleave": (None, True),
+    "moe_gate_act": (None, "softmax"),
 }
 """Accepted values of each field, with which it does not change the model. 1 equals 1.0 here, and 0 equals false."""
 
@@ -245,7 +246,7 @@ def _check_router(family: Family, fields: Fields) -> None:
         return
     if not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
-    score = "sigmoid" if family.moe.router_bias else "softmax"
+    score = "sigmoid" if family.moe.router_bias and not family.moe.softmax_bias else "softmax"
     if (value := fields.raw.get("scoring_func")) not in (None, score):
         raise UserError(f"model config: scoring_func {value!r} is not supported for {family.name}; {score!r} is")
     if family.moe.router_bias:

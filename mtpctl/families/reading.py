@@ -70,6 +70,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     """The model that `config` (the fields of config.json) describes. Raises UserError for an unknown family or an invalid field."""
     family = family_of(config)
     fields = Fields({**config, **mapping(config, "text_config")})
+    fields = Fields({**fields.raw, **{usual: fields.raw[name] for name, usual in family.renamed if name in fields.raw}})
     positions = stated_positions(config)
     check_supported(family, fields, positions)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
@@ -207,6 +208,12 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
     ffn = fields.whole("moe_intermediate_size")
     if family.dense == "first":
         dense = frozenset(range(min(layers, fields.whole("first_k_dense_replace", 0))))
+    elif family.dense == "interval":
+        start, step = fields.whole("moe_layer_start_index", 0), fields.whole("moe_layer_interval", 1)
+        # -1 is the last layer, as in transformers.
+        last = fields.raw.get("moe_layer_end_index")
+        end = layers - 1 if last in (None, -1) else fields.whole("moe_layer_end_index")
+        dense = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
     else:
         step, dense_only = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
         if not isinstance(dense_only, list):
@@ -225,6 +232,7 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
         shared_name=family.shared,
         shared_gate=family.shared_gate,
         router_bias=family.router_bias,
+        softmax_bias=family.softmax_bias,
         dense_layers=dense,
     )
 

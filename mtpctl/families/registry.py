@@ -13,16 +13,17 @@ Flag = bool | str
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
-    """The experts of a family. dense: which layers are dense, the first ones or all except every n-th.
+    """The experts of a family. dense: which layers are dense: the first ones, all except every n-th, or all except every n-th of a range.
 
-    unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
+    softmax_bias: see `MoeShape`. unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
     shared_gate: bool
     router_bias: bool
-    dense: Literal["first", "sparse_step"]
+    dense: Literal["first", "sparse_step", "interval"]
     unnormalised_topk: bool = False
+    softmax_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,9 @@ class Family:
 
     output_biases: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
     required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
-    have the field. head_dim: default of the config field; None: the hidden size divided by the number of heads. imports: packages that
-    vLLM imports for the family in addition to its dependencies.
+    have the field. renamed: config fields with other names than in most families, each with the usual name. head_dim: default of the config
+    field; None: the hidden size divided by the number of heads. imports: packages that vLLM imports for the family in addition to its
+    dependencies.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Family:
     head_dim: int | None = None
     head_dim_follows_hidden: bool = False
     required_values: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     imports: tuple[str, ...] = ()
 
 
@@ -88,6 +91,17 @@ _QWEN_MTP = MtpConvention(
     final_norm="mtp.norm.weight",
     reads_prenorm=False,
     blanks_first=False,
+)
+# vLLM has one layer, and names it with the number 0.
+_ERNIE_MTP = MtpConvention(
+    layer="model.mtp_block.0.",
+    embedding_norm="model.mtp_emb_norm.0.weight",
+    hidden_norm="model.mtp_hidden_norm.0.weight",
+    projection="model.mtp_linear_proj.0.weight",
+    final_norm=None,
+    reads_prenorm=False,
+    blanks_first=True,
+    dense=True,
 )
 
 EAGLE3 = MtpConvention(
@@ -187,6 +201,23 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm="use_qk_norm",
         moe=_DEEPSEEK_MOE,
         mtp=_GLM_MTP,
+    ),
+    Family(
+        "ernie4.5-moe",
+        ("Ernie4_5_MoeForCausalLM",),
+        ("ernie4_5_moe",),
+        rope_theta=500000.0,
+        rms_eps=1e-5,
+        max_positions=131072,
+        tied=True,
+        output_biases=("use_bias",),
+        renamed=(
+            ("moe_num_experts", "n_routed_experts"),
+            ("moe_k", "num_experts_per_tok"),
+            ("moe_num_shared_experts", "n_shared_experts"),
+        ),
+        moe=MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="interval", softmax_bias=True),
+        mtp=_ERNIE_MTP,
     ),
     Family(
         "glm4-moe-lite",

@@ -36,16 +36,18 @@ class MtpConvention:
 
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
+    `final_norm`: None if the layer's output is also the LM head's input. `dense`: the layer has a dense MLP in a model with experts.
     """
 
     layer: str
     embedding_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None
     reads_prenorm: bool
     blanks_first: bool
     passes_prenorm: bool = False
+    dense: bool = False
     embedding_copy: str | None = None
     head_copy: str | None = None
 
@@ -73,7 +75,10 @@ class Eagle3Shape:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Mixture of experts: counts, widths, and the dense decoder layers."""
+    """Mixture of experts: counts, widths, and the dense decoder layers.
+
+    softmax_bias: the router's bias is added to softmax scores, and stored as `moe_statics.e_score_correction_bias` [1, E] (ERNIE 4.5).
+    """
 
     experts: int
     experts_per_token: int
@@ -83,6 +88,7 @@ class MoeShape:
     shared_gate: bool
     router_bias: bool
     dense_layers: frozenset[int]
+    softmax_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,12 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
     root = shape.mtp.layer.partition(".")[0]
     if root in ("mtp", "drafter"):
         return "draft" if name.startswith(f"{root}.") else "target"
-    pattern = re.escape(shape.mtp.layer).replace(r"\{k\}", "(?P<k>[0-9]+)").replace(r"\{n\}", "(?P<n>[0-9]+)")
-    matched = re.match(pattern, name)
-    if matched is None:
-        return "target"
-    return "draft" if "k" in matched.groupdict() or int(matched["n"]) >= shape.layers else "target"
+    inputs = (shape.mtp.embedding_norm, shape.mtp.hidden_norm, shape.mtp.projection)
+    for template in (shape.mtp.layer, *inputs):
+        pattern = re.escape(template).replace(r"\{k\}", "[0-9]+").replace(r"\{n\}", "(?P<n>[0-9]+)")
+        if (matched := re.match(pattern, name)) is not None:
+            return "draft" if int(matched.groupdict().get("n", shape.layers)) >= shape.layers else "target"
+    return "target"
 
 
 def count_parameters(shape: ModelShape) -> dict[str, int]:
@@ -156,7 +157,9 @@ def _experts(shape: ModelShape, prefix: str) -> Named:
     moe = shape.moe
     assert moe is not None
     yield f"{prefix}gate.weight", (moe.experts, shape.hidden)
-    if moe.router_bias:
+    if moe.softmax_bias:
+        yield f"{prefix}moe_statics.e_score_correction_bias", (1, moe.experts)
+    elif moe.router_bias:
         yield f"{prefix}gate.e_score_correction_bias", (moe.experts,)
     for expert in range(moe.experts):
         yield from _mlp(shape, f"{prefix}experts.{expert}.", moe.ffn)
@@ -169,6 +172,8 @@ def _experts(shape: ModelShape, prefix: str) -> Named:
 def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
+    if shape.eagle3 is not None:
+        return _eagle3(shape, shape.eagle3, mtp)
     templates: dict[str | None, Shape] = {
         mtp.embedding_norm: (hidden,),
         mtp.hidden_norm: (hidden,),
@@ -177,16 +182,16 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
         mtp.head_copy: (shape.vocab, hidden),
         mtp.final_norm: (hidden,),
     }
-    if shape.eagle3 is not None:
-        return _eagle3(shape, shape.eagle3, mtp)
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
-    tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), "full_attention", shape.moe is not None))
+    sparse = shape.moe is not None and not mtp.dense
+    tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), "full_attention", sparse))
     return tensors
 
 
 def _eagle3(shape: ModelShape, eagle3: Eagle3Shape, names: MtpConvention) -> Mapping[str, Shape]:
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = f"{names.layer}self_attn."
+    assert names.final_norm is not None
     return {
         names.projection: (hidden, hidden * len(eagle3.boundaries)),
         names.embedding_norm: (hidden,),

@@ -34,7 +34,7 @@ from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
 from mtpctl.model.layers import ColumnParallelLinear, GatedMlp, GatedRMSNorm, LayerNormColumnParallelLinear, RMSNorm, RowParallelLinear
 from mtpctl.model.rope import rope_of
-from mtpctl.model.router import DecoderLayer, Router, number_moe_layers
+from mtpctl.model.router import DecoderLayer, Router, number_moe_layers, use_softmax_scores
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -251,7 +251,8 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
     """The MTP layers of this pipeline stage, or None."""
     if not config.mtp_num_layers or get_mtp_num_layers_to_build(config) == 0:
         return None
-    inner = layer_spec(config, shape, sparse=shape.moe is not None and shape.eagle3 is None)
+    assert shape.mtp is not None
+    inner = layer_spec(config, shape, sparse=shape.eagle3 is None and not shape.mtp.dense)
     if shape.eagle3 is not None:
         inner.submodules.self_attention = _attention(config, eagle3=True)
     layer = ModuleSpec(
@@ -260,7 +261,7 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
-            layer_norm=RMSNorm,
+            layer_norm=RMSNorm if shape.mtp.final_norm is not None else IdentityOp,
             eh_proj=ColumnParallelLinear,
             mtp_model_layer=inner,
         ),
@@ -285,6 +286,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     model.use_rope(rope_of(shape).on(torch.device(torch.cuda.current_device())))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
+    if shape.moe is not None and shape.moe.softmax_bias:
+        use_softmax_scores(model)
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_masks_first_embedding = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"

@@ -33,10 +33,12 @@ class ExpertChoice:
     """The experts of one pass: selected by the router or replayed. The pass sets `own` (the router's) and `chosen` (those used), [T, k].
 
     Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `chosen` is read.
+    softmax_bias [E]: added to the softmax of the scores for the selection, which upstream does only for other scores.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
         self.replay, self.recorded = replay, recorded
+        self.softmax_bias: Tensor | None = None
         self.own = self.chosen = torch.empty(0)
 
     def get_replay_topk(
@@ -48,7 +50,10 @@ class ExpertChoice:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """scores [T, E] → scores and indices of the chosen experts, both [T, k]."""
-        values, self.own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        ranked = scores if self.softmax_bias is None else scores.softmax(-1, dtype=torch.float32) + self.softmax_bias
+        values, self.own = default_compute_topk(ranked, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.softmax_bias is not None:
+            values = scores.gather(1, self.own)
         self.chosen = self.own
         if self.replay is None:
             return values, self.own
@@ -112,6 +117,10 @@ class Router(TopKRouter):
             probs, routes = route(logits, self.expert_bias, rule, self.load if counts else None, self._replay(trains))
         else:
             counts = False
+            choice = self.choice
+            if self.score_function == "softmax" and self.expert_bias is not None:
+                choice = choice or ExpertChoice(None, recorded=False)
+                choice.softmax_bias = self.expert_bias
             probs, routes = topk_routing_with_score_function(
                 logits,
                 self.topk,
@@ -121,7 +130,7 @@ class Router(TopKRouter):
                 scaling_factor=config.moe_router_topk_scaling_factor,
                 score_function=self.score_function,
                 expert_bias=self.expert_bias,
-                router_replay=self.choice,
+                router_replay=choice,
             )
         if trains and rule is None and self.choice is not None and self.choice.replay is not None:
             self.replayed += torch.stack(self.choice.agreement())
@@ -219,6 +228,13 @@ def number_moe_layers(model: torch.nn.Module, layers: tuple[int, ...]) -> None:
         if isinstance(module, DecoderLayer):
             number = module.layer_number - 1
             module.moe_index = layers.index(number) if number in layers else None
+
+
+def use_softmax_scores(model: torch.nn.Module) -> None:
+    """Let all routers add their bias to the softmax of the logits. Upstream's config accepts a bias only with other scores."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.score_function = "softmax"
 
 
 def gather_recorded(packing: Packing, layer: DecoderLayer) -> Tensor:

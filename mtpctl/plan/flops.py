@@ -84,7 +84,8 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)
     weights = trunk_weights(shape)
-    mtp_layer = attention_weights(shape) + mlp_weights(shape, sparse=shape.moe is not None) + 2 * shape.hidden * shape.hidden
+    sparse = shape.moe is not None and not (shape.mtp is not None and shape.mtp.dense)
+    mtp_layer = attention_weights(shape) + mlp_weights(shape, sparse=sparse) + 2 * shape.hidden * shape.hidden
     weights += len(mtp_rows) * mtp_layer
     flops = whole * tokens * weights + 3 * full * attention_flops(shape, lengths)
     flops += whole * rows * shape.hidden * shape.vocab

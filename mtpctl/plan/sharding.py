@@ -15,7 +15,8 @@ from mtpctl.recipe.parallel import ParallelConfig
 
 # Replicated over tensor-parallel ranks: norms, routers, small gates, and the down-projections of latent attention.
 _REPLICATED = re.compile(
-    r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)(?:\.weight)?$"
+    r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)"
+    r"(?:\.0)?(?:\.weight)?$"
 )
 _EXPERT = ".mlp.experts."
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")

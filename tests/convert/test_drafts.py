@@ -31,13 +31,15 @@ class Drafter:
                 parameter.normal_(0.0, self.config.initializer_range)
                 if parameter.dim() == 1:
                     parameter.add_(1.0)
-        self.embedding_norm, self.hidden_norm, self.final_norm = (1.0 + 0.2 * torch.randn(size) for _ in range(3))
+        self.embedding_norm, self.hidden_norm, final_norm = (1.0 + 0.2 * torch.randn(size) for _ in range(3))
+        self.final_norm: Tensor | None = final_norm
         self.projection = 0.2 * torch.randn(size, 2 * size)
 
     def double(self) -> None:
         self.layer.double()
-        pieces = (self.embedding_norm, self.hidden_norm, self.final_norm, self.projection)
-        self.embedding_norm, self.hidden_norm, self.final_norm, self.projection = (piece.double() for piece in pieces)
+        pieces = (self.embedding_norm, self.hidden_norm, self.projection)
+        self.embedding_norm, self.hidden_norm, self.projection = (piece.double() for piece in pieces)
+        self.final_norm = None if self.final_norm is None else self.final_norm.double()
 
     def logits(self, ids: list[int], *, blank_first: bool, zero_centered: bool = False, passes_prenorm: bool = False) -> Tensor:
         """[T - 1 + T - 2, vocab], the first depth's and the second's, through the one layer.
@@ -51,10 +53,13 @@ class Drafter:
         trunk = self.model.model(tokens).last_hidden_state[0]
         first = self._input(trunk[:-1], tokens[0, 1:], add, blank_first=blank_first)
         out = self._through(first)
-        normed = norm(out, self.final_norm + add, self.config.rms_norm_eps)
+        normed = self._final(out, add)
         second = self._input((out if passes_prenorm else normed)[:-1], tokens[0, 2:], add, blank_first=False)
         behind = [self._through(torch.cat([first[: i + 1], second[i : i + 1]]))[-1] for i in range(len(second))]
-        return self.model.lm_head(torch.cat([normed, norm(torch.stack(behind), self.final_norm + add, self.config.rms_norm_eps)]))
+        return self.model.lm_head(torch.cat([normed, self._final(torch.stack(behind), add)]))
+
+    def _final(self, state: Tensor, add: float) -> Tensor:
+        return state if self.final_norm is None else norm(state, self.final_norm + add, self.config.rms_norm_eps)
 
     def _input(self, state: Tensor, tokens: Tensor, add: float, *, blank_first: bool) -> Tensor:
         """The input of the layer [T, H]."""
@@ -126,6 +131,27 @@ def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
     tensors = {at + name: value for name, value in (pieces | layer_tensors(drafter.layer)).items()}
     add_to_folder(tmp_path, tensors, num_nextn_predict_layers=1)
     check(tmp_path, drafter, blank_first=True, passes_prenorm=case.startswith("glm"))
+
+
+@pytest.mark.parametrize("case", ["ernie4.5-moe"])
+def test_ernie(tmp_path: Path, case: str) -> None:
+    """A dense Llama layer, which rotates halves of a head where the trunk rotates pairs, and no final norm."""
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = hf_model(*CASES[case], tmp_path)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    config = LlamaConfig(**{name: getattr(model.config, name) for name in names}, attn_implementation="eager")
+    drafter = Drafter(model, LlamaDecoderLayer(config, 0))
+    drafter.final_norm = None
+    pieces = {
+        "model.mtp_emb_norm.0.weight": drafter.embedding_norm,
+        "model.mtp_hidden_norm.0.weight": drafter.hidden_norm,
+        "model.mtp_linear_proj.0.weight": drafter.projection,
+    }
+    inside = {f"model.mtp_block.0.{name}": value for name, value in layer_tensors(drafter.layer).items()}
+    add_to_folder(tmp_path, pieces | inside, num_nextn_predict_layers=1)
+    check(tmp_path, drafter, blank_first=True, passes_prenorm=True)
 
 
 QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen3_5"), "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5Moe")}

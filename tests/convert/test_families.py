@@ -82,6 +82,17 @@ GLM4_MOE = {name: DEEPSEEK_V3[name] for name in DEEPSEEK_V3 if "lora" not in nam
 
 GLM4_MOE_LITE = DEEPSEEK_V3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "num_nextn_predict_layers": 0}
 
+ERNIE4_5_MOE = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "moe_layer_start_index": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
 QWEN3_NEXT = QWEN3_MOE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,
@@ -122,6 +133,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         GLM4_MOE | {"use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     ),
+    "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE4_5_MOE),
+    "ernie4.5-moe-interval": (
+        "Ernie4_5_Moe",
+        ERNIE4_5_MOE | {"moe_layer_interval": 2, "moe_layer_end_index": 2, "moe_num_shared_experts": 0, "tie_word_embeddings": True},
+    ),
     "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "glm4-moe-lite-one-group": (
         "Glm4MoeLite",
@@ -150,9 +166,11 @@ def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
+        for name, value in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0.0, 0.1)
+                value.normal_(0.0, 0.1)
+            if name.endswith("mlp.gate.weight"):
+                value.normal_(0.0, 0.2)  # zeros in some families
     model.save_pretrained(folder)
     return model
 

@@ -118,6 +118,21 @@ GLM4_MOE_LITE: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",
 }
+ERNIE4_5_MOE: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 3,
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 2,
+    "moe_layer_interval": 1,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": True,
+}
 
 EAGLE3: dict[str, Any] = {
     **{name: value for name, value in SIZES.items() if name != "tie_word_embeddings"},
@@ -146,6 +161,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK_V3,
     "glm4-moe": GLM4_MOE,
     "glm4-moe-lite": GLM4_MOE_LITE,
+    "ernie4.5-moe": ERNIE4_5_MOE,
     "llama with EAGLE-3": LLAMA_EAGLE3,
     "qwen3 with EAGLE-3": QWEN3_EAGLE3,
     "qwen3-moe with EAGLE-3": QWEN3_MOE_EAGLE3,
@@ -180,7 +196,7 @@ def toy_folder(config: dict[str, Any], path: Path, seed: int, dtype: str) -> Pat
     for file in sorted(path.rglob("*.safetensors")):
         tensors = load_file(file)
         for name, value in tensors.items():
-            if value.dim() == 1:
+            if value.dim() == 1 or name.endswith("e_score_correction_bias"):
                 drawn = value + 0.1 * torch.randn(value.shape, generator=generator)
                 tensors[name] = drawn if name.endswith("e_score_correction_bias") else drawn.to(value.dtype)
         save_file(tensors, file, metadata={"format": "pt"})

@@ -43,6 +43,14 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
+ERNIE: dict[str, Any] = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -72,6 +80,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-full-query": ("DeepseekV3", {**ROUTED, **LATENT, "q_lora_rank": None}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 32, **ROUTED, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe-lite": ("Glm4MoeLite", {**ROUTED, **LATENT}),
+    "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE),
+    "ernie4.5-moe-interval": (
+        "Ernie4_5_Moe",
+        {**ERNIE, "moe_layer_start_index": 0, "moe_layer_interval": 2, "tie_word_embeddings": False},
+    ),
     "qwen3-next": ("Qwen3Next", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
     "qwen3.5": ("Qwen3_5Text", {"head_dim": 32, **DELTA}),
     "qwen3.5-moe": ("Qwen3_5MoeText", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
@@ -227,6 +240,23 @@ def test_parameters_of_a_published_config_equal_those_of_its_folder(hub_id: str)
     vision: Any = config.get("vision_config")
     assert shape.mtp_layers == 1
     assert count_parameters(shape)["total"] + copies + (vision_parameters(vision) if vision else 0) == PUBLISHED[hub_id]
+
+
+def test_parameters_of_ernie_equal_those_that_transformers_and_vllm_allocate() -> None:
+    """The published sizes: the trunk of transformers, and a Llama layer, two norms and a projection for vLLM's drafter."""
+    import torch
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = hub_config("baidu/ERNIE-4.5-21B-A3B-PT")
+    counts = count_parameters(shape_of(config))
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    with torch.device("meta"):
+        trunk = transformers.AutoModelForCausalLM.from_config(transformers.Ernie4_5_MoeConfig(**config))
+        layer = LlamaDecoderLayer(transformers.LlamaConfig(**{name: config[name] for name in names}), 0)
+    assert counts["total"] - counts["mtp"] == sum(parameter.numel() for parameter in trunk.parameters()) == 21_825_437_888
+    hidden = trunk.config.hidden_size
+    assert counts["mtp"] == sum(parameter.numel() for parameter in layer.parameters()) + 2 * hidden + 2 * hidden**2
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 7])

@@ -60,7 +60,7 @@ def test_our_recipes_fit(path: Path) -> None:
 def test_our_overlays_fit(path: Path) -> None:
     # Toys of a family go on top of `toy`; what is not named here fits the small model.
     of = {"h200": "mimo7b_mtp", "qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_qwen3_5": "qwen3_5_35b_a3b_mtp"}
-    of |= {"toy_glm4_7_flash": "glm4_7_flash_mtp", "toy_glm4": "glm4_5_air_mtp"}
+    of |= {"toy_glm4_7_flash": "glm4_7_flash_mtp", "toy_glm4": "glm4_5_air_mtp", "toy_ernie4_5": "ernie4_5_21b_a3b_mtp"}
     recipe = next((name for start, name in of.items() if path.stem.startswith(start)), "mimo_small_mtp")
     below = ["toy"] if path.stem.startswith("toy_") else []
     validate(load_recipe(recipe, overlays=[*below, path]).recipe)
@@ -71,6 +71,7 @@ MOE_RECIPES = [
     ["qwen3_5_35b_a3b_mtp", "qwen3_5_all_weights"],
     ["glm4_5_air_mtp"],
     ["glm4_7_flash_mtp"],
+    ["ernie4_5_21b_a3b_mtp"],
 ]
 
 

@@ -207,6 +207,14 @@ def test_a_shape_that_no_split_explains_is_an_error() -> None:
         find_shard(model, torch.zeros(4, 3), Slot("m.up.weight"), (9, 3), TpRank(0, 2))
 
 
+def test_a_vector_that_is_stored_as_a_row_is_written() -> None:
+    target = torch.zeros(3)
+    shard = find_shard(model_with("m.gate", layer(target)), target, Slot("m.gate.weight"), (1, 3), TpRank())
+    shard.write(torch.arange(3.0), 0, 3)
+    assert target.tolist() == [0, 1, 2]
+    assert combined(shard.sums()) == checksum(torch.arange(3.0)[None])
+
+
 def test_several_runs_of_columns_are_written() -> None:
     target = torch.zeros(2, 4)
     Shard(target, (2, 6), 1, (Run(1, 0, 2), Run(4, 2, 2))).write(torch.arange(12.0), 0, 12)

@@ -87,6 +87,7 @@ def install() -> None:
         weights.install_gemm,
         weights.install_packed,
         cpu_kernels.install_experts,
+        cpu_kernels.install_biased_router,
         cpu_kernels.install_rotary,
         cpu_kernels.install_short_queries,
         drafter.install_drafter,

@@ -1,4 +1,4 @@
-"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, linear attention with short queries, experts with LoRA."""
+"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, linear attention with short queries, experts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
@@ -177,3 +178,42 @@ def install_experts() -> None:
         return upstream(replace(moe_config, is_lora_enabled=False))  # type: ignore[no-any-return]
 
     assign(method, select_unquantized_moe_backend=select)
+
+
+# -------------------------------------------------------------------------------------------------- routers with a bias
+
+
+@cpu_patch
+def install_biased_router() -> None:
+    """Add the bias of a softmax router to the scores that select experts (ERNIE 4.5).
+
+    Without expert groups, vLLM's CPU router selects by the logits and ignores `e_score_correction_bias`, so it routes tokens to other
+    experts than the GPU's router, transformers and the trainer. The probs of the selected experts do not depend on the bias.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    upstream = CPURouter._compute_routing
+    if not _ignores_bias(CPURouter):
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU router no longer ignores the bias of softmax scores; remove the patch")
+
+    def compute_routing(
+        self: CPURouter, hidden_states: Tensor, router_logits: Tensor, indices_type: torch.dtype | None, *, input_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        bias, custom = self.e_score_correction_bias, self.custom_routing_function
+        if bias is None or self.use_grouped_topk or self.scoring_func != "softmax" or custom is not None:
+            return upstream(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
+        scores = router_logits.softmax(-1, dtype=torch.float32)
+        experts = (scores + bias).topk(self.top_k, dim=-1, sorted=False).indices
+        probs = scores.gather(1, experts)
+        if self.renormalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs * self.routed_scaling_factor, experts.int()
+
+    assign(CPURouter, _compute_routing=compute_routing)
+
+
+def _ignores_bias(router: type[CPURouter]) -> bool:
+    """Whether the router selects an expert of a low logit despite a large bias."""
+    logits, bias = torch.tensor([[1.0, 0.0]]), torch.tensor([0.0, 10.0])
+    _, experts = router(1, 2, e_score_correction_bias=bias)._compute_routing(logits, logits, None)
+    return int(experts) == 0

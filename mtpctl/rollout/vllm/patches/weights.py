@@ -47,14 +47,18 @@ def renamer(model: nn.Module) -> Callable[[str], str | None] | None:
     """Map names of tensors of a Hugging Face folder to the live model's, before fusing; None if the model renames nothing.
 
     An EAGLE-3 drafter is named on the wire as in its folder, with the prefix `drafter.`.
-    Most models have a map, `hf_to_vllm_mapper`. The drafters of DeepSeek-V3 and GLM-4.5 have none: their `load_weights` renames layer by
-    layer, with a method that puts a layer's attention and MLP under `mtp_block` and moves the embedding to the top of the model.
+    Most models have a map, `hf_to_vllm_mapper`. ERNIE 4.5's target has none for the router's bias, which its `load_weights` renames. The
+    drafters of DeepSeek-V3 and GLM-4.5 have none: their `load_weights` renames layer by layer, with a method that puts a layer's
+    attention and MLP under `mtp_block` and moves the embedding to the top of the model.
 
     Raises UpstreamMoved for another release.
     """
     require_pinned(f"{__name__}.renamer")
+    from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+    if isinstance(model, Ernie4_5_MoeForCausalLM):
+        return lambda name: name.replace(".moe_statics.", ".gate.")
     if isinstance(model, Eagle3LlamaForCausalLM):
         return lambda name: name.replace("drafter.midlayer.", "model.layers.0.").replace("drafter.", "model.")
     mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
@@ -102,3 +103,28 @@ def test_expert_kernel_is_chosen_as_without_lora(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(install_experts, "in_place", False)
     assert install_experts()
     assert method.select_unquantized_moe_backend(Config(True)) == Config(False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_bias_of_a_softmax_router_selects_experts_and_leaves_probs(renormalize: bool) -> None:
+    """Against float64, as transformers' router of ERNIE 4.5 computes it; biases as large as those of the published model."""
+    install()
+    draw = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(50, 7, generator=draw), 40.0 + 0.1 * torch.randn(7, generator=draw)
+    router = CPURouter(3, 7, renormalize=renormalize, e_score_correction_bias=bias, routed_scaling_factor=1.5)
+    probs, experts = router._compute_routing(logits, logits, None)
+    scores = logits.double().softmax(-1)
+    # The sum is rounded to fp32, as in the router.
+    expected = (logits.softmax(-1) + bias).topk(3, dim=-1).indices
+    assert torch.equal(experts.long().sort(-1).values, expected.sort(-1).values)
+    assert not torch.equal(expected.sort(-1).values, logits.topk(3, dim=-1).indices.sort(-1).values)
+    chosen = scores.gather(1, experts.long())
+    chosen = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+    torch.testing.assert_close(probs.double(), 1.5 * chosen, atol=1e-6, rtol=0)
+
+
+def test_router_without_a_bias_is_upstreams() -> None:
+    install()
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    _, experts = CPURouter(2, 4)._compute_routing(logits, logits, None)
+    assert torch.equal(experts.long().sort(-1).values, logits.topk(2, dim=-1).indices.sort(-1).values)
