@@ -219,3 +219,12 @@ def test_logits_match_transformers(tmp_path, case):
     saved = {name: value for name, value in load_file(tmp_path / "model.safetensors").items() if not name.startswith("model.visual.")}
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(("case", "groups"), [("glm4-moe-qk-norm", None), ("glm4-moe-lite-one-group", None), ("deepseek-v3", 4)])
+def test_a_single_group_of_experts_is_no_group(tmp_path: Path, case: str, groups: int | None) -> None:
+    """Otherwise routers of GLM models would not use their kernel on a card."""
+    hf_model(*CASES[case], tmp_path)
+    with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as trainer:
+        assert trainer.module.config.moe_router_num_groups == groups
+        assert bool(trainer.module.config.moe_router_group_topk) == (groups is not None)
