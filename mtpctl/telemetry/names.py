@@ -146,7 +146,12 @@ METRICS: dict[str, Metric] = {
 }
 
 PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
-    (re.compile(r"mtp/loss_(\d+)"), "depth {}", "nats", "Loss of MTP depth {} (mtp.loss) per supervised token; at most 1 with tv."),
+    (
+        re.compile(r"mtp/loss_(\d+)"),
+        "depth {}",
+        "nats",
+        "Loss of MTP depth {} (mtp.loss) per supervised token; at most 1 with tv and e2e_tv.",
+    ),
     (re.compile(r"mtp/accept_(\d+)"), "depth {}", "share", "Positions at which MTP depth {} predicts the target's most likely token."),
     (
         re.compile(r"mtp/expected_accept_(\d+)"),

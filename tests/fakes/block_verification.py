@@ -60,8 +60,8 @@ def transitions(toy: Toy, drafts: int, tokens: int, *, fresh: bool) -> tuple[Ten
         rest = torch.where((accepted == drafts).unsqueeze(1), toy.target[state], rest)
         following = drawn(rest, uniform(seeds, begin + accepted, 2))
         for number in range(1, drafts + 1):
-            kept = accepted >= number
-            counts.index_put_((row[number - 1][kept], row[number][kept]), torch.ones(()), accumulate=True)
+            chosen = accepted >= number
+            counts.index_put_((row[number - 1][chosen], row[number][chosen]), torch.ones(()), accumulate=True)
         counts.index_put_((state, following), torch.ones(()), accumulate=True)
         last, begin, previous, steps = following, begin + accepted + 1, seeds, steps + 1
     return counts, float(counts.sum()) / (steps * REQUESTS)

@@ -71,9 +71,9 @@ def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(upstream)
     def rejection_sample(*args: Any, **kwargs: Any) -> Any:
         call = parameters.bind(*args, **kwargs)
-        given = call.arguments
-        if given.get("use_block_verification"):
-            given["seed"] = step_seeds(given["seed"], given["idx_mapping"], given["pos"][given["cu_num_logits"][:-1].long()])
+        bound = call.arguments
+        if bound.get("use_block_verification"):
+            bound["seed"] = step_seeds(bound["seed"], bound["idx_mapping"], bound["pos"][bound["cu_num_logits"][:-1].long()])
         return upstream(*call.args, **call.kwargs)
 
     return rejection_sample
@@ -89,11 +89,11 @@ def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[
         if self.speculative_config.rejection_sample_method != "block":
             return upstream(self, *args, **kwargs)
         call = parameters.bind(self, *args, **kwargs)
-        given = call.arguments
-        if not given.get("dummy_run"):
-            batch: InputBatch = given["input_batch"]
+        bound = call.arguments
+        if not bound.get("dummy_run"):
+            batch: InputBatch = bound["input_batch"]
             first_rows = batch.logits_indices[batch.cu_num_logits[:-1].long()]
-            given["seeds"] = step_seeds(given["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
+            bound["seeds"] = step_seeds(bound["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
         return upstream(*call.args, **call.kwargs)
 
     return propose

@@ -1,8 +1,12 @@
-"""Block verification draws its random numbers anew in every step; with vLLM's, tokens do not follow the target's distribution."""
+"""Every step of block verification has its own random numbers; with vLLM's, tokens do not follow the target's distribution."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +83,21 @@ def test_verification_and_drafts_of_a_step_use_its_seeds() -> None:
     block, token = (SimpleNamespace(speculative_config=SimpleNamespace(rejection_sample_method=rule)) for rule in ("block", "standard"))
     assert torch.equal(proposed(block, batch, seeds), expected)
     assert proposed(token, batch, seeds) is seeds and proposed(block, batch, seeds, dummy_run=True) is seeds
+
+
+@pytest.mark.slow
+def test_upstream_accepts_by_the_rule_with_and_without_the_patch() -> None:
+    """Exactly the drafts that the paper's rule accepts for the numbers of the kernel."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.vllm.patches.interpreted_verification"],
+        cwd=Path(__file__).parents[4],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0 and "the rule holds" in done.stdout, done.stderr[-3000:]
 
 
 def test_upstream_draws_its_numbers_from_seed_and_position() -> None:
