@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import norm, qkv, routing, rows, swiglu  # noqa: E402
+from mtpctl.kernels import norm, qkv, routing, rows, swiglu, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -39,6 +39,14 @@ KERNELS = [
     (rows.sum_counts_kernel, {"BLOCKS": 128, "COLUMNS": 32}),
     (rows.place_rows_kernel, ROWS),
     (rows.sum_rows_kernel, {"K": 3, "BLOCK": 1024}),
+    *(
+        (triton_backend.draft_sums_kernel, {"BN": 256, "TILES": 4, "STEPS": 8, "LOSS": loss})
+        for loss in ("soft_ce", "kl", "tv", "e2e_tv", "e2e_greedy")
+    ),
+    *(
+        (triton_backend.draft_grads_kernel, {"BN": 256, "TILES": 4, "TEACHER": teacher, "GAINED": gained, "GREEDY": greedy})
+        for teacher, gained, greedy in ((True, False, False), (False, True, False), (True, True, False), (True, True, True))
+    ),
     *((kernel, {"SCALED": True, "BLOCK": 512}) for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel)),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
@@ -48,9 +56,14 @@ POINTERS = {
     **dict.fromkeys(("counts_ptr", "total_ptr", "before_ptr", "row_of_ptr", "token_of_ptr"), WHOLE),
     **dict.fromkeys(("load_ptr", "agreed_ptr", "pair_of_ptr"), LONG),
     "replayed_ptr": "*i16",
+    # Of drafts.
+    **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
+    **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),
+    **dict.fromkeys(("scale_ptr", "own_ptr"), WIDE),
+    **dict.fromkeys(("teacher_row_ptr", "target_ptr"), LONG),
 }
 """Element types of pointers; all others point to bf16. Scalars are integers except FRACTIONS."""
-FRACTIONS = ("eps", "offset", "scaling", "lowest")
+FRACTIONS = ("eps", "offset", "scaling", "lowest", "by_teacher", "by_gained", "by_label")
 
 
 def types_of(names: list[str], constants: Mapping[str, object]) -> dict[str, str]:
