@@ -1,11 +1,11 @@
 """Which MTP loss accepts most, for a randomly initialized head of little capacity on a toy target.
 
     python benchmarks/multistep_training.py                          # three draft tokens, two seeds
-    python benchmarks/multistep_training.py --drafts 5 --updates 100 --seeds 1
+    python benchmarks/multistep_training.py --drafts 5 --layers --updates 100 --seeds 1
 
 The target is a random function of the last two tokens, with an entropy of about 0.7 nats. The head is one small layer that is repeated for
-every draft token, under the target's LM head. Its gradients are those of the training kernels. Tokens per step (accepted drafts + 1) are
-exact expectations over 20,000 contexts, for sampled and for greedy drafts.
+every draft token, or with `--layers` a layer for each, under the target's LM head. Its gradients are those of the training kernels. Tokens
+per step (accepted drafts + 1) are exact expectations over 20,000 contexts, for sampled and for greedy drafts.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Chain:
     labels: list[Tensor]
 
     @classmethod
-    def of(cls, target: Target, layer: nn.Module, drafts: int, count: int) -> Chain:
+    def of(cls, target: Target, layers: nn.ModuleList, drafts: int, count: int) -> Chain:
         tokens = target.responses(count, drafts + 3)
         state, chain = target.state(tokens[:, :2]), cls([], [], [])
         for depth in range(1, drafts + 1):
-            state = layer(torch.cat([state, target.embedding[tokens[:, depth + 1]]], dim=1))
+            state = layers[min(depth, len(layers)) - 1](torch.cat([state, target.embedding[tokens[:, depth + 1]]], dim=1))
             state = state / (state.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
             chain.states.append(state)
             chain.teachers.append(target.state(tokens[:, depth : depth + 2]))
@@ -100,26 +100,27 @@ def tokens_per_step(chain: Chain, target: Target) -> tuple[float, float]:
     return totals[0], totals[1]
 
 
-def train(loss: DraftLoss, seed: int, drafts: int, updates: int) -> list[tuple[float, float]]:
-    """Tokens per step after a sixth of the updates, and at the end."""
+def train(loss: DraftLoss, seed: int, drafts: int, updates: int, count: int = 1) -> list[tuple[float, float]]:
+    """Tokens per step of a head of `count` layers, after a sixth of the updates and at the end."""
     target = Target(seed)
     torch.manual_seed(seed)
-    layer = nn.Sequential(nn.Linear(2 * WIDTH, NARROW), nn.SiLU(), nn.Linear(NARROW, WIDTH))
-    optimizer, measured = torch.optim.Adam(layer.parameters(), lr=RATE), []
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2 * WIDTH, NARROW), nn.SiLU(), nn.Linear(NARROW, WIDTH)) for _ in range(count))
+    optimizer, measured = torch.optim.Adam(layers.parameters(), lr=RATE), []
     for number in range(1, updates + 1):
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, 2 * (1 - number / updates) + 0.02)
         optimizer.zero_grad()
-        gradient_loss(Chain.of(target, layer, drafts, BATCH), target, loss).backward()
+        gradient_loss(Chain.of(target, layers, drafts, BATCH), target, loss).backward()
         optimizer.step()
         if number in (max(1, updates // 6), updates):
             with torch.no_grad():
-                measured.append(tokens_per_step(Chain.of(target, layer, drafts, CONTEXTS), target))
+                measured.append(tokens_per_step(Chain.of(target, layers, drafts, CONTEXTS), target))
     return measured
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--drafts", type=int, default=3, help="Draft tokens per step.")
+    arguments.add_argument("--layers", action="store_true", help="A separate layer for each draft token.")
     arguments.add_argument("--updates", type=int, default=1200)
     arguments.add_argument("--seeds", type=int, default=2, help="Number of targets and heads.")
     options = arguments.parse_args()
@@ -130,7 +131,8 @@ def main() -> None:
     headings = ("loss", f"sampled, {early}", "sampled, at the end", f"greedy, {early}", "greedy, at the end")
     print(markdown(headings, []), flush=True)
     for loss in LOSSES:
-        runs = [train(loss, seed, options.drafts, options.updates) for seed in range(options.seeds)]
+        count = options.drafts if options.layers else 1
+        runs = [train(loss, seed, options.drafts, options.updates, count) for seed in range(options.seeds)]
         cells = []
         for kind in (0, 1):
             ends = [run[-1][kind] for run in runs]

@@ -113,7 +113,13 @@ def test_policy_loss_matches_log_probs_and_autograd(dtype: torch.dtype, workspac
         assert relative(tensor, exact_grad) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-DEPTHS = ({"loss": "tv", "mix": 0.9}, {"loss": "kl", "weight": 0.5, "detach_weight": True}, {"loss": "soft_ce", "weight": 0.3})
+DEPTHS = (
+    {"loss": "tv", "mix": 0.9},
+    {"loss": "kl", "weight": 0.5, "detach_weight": True},
+    {"loss": "soft_ce", "weight": 0.3},
+    {"loss": "e2e_tv", "detach_weight": True},
+    {"loss": "e2e_greedy", "mix": 0.9},
+)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "chunked"])
