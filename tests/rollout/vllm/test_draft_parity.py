@@ -62,9 +62,11 @@ def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_pa
         off = [float((mine - theirs).abs().max()) for mine, theirs in shared(exact, served)]
         assert max(off) <= LARGEST, off
         return
-    off = [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, served)]
+    # Rounding may select another expert for a single draft. Where fp32 has shown that all are equal, the median leaves it out.
+    distance = median_distance if (family, "fp32") in SERVED else norm_distance
+    off = [distance(mine, theirs) for mine, theirs in shared(exact, served)]
     rounded = trained(folder, ids, draftings, precision, tmp_path)
-    own = [float((mine - theirs).norm() / mine.norm()) for mine, theirs in shared(exact, list(rounded.unbind(1)))]
+    own = [distance(mine, theirs) for mine, theirs in shared(exact, list(rounded.unbind(1)))]
     print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
     assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)
 
@@ -89,6 +91,16 @@ def test_each_of_several_layers_drafts_its_depth_on_a_card(family: str, tmp_path
     )
     print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
     assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)
+
+
+def norm_distance(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """Relative to the norm of all logits."""
+    return float((exact - other).norm() / exact.norm())
+
+
+def median_distance(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """The median over draftings, each relative to the norm of its logits."""
+    return float(((exact - other).norm(dim=1) / exact.norm(dim=1)).median())
 
 
 def shared(exact: torch.Tensor, others: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
