@@ -23,6 +23,8 @@ _FORMAT = 3
 _XXH3, _CRC = "xxh3", "crc32"
 _CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
 _CHUNK = 4 << 20
+_SMALL = 64 << 10
+"""Maximum size of a file whose checksum is always compared, in bytes. The state of a run has less than 1 KiB."""
 _THREADS = 8
 """Maximum number of files read concurrently: enough to saturate an array of disks."""
 
@@ -165,9 +167,15 @@ def save_listing(folder: Path, listing: Listing) -> None:
 
 
 def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
-    """Compare the files of a folder with its listing: sizes and, if `contents` is set, checksums. Raises Damaged if one differs."""
+    """Compare the files of a folder with its listing. Raises Damaged if one differs.
+
+    contents: compare the checksums of all files, not only of small ones, which callers read without this check.
+    """
     for name, entry in listing.files.items():
-        if (damage := _size_damage(folder, name, entry)) is not None:
+        damage = _size_damage(folder, name, entry)
+        if damage is None and entry.size <= _SMALL:
+            damage = _contents_damage(folder / name, name, entry)
+        if damage is not None:
             raise damage
     if not contents:
         return

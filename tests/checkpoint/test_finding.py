@@ -150,11 +150,18 @@ def test_second_damaged_checkpoint_of_a_name_does_not_replace_the_first(run: Pat
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
-def test_only_sizes_are_compared_without_contents(run: Path) -> None:
+def test_only_sizes_of_large_files_are_compared_without_contents(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.checkpoint.listing._SMALL", 1024)
     flip(run / "checkpoints" / "rl-000004" / SHARD)
     assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000004"
     os.truncate(run / "checkpoints" / "rl-000004" / SHARD, 10)
     assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_flipped_bit_in_the_state_of_the_newest_checkpoint_selects_the_one_before(run: Path, contents: bool) -> None:
+    flip(run / "checkpoints" / "rl-000004" / "run.json", 5)
+    assert choose(run / "checkpoints", contents=contents).path == run / "checkpoints" / "rl-000002"
 
 
 def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
