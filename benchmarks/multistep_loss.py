@@ -151,16 +151,16 @@ def main() -> None:
     print_environment()
     print(f"{shape}, {options.depths} depths. The timer covers: {TIMER}\n")
     print(markdown(("depths' loss", "ms (fastest–slowest)", "the depths' ms", "× tv", "GiB"), rows))
-    rows = []
+    errors = []
     for loss in CHAINED:
         computed = runs[loss]()[2:]
         exact, plain = state_grads(depths, loss, torch.float64), state_grads(depths, loss, torch.float32)
         for depth, (got, right, of_torch) in enumerate(zip(computed, exact, plain, strict=True), start=1):
             error, bound = distance(got[sample(got)], right), distance(of_torch, right)
-            rows.append((loss, str(depth), f"{error:.1e}", f"{bound:.1e}"))
+            errors.append((str(loss), str(depth), f"{error:.1e}", f"{bound:.1e}"))
             if not error <= MAX_OF_TORCH * bound:  # so that NaN is a miss
                 misses.append(f"{loss}, depth {depth}: error {error:.1e}, torch's {bound:.1e}")
-    print("\n" + markdown(("loss", "depth", "error", "plain torch"), rows))
+    print("\n" + markdown(("loss", "depth", "error", "plain torch"), errors))
     finish(misses)
 
 

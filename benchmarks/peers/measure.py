@@ -1,4 +1,4 @@
-"""Run a command and record what the comparison needs besides the responses: updates, GPU memory, GPU utilization.
+"""Run a command and record what the comparison needs in addition to the responses: updates, GPU memory, GPU utilization.
 
     python3 benchmarks/peers/measure.py OUT --minutes 9 -- COMMAND …
 

@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from reward import COIN
+from peer_reward import COIN
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864},
@@ -69,7 +69,7 @@ def sums(folder: Path, model: str) -> None:
     texts = first_task("sums", model, "chain_sum", Machine(cores=16, gpus=1, gpu_gib=80), templates).texts
     rows, held_out = ([json.loads(line) for line in texts[name].splitlines()] for name in ("rows.jsonl", "held_out.jsonl"))
     write_rows(folder, rows, held_out)
-    shutil.copy(Path(__file__).with_name("reward.py"), folder)
+    shutil.copy(Path(__file__).with_name("peer_reward.py"), folder / "reward.py")
     (folder / "recipe.yaml").write_text(
         recipe("sums", model, response=160, context=256, rate=3e-5, warmup=20, eval_every=20), encoding="utf-8"
     )
@@ -80,7 +80,7 @@ def system(folder: Path, tokenizer: Path, shape: str) -> None:
     draw = random.Random(0)
     rows = [{"question": " ".join(str(draw.randrange(10)) for _ in range(PROMPT_WORDS)), "answer": COIN} for _ in range(4096)]
     write_rows(folder, rows, rows[:8])
-    shutil.copy(Path(__file__).with_name("reward.py"), folder)
+    shutil.copy(Path(__file__).with_name("peer_reward.py"), folder / "reward.py")
     text = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = max(max(text["model"]["vocab"].values()), *(each["id"] for each in text["added_tokens"])) + 1
     for name, limit in RESPONSE.items():

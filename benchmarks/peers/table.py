@@ -2,8 +2,9 @@
 
     python3 benchmarks/peers/table.py --warmup 3 mtpctl=runs/mtpctl_0 'verl sync=runs/verl_0' …
 
-Tokens, responses and accuracy come from responses.jsonl, which the reward function of all systems writes; see reward.py. The first table
-has one row per run, the second one row per evaluation. The time of an evaluation is that of its last response.
+Tokens, responses and accuracy come from responses.jsonl, which the reward function of all systems writes; see
+peer_reward.py. The first table has one row per run, the second one row per evaluation. The time of an evaluation is that of its last
+response.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ class Run:
 
     def evaluations(self) -> list[Evaluation]:
         """Each held-out row is scored once per evaluation, so its n-th response belongs to evaluation n. Incomplete ones are left out."""
-        seen: Counter[str] = Counter()
+        responses: Counter[str] = Counter()
         passes: list[list[Line]] = []
         for line in self.held_out:
-            number = seen[line["key"]]
-            seen[line["key"]] += 1
+            number = responses[line["key"]]
+            responses[line["key"]] += 1
             if number == len(passes):
                 passes.append([])
             passes[number].append(line)
-        return [_evaluation(lines) for lines in passes if len(lines) == len(seen)]
+        return [_evaluation(lines) for lines in passes if len(lines) == len(responses)]
 
     def after(self, warmup: int) -> tuple[float, float]:
         """Times of update `warmup` and of the last update."""
@@ -103,7 +104,7 @@ def speed(runs: Iterable[Run], warmup: int) -> str:
     ]
     for run in runs:
         if not run.updates or run.updates[-1]["update"] <= warmup:
-            rows.append(f"| {run.name} | {len(run.updates)} updates, no more than the warm-up |" + " |" * 7)
+            rows.append(f"| {run.name} | {len(run.updates)} updates, at most the warm-up |" + " |" * 7)
             continue
         begin, end = run.after(warmup)
         timed = [line for line in run.train if begin < line["time"] <= end]

@@ -1,4 +1,4 @@
-"""verl's reward manager of the comparison: the reward of reward.py, and a line in its log per response.
+"""verl's reward manager of the comparison: the reward of peer_reward.py, and a line in its log per response.
 
 Settings: reward.reward_manager.source=importlib, reward.reward_manager.name=CountingRewardManager, and this file as module.path. The log is
 the value of `+reward.custom_reward_function.reward_kwargs.log`.
@@ -13,7 +13,7 @@ from typing import Any
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # type: ignore[import-not-found]
 
 sys.path.append(str(Path(__file__).parent))
-from reward import record, value
+from peer_reward import record, value
 
 
 class CountingRewardManager(RewardManagerBase):  # type: ignore[misc]

@@ -254,8 +254,8 @@ def _ernie(upstream: type) -> type:
             width = getattr(self.hf_config, "head_dim", None) or self.hf_config.hidden_size // self.hf_config.num_attention_heads
             names = {part: f"model.layers.*.self_attn.{part}_proj.weight" for part in "qkv"}
             paired = _with_paired_rows(qkv, width)(f"decoder.layers.*.{attention}", **names)
-            kept = [each for each in registry.mappings if not each.megatron_param.endswith(attention)]
-            return type(registry)(*kept, paired, *more)
+            others = [each for each in registry.mappings if not each.megatron_param.endswith(attention)]
+            return type(registry)(*others, paired, *more)
 
     return ErnieBridge
 

@@ -46,7 +46,7 @@ def responses(answer: str, draw: random.Random) -> list[str]:
 
 
 def test_reward_is_one_exactly_if_the_score_of_reasoning_gym_is_full() -> None:
-    own, template = load(FOLDER / "reward.py", "peers_reward"), load(TEMPLATE, "template_reward")
+    own, template = load(FOLDER / "peer_reward.py", "peers_reward"), load(TEMPLATE, "template_reward")
     draw = random.Random(0)
     values = []
     for _ in range(400):
@@ -59,7 +59,7 @@ def test_reward_is_one_exactly_if_the_score_of_reasoning_gym_is_full() -> None:
 
 
 def test_score_is_logged_with_tokens_and_row(tmp_path: Path) -> None:
-    own = load(FOLDER / "reward.py", "peers_reward")
+    own = load(FOLDER / "peer_reward.py", "peers_reward")
     problem = Problem("held_out.jsonl:3", "1 + 1 =", "2", fields={"split": "held_out", "key": "held_out/2", "seen": True})
     sample = Sample("held_out.jsonl:3", "group", [1], response_ids=[5, 6, 7])
     log = tmp_path / "responses.jsonl"

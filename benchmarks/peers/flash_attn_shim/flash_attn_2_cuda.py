@@ -2,7 +2,7 @@
 
 The Python part of the package flash-attn imports this module. The package is only published as source, and compiling it takes hours.
 PyTorch contains the same kernels for the forward and the backward pass, packed sequences included. So a peer that trains with
-`attn_implementation=flash_attention_2` runs its usual code. The gradients are copied once more than in the original extension.
+`attn_implementation=flash_attention_2` runs its usual code. The gradients are copied one more time than in the original extension.
 
 Not supported, because no peer uses it in training: dropout, ALiBi, soft-capping, KV caches and deterministic gradients.
 """
