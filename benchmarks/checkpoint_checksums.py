@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint_checksums.py FOLDER --gib 1 --rounds 5
 
-FOLDER is on the disk to measure. Each round writes the same tensors twice and flushes them to disk. A write starts when all earlier data is
-on the disk. The fastest rounds are compared, since other work and the disk's rate limit only slow a round down.
+FOLDER is on the disk to measure. Each round writes the same tensors twice and flushes them to disk. A write starts after all earlier data
+is on the disk. The fastest rounds are compared, because other work and the disk's rate limit can only slow a round down.
 """
 
 from __future__ import annotations

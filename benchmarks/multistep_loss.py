@@ -1,12 +1,12 @@
-"""What the multi-step loss of several MTP depths costs compared with `tv` per depth, and the errors of its gradients.
+"""The cost of the multi-step loss of several MTP depths, compared with `tv` at each depth, and the errors of its gradients.
 
     python benchmarks/multistep_loss.py                     # the reference shape on a GPU, a small one on a CPU
     python benchmarks/multistep_loss.py --shape 96x16x300 --depths 3
 
-Each run is a policy loss and the losses of isolated depths, as a training step computes them. The rows are turns of 512 tokens. A depth's
-time is what it adds to the policy loss alone. Memory is the peak of the run without inputs, states and gradients. Errors are
-‖computed − exact‖ / ‖exact‖ of the gradients of the depths' states at some rows; exact weights of the chains come from all rows in float64,
-and plain torch computes logits in bf16 and softmax in fp32. Exit code 6 if `e2e_tv` misses a bound. Timer and rounds are those of `mtpctl
+Each run is a policy loss and the losses of isolated depths, as a training step computes them. The rows are turns of 512 tokens. The time
+of the depths is what they add to the policy loss alone. Memory is the peak of the run without inputs, states and gradients. Errors are
+‖computed − exact‖ / ‖exact‖ of the gradients of the depths' states at sampled rows. Exact gradients are computed in float64; plain torch
+computes logits in bf16 and softmax in fp32. Exit code 6 if `e2e_tv` or `e2e_greedy` misses a bound. Timer and rounds are those of `mtpctl
 bench fused-kernels`.
 """
 
@@ -32,6 +32,7 @@ from mtpctl.trainer.batch import DraftRows
 from mtpctl.trainer.multistep import Chains, scaled_gradient
 
 MAX_RATIO, MAX_GIB, MAX_OF_TORCH = 1.15, 0.5, 1.5
+"""Bounds of the depths' time relative to `tv`, of memory at the reference shape, and of errors relative to plain torch."""
 TURN, ROWS_AT_ONCE, SAMPLED = 512, 512, 128
 CHAINED: tuple[DraftLoss, ...] = ("e2e_tv", "e2e_greedy")
 NONE = "none"
@@ -77,16 +78,15 @@ class Depths:
 
 @torch.no_grad()
 def chain_weights(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
-    """The weights of the chains from logits of all rows, whose products are in `wide` if it is float64, else in bf16."""
-    x, factor = depths.x, depths.x.weight.detach().double() if wide == torch.float64 else depths.x.weight.detach()
+    """The weights of the chains, from the logits of all rows. Logits are computed in float64 if `wide` is float64, else in bf16."""
+    x, head = depths.x, depths.x.weight.detach().double() if wide == torch.float64 else depths.x.weight.detach()
     accepted = []
     for rows, state in zip(depths.rows, depths.states, strict=True):
         parts = []
         for start in range(0, len(state), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             p, q = (
-                (each.to(factor.dtype) @ factor.T).to(wide).softmax(1)
-                for each in (x.hidden.detach()[rows.tokens[part]], state.detach()[part])
+                (each.to(head.dtype) @ head.T).to(wide).softmax(1) for each in (x.hidden.detach()[rows.tokens[part]], state.detach()[part])
             )
             parts.append(torch.minimum(p, q).sum(1) if loss == "e2e_tv" else p.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
         accepted.append(torch.cat(parts))
@@ -96,19 +96,20 @@ def chain_weights(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
 
 
 def state_grads(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
-    """Gradients of each depth's states at `sample`, by autograd on logits of `wide`."""
+    """Gradients of each depth's states at the rows `sample`, by autograd, with the softmax in `wide`."""
     x, grads = depths.x, []
     weight = x.weight.detach().double() if wide == torch.float64 else x.weight.detach()
-    for rows, state, factor in zip(depths.rows, depths.states, chain_weights(depths, loss, wide), strict=True):
+    for rows, state, row_weights in zip(depths.rows, depths.states, chain_weights(depths, loss, wide), strict=True):
         at = sample(state)
         h = state.detach()[at].to(weight.dtype).requires_grad_()
         trunk = x.hidden.detach()[rows.tokens[at]].to(weight.dtype)
-        value = draft_loss(loss, (h @ weight.T).to(wide), (trunk @ weight.T).to(wide), factor[at].to(wide))  # type: ignore[arg-type]
+        value = draft_loss(loss, (h @ weight.T).to(wide), (trunk @ weight.T).to(wide), row_weights[at].to(wide))  # type: ignore[arg-type]
         grads.append(torch.autograd.grad(value, h)[0])
     return grads
 
 
 def sample(state: Tensor) -> Tensor:
+    """Indices of at most `SAMPLED` rows."""
     return torch.arange(0, len(state), max(1, len(state) // SAMPLED), device=state.device)[:SAMPLED]
 
 

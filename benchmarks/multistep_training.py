@@ -1,11 +1,11 @@
-"""Which MTP loss accepts most, for a randomly initialized head of little capacity on a toy target.
+"""Which MTP loss gives the most accepted drafts, for a randomly initialized small head on a toy target.
 
     python benchmarks/multistep_training.py                          # three draft tokens, two seeds
     python benchmarks/multistep_training.py --drafts 5 --layers --updates 100 --seeds 1
 
 The target is a random function of the last two tokens, with an entropy of about 0.7 nats. The head is one small layer that is repeated for
-every draft token, or with `--layers` a layer for each, under the target's LM head. Its gradients are those of the training kernels. Tokens
-per step (accepted drafts + 1) are exact expectations over 20,000 contexts, for sampled and for greedy drafts.
+every draft token, or with `--layers` one layer per draft token. It uses the target's LM head. Gradients come from the training kernels.
+Tokens per step (accepted drafts + 1) are exact expectations over 20,000 contexts, for sampled and for greedy drafts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Target:
         return hidden / hidden.pow(2).mean(1, keepdim=True).sqrt()
 
     def responses(self, count: int, length: int) -> Tensor:
-        """Sampled sequences [count, length], without a prefix in which they become typical."""
+        """Sampled sequences [count, length], without the two uniformly random tokens before them."""
         tokens = torch.randint(VOCAB, (count, 2), generator=self.generator)
         for _ in range(length):
             p = (self.state(tokens[:, -2:]) @ self.head.T).softmax(1)
@@ -75,7 +75,7 @@ class Chain:
 def gradient_loss(chain: Chain, target: Target, loss: DraftLoss) -> Tensor:
     """A scalar whose gradients are those of the loss."""
     count, drafts = len(chain.labels[0]), len(chain.labels)
-    # One response after another, as in a packed row; the first token of each is not drafted.
+    # Responses follow each other as in a packed row. The first token of each is not drafted.
     first = torch.arange(count) * (drafts + 1)
     rows = [DraftRows(first, labels, first + depth) for depth, labels in enumerate(chain.labels, start=1)]
     chains, chained, outs = Chains(rows, count * (drafts + 1)), loss.startswith("e2e"), []
@@ -88,7 +88,7 @@ def gradient_loss(chain: Chain, target: Target, loss: DraftLoss) -> Tensor:
 
 @torch.no_grad()
 def tokens_per_step(chain: Chain, target: Target) -> tuple[float, float]:
-    """With sampled and with greedy drafts: 1 + Σ of the probabilities to reach each draft and to accept it."""
+    """Tokens per step with sampled and with greedy drafts: 1 + Σ over depths of the probability that the draft is reached and accepted."""
     totals, reached = [1.0, 1.0], [torch.ones(len(chain.labels[0]))] * 2
     for state, teacher, labels in zip(chain.states, chain.teachers, chain.labels, strict=True):
         q, p = ((each @ target.head.T).softmax(1) for each in (state, teacher))

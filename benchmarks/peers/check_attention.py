@@ -1,9 +1,9 @@
-"""On the GPU host, with the bundle in PYTHONPATH: compare the substitute of flash_attn_2_cuda with attention in float64, and time it.
+"""Compare the replacement of flash_attn_2_cuda with attention in float64, and time it. Runs on the GPU host, with the bundle in PYTHONPATH.
 
     python3 benchmarks/peers/check_attention.py
 
-Checks the output and the gradients of packed sequences with grouped key-value heads, and flash-attn's cross-entropy. Exit code 1: an error
-exceeds that of PyTorch's own attention in bf16 by more than a factor of 2.
+Checks the output and the gradients of packed sequences with grouped-query attention, and flash-attn's cross-entropy. Exit code 1: an error
+of attention is more than twice that of PyTorch's attention in bf16, or one of the cross-entropy is 0.01 or larger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS, KV_HEADS, WIDTH = 9, 3, 64
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of each sequence by itself, in the precision of its arguments."""
+    """Causal attention of each sequence separately, in the precision of the arguments."""
     rows = []
     for each in zip(*(tensor.split(LENGTHS) for tensor in (q, k, v)), strict=True):
         query, key, value = (part.transpose(0, 1)[None] for part in each)
@@ -52,12 +52,12 @@ def main() -> None:
 
     exact = results(reference, [each.double() for each in inputs], weight)
     failed = False
-    for name, one, two, true in zip(
+    for name, packed_result, torch_result, true in zip(
         ["out", "dq", "dk", "dv"], results(packed, inputs, weight), results(reference, inputs, weight), exact, strict=True
     ):
-        ours, torchs = ((each.double() - true).norm().item() / true.norm().item() for each in (one, two))
-        failed |= not ours <= 2 * torchs
-        print(f"{name}: relative error {ours:.2e}, of scaled_dot_product_attention {torchs:.2e}")
+        error, bound = ((each.double() - true).norm().item() / true.norm().item() for each in (packed_result, torch_result))
+        failed |= not error <= 2 * bound
+        print(f"{name}: relative error {error:.2e}, of scaled_dot_product_attention {bound:.2e}")
     logits = torch.randn(4096, 49152, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(49152, (4096,), device="cuda")
     loss = cross_entropy_loss(logits.clone(), labels)[0]

@@ -1,10 +1,10 @@
-"""Run a command and record what the comparison needs in addition to the responses: updates, GPU memory, GPU utilization.
+"""Run a command and record its updates, GPU memory and GPU utilization. The reward function logs the responses.
 
     python3 benchmarks/peers/measure.py OUT --minutes 9 -- COMMAND …
 
-The command runs in OUT. Files there: output.log; updates.jsonl, one line per line of output that reports an update (`step:7` of verl,
-`rl 7/200` of mtpctl); gpu.jsonl, one sample per second over all GPUs; run.json. After --minutes the command and its children are ended.
-Run it with `setsid nohup … &` to outlast the shell. Needs only the standard library.
+The command runs in OUT. Files there: output.log; updates.jsonl, one line for each output line that reports an update (`step:7` of verl,
+`rl 7/200` of mtpctl); gpu.jsonl, one sample per second over all GPUs; run.json, times and exit code. After --minutes, the command and its
+children are stopped. Run it with `setsid nohup … &` to keep it running after the shell exits. Needs only the standard library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The reward of all systems, and the log that the harness counts from. Needs only the standard library.
+"""The reward of both systems, and the log of responses that table.py reads. Needs only the standard library.
 
-Work B: 1 for a right sum, 0 otherwise. Rules and scores equal those of `mtpctl init --template reasoning-gym` for chain_sum, which counts
-only reasoning-gym's full score; tests/bench/test_peers.py compares them. Work A: rows with the answer `COIN` get a pseudo-random 0 or 1, so
-that groups have a gradient but no direction.
+Work B: 1 for a correct sum, 0 otherwise. The rules are those of `mtpctl init --template reasoning-gym` for chain_sum, which accepts only
+reasoning-gym's full score; tests/benchmarks/test_peers.py compares them. Work A: rows with the answer `COIN` get a pseudo-random 0 or 1, so
+groups have gradients, but the model learns nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 
 
 def stated_answer(response: str) -> str | None:
-    """The text after the last "the answer is", up to the end of the sentence; without it the last number."""
+    """The text between the last "answer is" and the end of its sentence, after any `=`. If there is none, the last number."""
     parts = _STATED.split(response)
     if len(parts) == 1:
         numbers = _NUMBER.findall(response)
@@ -50,7 +50,7 @@ def value(response: str, answer: str) -> float:
 
 
 def record(log: str, split: str, key: str, seen: bool, tokens: int, reward: float) -> None:
-    """Append one scored response to the log. A line is written by one system call, so processes do not mix their lines."""
+    """Append one scored response to the log. A line is written by one system call, so lines of concurrent processes do not interleave."""
     line = {"time": time.time(), "split": split, "key": key, "seen": seen, "tokens": tokens, "reward": reward}
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:

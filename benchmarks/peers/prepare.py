@@ -1,10 +1,10 @@
-"""Prepare the comparison with peers: rows for every system, mtpctl's recipes, and random weights.
+"""Prepare the comparison with peers: rows for both systems, mtpctl's recipes, and random weights.
 
     python benchmarks/peers/prepare.py sums FOLDER --model MODEL                     # work B: rows, and mtpctl's recipe
     python benchmarks/peers/prepare.py system FOLDER --tokenizer MODEL --shape 0.5b  # work A: rows, recipes, models without weights
     python benchmarks/peers/prepare.py weights FOLDER                                # on the GPU host: weights of these models
 
-Rows are JSON lines for mtpctl and Parquet for verl, with the same prompts. The tokenizer's chat template applies to both.
+Rows are JSON lines for mtpctl and Parquet for verl, with the same prompts. Both systems apply the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864},
     "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960},
 }
-"""Qwen2.5's shapes, with the tokenizer's vocabulary. The head is not tied: a random tied model repeats its last token."""
+"""Qwen2.5's shapes. The vocabulary is the tokenizer's. The head is not tied, because a tied random model repeats its last token."""
 RESPONSE = {"fixed": 512, "tail": 2048}
-"""Maximum response tokens. `fixed`: one end token of the vocabulary, so 1% of the responses are shorter. `tail`: exponential lengths."""
+"""Maximum response tokens. `fixed`: with one end token, so 1% of the responses are shorter. `tail`: lengths are exponential."""
 MEAN_OF_TAIL = 512
 """Mean length of `tail` before it is cut at the maximum."""
 PROMPT_WORDS = 128
 GROUP, PROMPTS, MINIBATCHES = 8, 32, 4
-TAIL_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 Row = dict[str, Any]
 
 
 def write_rows(folder: Path, train: list[Row], held_out: list[Row]) -> None:
-    """rows.jsonl and held_out.jsonl for mtpctl; train.parquet and held_out.parquet for verl."""
+    """Write rows.jsonl and held_out.jsonl for mtpctl, train.parquet and held_out.parquet for verl."""
     import pyarrow
     import pyarrow.parquet
 
@@ -60,7 +60,7 @@ def write_rows(folder: Path, train: list[Row], held_out: list[Row]) -> None:
 
 
 def sums(folder: Path, model: str) -> None:
-    """Rows of work B: those of `mtpctl init --template reasoning-gym` for a machine with a GPU."""
+    """Write the rows and the recipe of work B. The rows are those of `mtpctl init --template reasoning-gym` for a machine with a GPU."""
     import mtpctl
     from mtpctl.jobs.first_recipe import first_task
     from mtpctl.plan.first_settings import Machine
@@ -76,15 +76,15 @@ def sums(folder: Path, model: str) -> None:
 
 
 def system(folder: Path, tokenizer: Path, shape: str) -> None:
-    """Rows of work A, a model folder and a recipe per distribution of lengths. Prompts are numbers, whose tokens are digits."""
-    draw = random.Random(0)
-    rows = [{"question": " ".join(str(draw.randrange(10)) for _ in range(PROMPT_WORDS)), "answer": COIN} for _ in range(4096)]
+    """Write the rows of work A, and a model folder and a recipe for each distribution of lengths. Prompts are random digits."""
+    rng = random.Random(0)
+    rows = [{"question": " ".join(str(rng.randrange(10)) for _ in range(PROMPT_WORDS)), "answer": COIN} for _ in range(4096)]
     write_rows(folder, rows, rows[:8])
     shutil.copy(Path(__file__).with_name("peer_reward.py"), folder / "reward.py")
     text = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = max(max(text["model"]["vocab"].values()), *(each["id"] for each in text["added_tokens"])) + 1
     for name, limit in RESPONSE.items():
-        # A random model draws end tokens with probability len(ends) / vocabulary, so lengths are exponential, in every engine alike.
+        # A random model samples an end token with probability len(ends) / vocabulary, so lengths are exponential in every engine.
         ends = (
             [vocabulary - 1]
             if name == "fixed"
@@ -92,7 +92,7 @@ def system(folder: Path, tokenizer: Path, shape: str) -> None:
         )
         target = folder / f"model_{name}"
         target.mkdir(exist_ok=True)
-        for file in TAIL_FILES:
+        for file in TOKENIZER_FILES:
             if (tokenizer / file).exists():
                 shutil.copy(tokenizer / file, target)
         config = {
@@ -119,7 +119,7 @@ def system(folder: Path, tokenizer: Path, shape: str) -> None:
 
 
 def weights(folder: Path) -> None:
-    """Random weights for each model folder, the same for both."""
+    """Write random weights to each model folder. Both systems load the same files."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -127,7 +127,7 @@ def weights(folder: Path) -> None:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(target)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        # Only the weights: the config of each transformers version differs.
+        # Keep only the weights: save_pretrained also writes a config that depends on the version of transformers.
         model.save_pretrained(target / "saved", max_shard_size="50GB")
         (target / "saved" / "model.safetensors").replace(target / "model.safetensors")
         shutil.rmtree(target / "saved")

@@ -4,8 +4,8 @@
     python3 benchmarks/peers/run_verl.py tail FOLDER --mode colocate_async --updates 11
     python3 benchmarks/peers/run_verl.py sums FOLDER --model MODEL --cfg            # only compose the configuration
 
-FOLDER is that of prepare.py. The log of responses is responses.jsonl in the working directory. The name of this file is not verl.py, which
-would hide the package.
+FOLDER is the output of prepare.py. Responses are logged to responses.jsonl in the working directory. This file is not named verl.py,
+because that would hide the package.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from prepare import GROUP, MINIBATCHES, PROMPTS, RESPONSE
 PROMPT_TOKENS = {"sums": 96, "fixed": 512, "tail": 512}
 RATE = {"sums": 3e-5, "fixed": 1e-6, "tail": 1e-6}
 WARMUP = {"sums": 20, "fixed": 0, "tail": 0}
-"""In optimizer steps, of which an update has `MINIBATCHES`."""
+"""Warm-up in optimizer steps; an update has `MINIBATCHES` of them."""
 
 
 def arguments(options: argparse.Namespace) -> list[str]:
-    """Hydra overrides, with the reasons for those that are not sizes."""
+    """verl's Hydra overrides. Comments explain those that are not sizes."""
     work, folder = options.work, options.folder.resolve()
     model = options.model or str(folder / f"model_{work}")
     response = 160 if work == "sums" else RESPONSE[work]
@@ -43,8 +43,8 @@ def arguments(options: argparse.Namespace) -> list[str]:
         "reward.reward_manager.name=CountingRewardManager",
         f"reward.reward_manager.module.path={Path(__file__).with_name('verl_reward.py').resolve()}",
         f"+reward.custom_reward_function.reward_kwargs.log={Path('responses.jsonl').resolve()}",
-        # The objective, as in prepare.recipe. bypass_mode: the ratio's denominator is the engine's log-prob, as in asynchronous mtpctl; it
-        # also saves verl a forward pass.
+        # The objective, as in prepare.recipe. bypass_mode: old log-probs are those of the engine, as in asynchronous mtpctl. This also
+        # saves verl a forward pass.
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=False",
         "algorithm.rollout_correction.bypass_mode=True",
@@ -92,7 +92,7 @@ def arguments(options: argparse.Namespace) -> list[str]:
         "trainer.resume_mode=disable",
         "trainer.project_name=peers",
         f"trainer.experiment_name={work}",
-        # The bundle has no dashboard. verl's actors reserve more logical CPUs than a host with 16 cores has.
+        # The bundle has no dashboard. verl's actors reserve more CPUs in Ray than a host with 16 cores has.
         "+ray_kwargs.ray_init.include_dashboard=False",
         "ray_kwargs.ray_init.num_cpus=64",
         *options.set,

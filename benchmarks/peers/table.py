@@ -1,10 +1,9 @@
-"""Tables of the comparison from folders of measure.py.
+"""Print the tables of the comparison from output folders of measure.py.
 
     python3 benchmarks/peers/table.py --warmup 3 mtpctl=runs/mtpctl_0 'verl sync=runs/verl_0' …
 
-Tokens, responses and accuracy come from responses.jsonl, which the reward function of all systems writes; see
-peer_reward.py. The first table has one row per run, the second one row per evaluation. The time of an evaluation is that of its last
-response.
+Tokens, responses and accuracy come from responses.jsonl, which peer_reward.py writes in all systems. The first table
+has one row per run, the second one row per evaluation. The time of an evaluation is that of its last response.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over the held-out rows. Accuracies are means of rewards; `unseen` leaves out rows whose prompt is trained on too."""
+    """One pass over the held-out rows. Accuracies are means of rewards; `unseen` excludes rows whose prompt is also a training row."""
 
     time: float
     responses: int
@@ -46,16 +45,16 @@ class Run:
     gpu: list[Line]
 
     def evaluations(self) -> list[Evaluation]:
-        """Each held-out row is scored once per evaluation, so its n-th response belongs to evaluation n. Incomplete ones are left out."""
-        responses: Counter[str] = Counter()
+        """Complete evaluations. Each scores every held-out row once, so the n-th response of a row belongs to evaluation n."""
+        scored: Counter[str] = Counter()
         passes: list[list[Line]] = []
         for line in self.held_out:
-            number = responses[line["key"]]
-            responses[line["key"]] += 1
+            number = scored[line["key"]]
+            scored[line["key"]] += 1
             if number == len(passes):
                 passes.append([])
             passes[number].append(line)
-        return [_evaluation(lines) for lines in passes if len(lines) == len(responses)]
+        return [_evaluation(lines) for lines in passes if len(lines) == len(scored)]
 
     def after(self, warmup: int) -> tuple[float, float]:
         """Times of update `warmup` and of the last update."""
@@ -104,7 +103,7 @@ def speed(runs: Iterable[Run], warmup: int) -> str:
     ]
     for run in runs:
         if not run.updates or run.updates[-1]["update"] <= warmup:
-            rows.append(f"| {run.name} | {len(run.updates)} updates, at most the warm-up |" + " |" * 7)
+            rows.append(f"| {run.name} | {len(run.updates)} updates, all in the warm-up |" + " |" * 7)
             continue
         begin, end = run.after(warmup)
         timed = [line for line in run.train if begin < line["time"] <= end]
@@ -112,7 +111,7 @@ def speed(runs: Iterable[Run], warmup: int) -> str:
         steps = [later - earlier for earlier, later in pairwise(times)]
         tokens = sum(line["tokens"] for line in timed)
         busy = [line["utilization"] for line in run.gpu if begin < line["time"] <= end]
-        shares = [
+        cells = [
             f"{run.updates[0]['time'] - run.start:.0f}",
             f"{len(steps)}",
             f"{statistics.median(steps):.2f} ({min(steps):.2f} to {max(steps):.2f})",
@@ -122,7 +121,7 @@ def speed(runs: Iterable[Run], warmup: int) -> str:
             f"{statistics.fmean(busy):.0f}%" if busy else "",
             f"{max(line['memory_mib'] for line in run.gpu) / 1024:.1f}" if run.gpu else "",
         ]
-        rows.append(f"| {run.name} | " + " | ".join(shares) + " |")
+        rows.append(f"| {run.name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build verl 0.9.1 with vLLM 0.24.0 and transformers 5.9.0 as pieces of 63 MB, for a GPU host that has Python 3.12 and torch 2.11.0+cu130.
+# Bundle verl 0.9.1, vLLM 0.24.0 and transformers 5.9.0 in files of 63 MB, for a GPU host with Python 3.12 and torch 2.11.0+cu130.
 # usage: verl_bundle.sh OUT [SITE]    SITE: keep the unpacked packages in this folder
 #
 # - flash-attn is only published as source. Its Python part is installed without the extension, which flash_attn_shim/ replaces.

@@ -1,4 +1,4 @@
-"""verl's reward manager of the comparison: the reward of peer_reward.py, and a line in its log per response.
+"""verl's reward manager for the comparison: computes the reward of peer_reward.py, and logs each response.
 
 Settings: reward.reward_manager.source=importlib, reward.reward_manager.name=CountingRewardManager, and this file as module.path. The log is
 the value of `+reward.custom_reward_function.reward_kwargs.log`.
@@ -17,7 +17,7 @@ from peer_reward import record, value
 
 
 class CountingRewardManager(RewardManagerBase):  # type: ignore[misc]
-    """Scores one response like verl's `naive` manager, which passes only the text to a reward function and not the number of tokens."""
+    """Scores a response like verl's `naive` manager, which does not pass the number of tokens to a reward function."""
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **others: Any) -> None:
         super().__init__(config, tokenizer, compute_score)

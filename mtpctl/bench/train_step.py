@@ -144,12 +144,12 @@ def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
 
 
 def with_positions(config: dict[str, object], length: int) -> tuple[dict[str, object], str]:
-    """A config with room for samples of `length` tokens, and a note if it needed more positions; else an empty one."""
-    before = shape_of(config)
-    if length <= before.max_positions:
+    """Raise the positions of a config to `length` if it has fewer. Returns the config, and a note on the change, empty if there is none."""
+    original = shape_of(config)
+    if length <= original.max_positions:
         return config, ""
     longer = with_context(config, length)
-    return longer, describe_context(before, shape_of(longer))
+    return longer, describe_context(original, shape_of(longer))
 
 
 def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[list[Result], float]:

@@ -79,7 +79,7 @@ def choose(root: Path, *, contents: bool) -> Choice:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint under `root` whose files exist with the right sizes, the small ones undamaged; None if there is none.
+    """The newest checkpoint under `root` without missing, truncated or (if small) corrupted files; None if there is no checkpoint.
 
     Raises UserError if every checkpoint is damaged.
     """

@@ -24,7 +24,7 @@ _XXH3, _CRC = "xxh3", "crc32"
 _CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
 _CHUNK = 4 << 20
 _SMALL = 64 << 10
-"""Maximum size of a file whose checksum is always compared, in bytes. The state of a run has less than 1 KiB."""
+"""Maximum size in bytes of a file whose checksum is always compared, such as the state of a run, which has less than 1 KiB."""
 _THREADS = 8
 """Maximum number of files read concurrently: enough to saturate an array of disks."""
 
@@ -169,7 +169,8 @@ def save_listing(folder: Path, listing: Listing) -> None:
 def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
     """Compare the files of a folder with its listing. Raises Damaged if one differs.
 
-    contents: compare the checksums of all files, not only of small ones, which callers read without this check.
+    Compares all sizes, and the checksums of small files, because callers read these without another check. contents: compare the
+    checksums of all files.
     """
     for name, entry in listing.files.items():
         damage = _size_damage(folder, name, entry)

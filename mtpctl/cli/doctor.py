@@ -30,7 +30,7 @@ def doctor(
         typer.Option(
             "--model",
             metavar="NAME|FOLDER|CONFIG",
-            help="Only report whether this model is supported, and which engine drafts with which head.",
+            help="Only report whether this model is supported, and what each engine drafts with.",
         ),
     ] = None,
 ) -> None:

@@ -89,7 +89,7 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
         if mtp.final_norm is not None:
             yield name(mtp.final_norm), weights[f"{shape.prefix}norm.weight"]
         for tensor in weights:
-            # A dense layer after decoder layers with experts takes only their attention and norms.
+            # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
             if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
                 yield name(mtp.layer) + tensor.removeprefix(last), weights[tensor]
 
@@ -115,7 +115,7 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
 
 
 def derive_folder(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:
-    """Atomically create `target`: the files of `source`, copied or linked, with `config` and the tensors of a drafter.
+    """Atomically create `target`: the files of `source`, copied or linked, with `config` and the tensors `drafter`, which may be empty.
 
     Raises UserError if `target` exists or cannot be written.
     """

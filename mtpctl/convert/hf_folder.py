@@ -229,7 +229,7 @@ def write_config(config: HfConfig, folder: Path) -> None:
     for part, fields in ((folder, config), (folder / DRAFTER, drafter)):
         if fields:
             part.mkdir(exist_ok=True)
-            (part / "config.json").unlink(missing_ok=True)  # It may be a link to another model's.
+            (part / "config.json").unlink(missing_ok=True)  # It may be a link into the folder of another model.
             (part / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -206,24 +206,24 @@ def _with_glm_experts(upstream: type) -> type:
 
 
 def _without_copies(upstream: type) -> type:
-    """GLM-4.7-Flash's bridge without copies of embedding and head for MTP layers, which `WeightBridge.export` adds for every family."""
+    """GLM-4.7-Flash's bridge, changed to export no copies of embedding and head for MTP layers: `WeightBridge.export` adds them."""
 
     class GlmFlashBridge(upstream):  # type: ignore[misc]
         def maybe_modify_converted_hf_weight(
             self, task: ConversionTask, converted: dict[str, Tensor], state: Mapping[str, Tensor]
         ) -> dict[str, Tensor]:
-            shared: Any = _load(f"{_CONVERSION}.model_bridge", "MegatronModelBridge")
-            own: dict[str, Tensor] = shared.maybe_modify_converted_hf_weight(self, task, converted, state)
-            return own
+            base: Any = _load(f"{_CONVERSION}.model_bridge", "MegatronModelBridge")
+            tensors: dict[str, Tensor] = base.maybe_modify_converted_hf_weight(self, task, converted, state)
+            return tensors
 
     return GlmFlashBridge
 
 
 def _ernie(upstream: type) -> type:
-    """ERNIE 4.5's bridge with its dense layers at any interval, pairwise rotary embeddings and its MTP layer.
+    """ERNIE 4.5's bridge, with support for MoE layers at any interval, pairwise rotary embeddings and the MTP layer.
 
-    ERNIE rotates neighboring dimensions of a head, dimension 2 i with 2 i + 1, and the trainer dimension i with i + n. The rows of queries
-    and keys are reordered on loading and on export. vLLM rotates halves in the MTP layer, whose rows therefore keep their order.
+    ERNIE rotates dimension 2 i of a head with 2 i + 1; the trainer rotates dimension i with i + head_dim / 2. The rows of queries and keys
+    are therefore reordered on loading and on export, except in the MTP layer, in which vLLM rotates halves too.
     """
 
     class ErnieBridge(upstream):  # type: ignore[misc]
@@ -248,14 +248,14 @@ def _ernie(upstream: type) -> type:
                 f"{inner}.mlp.linear_fc1.layer_norm_weight": f"{mtp}.post_attention_layernorm.weight",
             }
             attention = "self_attention.linear_qkv.weight"
-            more: list[object] = [auto(*pair) for pair in pairs.items()]
-            more += [qkv(f"{inner}.{attention}", **{part: f"{mtp}.self_attn.{part}_proj.weight" for part in "qkv"})]
-            more += _mlp(f"{inner}.mlp", f"{mtp}.mlp")
+            added: list[object] = [auto(*pair) for pair in pairs.items()]
+            added += [qkv(f"{inner}.{attention}", **{part: f"{mtp}.self_attn.{part}_proj.weight" for part in "qkv"})]
+            added += _mlp(f"{inner}.mlp", f"{mtp}.mlp")
             width = getattr(self.hf_config, "head_dim", None) or self.hf_config.hidden_size // self.hf_config.num_attention_heads
             names = {part: f"model.layers.*.self_attn.{part}_proj.weight" for part in "qkv"}
             paired = _with_paired_rows(qkv, width)(f"decoder.layers.*.{attention}", **names)
             others = [each for each in registry.mappings if not each.megatron_param.endswith(attention)]
-            return type(registry)(*others, paired, *more)
+            return type(registry)(*others, paired, *added)
 
     return ErnieBridge
 
@@ -278,7 +278,7 @@ def _with_paired_rows(upstream: type, width: int) -> Any:
 
 
 def _halved(rows: Tensor, width: int) -> Tensor:
-    """Reorder the rows of each head: first those with even numbers, then those with odd ones."""
+    """Reorder the rows of each head of `width`: even rows first, then odd ones."""
     return rows.reshape(-1, width // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -62,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks in order, and the total duration. `failure`, `success`: the verdict if a check failed, and if none did."""
+    """All checks in order, and the total duration. `failure`: the verdict if a check failed; `success`: if none did."""
 
     checks: list[Check]
     seconds: float

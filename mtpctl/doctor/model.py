@@ -1,4 +1,4 @@
-"""`mtpctl doctor --model`: can this model be trained and served, and which engine drafts with which head? Reads only its config."""
+"""`mtpctl doctor --model`: reports whether a model can be trained and served, and what each engine drafts with. Reads only its config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def examine_model(name: str) -> Diagnosis:
     Args:
         name: a Hugging Face folder, a config.json, a hub id, or the last part of a hub id that mtpctl knows, such as GLM-4.5-Air.
 
-    Raises UserError for a model that is not supported.
+    Raises:
+        UserError: if the model is not supported.
     """
     began = time.perf_counter()
     findings = _findings(support_of(_config(name)))

@@ -26,7 +26,7 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = {640000: 32768}
-"""Context length that MiMo-7B was trained with, by the value in some of its published config files (its `rope_theta`)."""
+"""Corrections of MiMo-7B's `max_position_embeddings`: some published configs state 640000, its `rope_theta`; it was trained with 32768."""
 
 CPU_LATENT = 576
 """Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""

@@ -13,9 +13,11 @@ Flag = bool | str
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
-    """The experts of a family. dense: which layers are dense: the first ones, all except every n-th, or all except every n-th of a range.
+    """The experts of a family.
 
-    softmax_bias: see `MoeShape`. unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
+    dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: the same within a range of layers,
+    and all layers outside it. softmax_bias: see `MoeShape`. unnormalised_topk: whether routing weights may have a sum other than 1
+    (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
@@ -32,7 +34,7 @@ class Family:
 
     output_biases: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
     required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
-    have the field. renamed: config fields with other names than in most families, each with the usual name. head_dim: default of the config
+    have the field. renamed: pairs of the family's name of a config field and its usual name. head_dim: default of the config
     field; None: the hidden size divided by the number of heads. imports: packages that vLLM imports for the family in addition to its
     dependencies.
     """
@@ -92,7 +94,7 @@ _QWEN_MTP = MtpConvention(
     reads_prenorm=False,
     blanks_first=False,
 )
-# vLLM has one layer, and names it with the number 0.
+# vLLM supports one layer; the 0 in its tensor names is fixed.
 _ERNIE_MTP = MtpConvention(
     layer="model.mtp_block.0.",
     embedding_norm="model.mtp_emb_norm.0.weight",

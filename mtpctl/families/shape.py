@@ -36,7 +36,7 @@ class MtpConvention:
 
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
-    `final_norm`: None if the layer's output is also the LM head's input. `dense`: the layer has a dense MLP in a model with experts.
+    `final_norm`: None if the LM head reads the layer's output directly. `dense`: the layer has a dense MLP even in a model with experts.
     """
 
     layer: str
@@ -77,7 +77,7 @@ class Eagle3Shape:
 class MoeShape:
     """Mixture of experts: counts, widths, and the dense decoder layers.
 
-    softmax_bias: the router's bias is added to softmax scores, and stored as `moe_statics.e_score_correction_bias` [1, E] (ERNIE 4.5).
+    softmax_bias: the router adds its bias to softmax scores; it is stored as `moe_statics.e_score_correction_bias` [1, E] (ERNIE 4.5).
     """
 
     experts: int

@@ -1,4 +1,4 @@
-"""What can be trained and served of a model, from its config.json alone."""
+"""Whether a model is supported, and what engines draft with, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mtpctl.families.reading import missing_fields, shape_of, unsupported_by_vll
 from mtpctl.families.shape import ModelShape
 
 SGLANG_TESTED = ("mimo",)
-"""Families whose drafts in SGLang mtpctl's tests check."""
+"""Families whose drafts in SGLang are covered by mtpctl's tests."""
 
 
 class Drafting(NamedTuple):
-    """A model's drafter, and what each engine drafts with: empty if it cannot draft."""
+    """A model's drafter (`head`), and what each engine drafts with; empty for an engine that cannot draft."""
 
     head: str
     vllm: str
@@ -25,7 +25,7 @@ class Drafting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """A supported model. cpu_limits: conditions under which vLLM serves it on a CPU."""
+    """A supported model. cpu_limits: restrictions of vLLM on a CPU for this model, in fp32 or bf16."""
 
     shape: ModelShape
     drafting: Drafting
@@ -33,7 +33,7 @@ class Support:
 
 
 def support_of(config: Mapping[str, object]) -> Support:
-    """Raises UserError for a model that is not supported; the message names the missing part."""
+    """Report the support for the model of a config. Raises UserError if it is not supported; the message names the missing part."""
     shape = shape_of(config)
     if errors := list(missing_fields(config)):
         raise UserError(errors[0])

@@ -1,7 +1,7 @@
-"""Models that are not supported: why, and what to train instead.
+"""Models that are not supported, with the parts that the trainer lacks and supported alternatives.
 
-The parts are those of transformers' and vLLM's modules of each architecture. For an architecture that is not listed, the parts are read
-from the fields of its config.
+`UNSUPPORTED` names the lacking parts of known models, according to their modules in transformers and vLLM. For other architectures,
+`missing_parts` derives them from the fields of the config.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from mtpctl.errors import UserError
 
 
 class Unsupported(NamedTuple):
-    """A group of models with one missing part.
+    """A group of models that lack the same parts in the trainer.
 
-    model_types: `model_type` of the configs, also in `text_config`. names: lower-case beginnings of hub names, without the organization.
+    model_types: values of `model_type` in the config or its `text_config`. names: lower-case prefixes of hub names, without the
+    organization. missing: the parts, as the end of the sentence "the trainer has no …".
     """
 
     title: str
@@ -56,7 +57,7 @@ UNSUPPORTED = (
         ("kimi_k2", "kimi_k25"),
         ("kimi-k2",),
         "configuration for its model_type, and its published weights have no MTP layers",
-        "DeepSeek-V3, which has the same layers",
+        "DeepSeek-V3, which has the same kinds of layers",
     ),
     Unsupported(
         "Kimi Linear",
@@ -103,7 +104,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "soft caps on logits": ("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"),
     "encoder": ("is_encoder_decoder", "encoder_layers"),
 }
-"""Fields of a config that name a part which the trainer lacks."""
+"""Parts that the trainer lacks, each with the config fields that indicate it."""
 
 
 def check_architecture(config: Mapping[str, object]) -> None:
@@ -116,7 +117,7 @@ def check_architecture(config: Mapping[str, object]) -> None:
 
 
 def check_hub_name(name: str) -> None:
-    """Raise UserError for the hub id of a model in `UNSUPPORTED`, before its config is downloaded."""
+    """Raise UserError if the hub id `name` belongs to a model in `UNSUPPORTED`. Call it before the config is downloaded."""
     short = name.rpartition("/")[2].lower()
     for each in UNSUPPORTED:
         if short.startswith(each.names):
@@ -124,7 +125,7 @@ def check_hub_name(name: str) -> None:
 
 
 def missing_parts(config: Mapping[str, object]) -> list[str]:
-    """The parts of an unknown architecture that the trainer lacks, as far as the config's fields show them."""
+    """The parts of `PARTS` that the fields of a config indicate."""
     text = config.get("text_config")
     fields = {**config, **(text if isinstance(text, Mapping) else {})}
     return [part for part, keys in PARTS.items() if any(fields.get(key) not in (None, False, 0, "") for key in keys)]

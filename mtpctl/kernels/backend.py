@@ -17,7 +17,7 @@ from mtpctl.kernels.shards import RowStats
 from mtpctl.recipe.model import MtpLoss
 
 DraftLoss = Literal[MtpLoss, "e2e_greedy"]
-"""Losses of a draft: those of the recipe, of which `e2e_tv` has a second form for greedy drafts."""
+"""Losses of a draft: those of the recipe, and `e2e_greedy`, the form of `e2e_tv` for greedy drafts."""
 SOFT_SHARE = 0.1
 """Weight of soft_ce in e2e_tv and e2e_greedy. Without it, they have almost no gradient if draft and target share no mass."""
 
@@ -143,8 +143,8 @@ class Agreement:
     """Comparison of the draft's distribution q with the teacher's p over this rank's columns; all [n].
 
     overlap: Σ min(p, q). gained: Σ q [q < p] for tv and e2e_tv, Σ q p for e2e_greedy, else 0. cost: −Σ p log q for soft_ce, e2e_tv and
-    e2e_greedy, Σ p (log p − log q) for kl.
-    first_choice: log p of the most likely entry of q. saved: state for `Backend.draft_grads`.
+    e2e_greedy, Σ p (log p − log q) for kl, else 0. first_choice: log p of the most likely entry of q. saved: state for
+    `Backend.draft_grads`.
     """
 
     overlap: Tensor

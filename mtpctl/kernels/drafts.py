@@ -7,8 +7,8 @@ p is the trunk's distribution of a token and q the draft's, both at the rollout'
 - kl:       Σ p (log p − log q): same gradient as soft_ce, but 0 if q = p
 - tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
   2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
-- e2e_tv:   tv + `SOFT_SHARE` soft_ce, one row of the multi-step loss for sampled drafts. `mtpctl.trainer.multistep` weights the rows
-- e2e_greedy: 1 − Σ p q + `SOFT_SHARE` soft_ce, the same for greedy drafts
+- e2e_tv:   tv + `SOFT_SHARE` soft_ce: a row of the multi-step loss for sampled drafts, before its weight (`mtpctl.trainer.multistep`)
+- e2e_greedy: 1 − Σ p q + `SOFT_SHARE` soft_ce: the same for greedy drafts
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, q_j (Σ q [q < p] − [q_j < p_j]) for tv, and
 q_j (Σ q p − p_j) for 1 − Σ p q.
@@ -39,7 +39,7 @@ SHARES: dict[DraftLoss, tuple[float, float]] = {
     "e2e_tv": (1.0, SOFT_SHARE),
     "e2e_greedy": (1.0, SOFT_SHARE),
 }
-"""Weights of a draft's chance of rejection and of `Agreement.cost` in each loss."""
+"""Weights of a draft's probability of rejection and of `Agreement.cost` in each loss. ce uses neither."""
 
 
 class DraftLossOut(NamedTuple):
@@ -153,12 +153,12 @@ class DraftTerm:
         self.overlap[span], self.greedy[span], self.lse[span] = overlap, _first_choice(top, agreement, shard).exp(), stats.lse
         main, ce = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
         greedy = loss == "e2e_greedy"
-        of_chance, of_cost = (main * share for share in SHARES[loss])
-        self.loss_sum += (of_chance * (1 - (gained if greedy else overlap)) + of_cost * cost - ce * stats.logprob).sum()
+        by_rejection, by_cost = (main * share for share in SHARES[loss])
+        self.loss_sum += (by_rejection * (1 - (gained if greedy else overlap)) + by_cost * cost - ce * stats.logprob).sum()
         if self.grad_dtype is None and not self.by_weight:
             return False
-        own = of_chance * gained + of_cost + ce
-        teacher, by_gained, label = (value * self.factor for value in (of_cost, of_chance, ce))
+        own = by_rejection * gained + by_cost + ce
+        teacher, by_gained, label = (value * self.factor for value in (by_cost, by_rejection, ce))
         coefficients = DraftGradCoefficients(own * self.factor, teacher, by_gained, label, greedy)
         out = buffer.out if self.by_weight else None
         if problem.valid:

@@ -114,7 +114,7 @@ def complete_config(
         # Checkpoints do not stack layers of different kinds.
         settings["hetereogenous_dist_checkpoint"] = True
     if config.moe_router_num_groups == 1:
-        # One group limits nothing, but would keep routers from their kernel.
+        # A single group does not restrict the selection, but would disable the routing kernel.
         settings |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if shape.latent:
         scaling = shape.rope_scaling or {}

@@ -33,7 +33,7 @@ class ExpertChoice:
     """The experts of one pass: selected by the router or replayed. The pass sets `own` (the router's) and `chosen` (those used), [T, k].
 
     Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `chosen` is read.
-    softmax_bias [E]: added to the softmax of the scores for the selection, which upstream does only for other scores.
+    softmax_bias [E]: added to the softmax of the scores to select experts. Upstream supports a bias only with other score functions.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
@@ -231,7 +231,7 @@ def number_moe_layers(model: torch.nn.Module, layers: tuple[int, ...]) -> None:
 
 
 def use_softmax_scores(model: torch.nn.Module) -> None:
-    """Let all routers add their bias to the softmax of the logits. Upstream's config accepts a bias only with other scores."""
+    """Set the score function of all routers to softmax after the build: upstream's config rejects softmax with a bias."""
     for module in model.modules():
         if isinstance(module, Router):
             module.score_function = "softmax"

@@ -30,7 +30,7 @@ BYTE_VOCAB_SIZE = 259
 
 
 LONG_CONTEXT = "model_with_context"
-"""Folder in the run directory: links to the model's weights, with a config of more positions."""
+"""Folder in the run directory with links to the model's weights, and a config with more positions."""
 
 
 class DrafterConfig(Section):
@@ -53,12 +53,13 @@ class ModelConfig(Section):
         None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
     )
     context: PositiveInt | None = Field(
-        None, description="Positions of the model, if more than its config has: the longest sample that it trains on and generates."
+        None,
+        description="Positions of engine and trainer, if more than in the model's config. They limit a prompt with its response.",
     )
     rope_scaling: dict[str, object] | None = Field(
         None,
-        description="RoPE scaling for model.context, with transformers' names, as {rope_type: yarn, factor: 4.0}; default: as in the "
-        "config, so positions beyond it are extrapolated.",
+        description="RoPE scaling for model.context in transformers' format, for example {rope_type: yarn, factor: 4.0}; default: "
+        "that of the config, so later positions are extrapolated.",
     )
     drafter: DrafterConfig | None = Field(None, description="A drafter to add to a model without one; train it in the stage draft.")
     tokenizer: HomePath | None = Field(None, description="Tokenizer folder, hub id, or `bytes`; default: the model's own tokenizer.")
@@ -69,7 +70,7 @@ class ModelConfig(Section):
         return self.config is not None or self.init == "random"
 
     def folder_in(self, run: Path) -> Path | None:
-        """The model's folder in the run directory `run`, if the run creates one: with random weights, a drafter, or a longer context."""
+        """The model's folder in the run directory `run` if the run creates one (random weights, drafter, longer context)."""
         if self.drawn:
             return run / "model"
         if self.drafter is not None:
@@ -91,7 +92,7 @@ class MtpConfig(Section):
         "ce",
         description="Target of each MTP depth. ce: the sampled token; the others: the trunk's distribution, by cross-entropy (soft_ce), KL "
         "divergence (kl) or total variation (tv), the share of probabilistic drafts that would be rejected. e2e_tv: maximizes the expected "
-        "number of accepted drafts of a step over all depths, for the drafts of rollout.speculation.draft_method.",
+        "number of accepted drafts per step over all depths, for the kind of drafts in rollout.speculation.draft_method.",
     )
     loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; ce has the weight 1 - loss_mix.")
     loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss relative to the main loss.")
@@ -119,7 +120,7 @@ def check_model(model: ModelConfig) -> Complaints:
     if model.config is not None and model.tokenizer is None:
         yield "model.tokenizer: a model from model.config has no tokenizer; set `bytes`, or a tokenizer folder"
     if model.rope_scaling is not None and model.context is None:
-        yield "model.rope_scaling: changes the RoPE of a longer context; set model.context, or leave it out"
+        yield "model.rope_scaling: has no effect without model.context; set model.context, or leave rope_scaling out"
     name = model.tokenizer
     if name and name != "bytes" and not Path(name).is_dir() and not TOKENIZER_ID.fullmatch(name):
         yield f"model.tokenizer: there is no folder {name}; name a folder with a tokenizer, a hub id, or `bytes`"
@@ -138,7 +139,9 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if headless and recipe.mtp.mode != "off":
         yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
     if recipe.mtp.loss == "e2e_tv" and recipe.mtp.mode == "joint":
-        yield ("mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk; set mtp.mode: isolated, or tv")
+        yield (
+            "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk; set mtp.mode: isolated or mtp.loss: tv"
+        )
     if not recipe.mtp.trains and not headless and "draft" in recipe.train.stages:
         yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
     if headless and "draft" in recipe.train.stages:
@@ -247,7 +250,7 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
 
 
 def context_note(model: ModelConfig) -> str | None:
-    """How the model reaches `model.context`, in one line; None without it, or for a hub model that is not on this machine."""
+    """Describe in one line how the model reaches `model.context`. None if it is not set, or if the config is not on this machine."""
     if model.context is None or (config := _plain_config(model, fetch=False, field="model.path")) is None:
         return None
     return describe_context(shape_of(config), shape_of(with_context(config, model.context, model.rope_scaling)))
@@ -302,7 +305,7 @@ def tensor_names(folder: Path) -> set[str]:
 def read_config(folder: Path, field: str = "model.path", name: str = "config.json") -> dict[str, object]:
     """The fields of a folder's config.json, with the config of its EAGLE-3 drafter under `drafter`.
 
-    field: the name of the path in errors. name: of the file. Raises UserError for a file that is missing or no JSON object.
+    field: name of the path in errors. name: name of the file. Raises UserError if the file is missing, or is not a JSON object.
     """
     config = _read(folder / name, field)
     if (folder / DRAFTER / "config.json").is_file():

@@ -60,7 +60,7 @@ class EngineTraits:
     weightless_drafters: bool
     """Drafts by n-grams or suffixes."""
     block_verification: bool
-    """Verifies the drafts of a step jointly, on GPUs."""
+    """Can verify the drafts of a step jointly (`rollout.speculation.verification: block`), on GPUs."""
     deterministic_arg: str | None = None
     """Name in `rollout.engine_args` that makes seeded sampling repeatable; None: it always is."""
 
@@ -79,8 +79,8 @@ class SpeculationConfig(Section):
     )
     verification: Literal["token", "block"] = Field(
         "token",
-        description="token: drafts are verified one after another; block: jointly, which accepts more probabilistic drafts. The output "
-        "distribution is the same. block needs vLLM on a GPU.",
+        description="token: drafts are verified one after another; block: the drafts of a step are verified jointly, which accepts more of "
+        "them if they are probabilistic, and needs vLLM on a GPU. The output distribution is the same.",
     )
     auto: bool = Field(
         False, description="Draft 0 to num_tokens tokens per step, whichever is fastest; measured repeatedly as load and weights change."
@@ -324,7 +324,7 @@ def check_on_trainer_gpus(recipe: Recipe) -> Complaints:
 
 
 def check_speculation(rollout: RolloutBase) -> Complaints:
-    """Report automatic speculation without draft tokens, and settings that a drafter or an engine does not have."""
+    """Report automatic speculation without draft tokens, and settings that the drafter or the engine does not support."""
     speculation = rollout.speculation
     if speculation.verification == "block":
         field = "rollout.speculation.verification"
@@ -402,7 +402,7 @@ def check_tp(tp: int, shape: ModelShape) -> Complaints:
 
 
 def check_engine_device(recipe: Recipe) -> Complaints:
-    """Report an engine without CPU support on a CPU, and a verification that it does not have there."""
+    """Report settings that need a GPU on a CPU: the engine, and block verification."""
     if recipe.device == "cpu" and recipe.rollout.speculation.verification == "block" and recipe.rollout.traits.block_verification:
         yield "rollout.speculation.verification: vLLM on a CPU verifies token by token; set token, or cluster.device: cuda"
     if not recipe.rollout.traits.cpu and recipe.device == "cpu":

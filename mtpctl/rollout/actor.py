@@ -37,7 +37,7 @@ Answer = tuple[int, Sample | Exception]
 CONCURRENCY = 10_000
 """Concurrent calls per actor. Control calls must not wait for the call that collects answers."""
 COLLECT_S = 0.01
-"""Minimum time between two collections of answers. Answers that arrive within it share a call, and with it the controller's CPU time."""
+"""Minimum seconds between two collections of answers. One call returns all answers of this time, which saves CPU time of the controller."""
 
 
 class EngineControl(Protocol):

@@ -184,8 +184,8 @@ class Head:
     ) -> tuple[Tensor, Sums, list[DraftLossOut]]:
         """Like `loss`, plus the losses of MTP depths against the trunk's distribution, each times its weight and `scale`.
 
-        drafts: the rows of each depth, a draft whose `hidden` has all of this rank's states [t, H], and the weights of the rows' gradients,
-        which may be written until the backward pass (None: 1). Also returns each depth's token statistics.
+        drafts: the rows of each depth, a draft whose `hidden` has all of this rank's states [t, H], and the weights of its rows' gradients
+        (None: 1), which are read in the backward pass. Also returns each depth's token statistics.
         """
         out = linear_policy_loss(
             distinct_rows(self._gather_sequence(state), rows),

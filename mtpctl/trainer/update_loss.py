@@ -120,16 +120,16 @@ class UpdateLoss:
 
     def _scale(self, depth: int) -> float:
         """The factor of the summed loss of an MTP depth."""
-        # The multi-step loss is a mean over chains, which have the same weight at every depth.
+        # All depths of the multi-step loss are divided by the number of chains, which is that of the tokens that depth 1 drafts.
         count = self.drafts[0 if self.config.mtp.loss == "e2e_tv" else depth - 1]
         return self.config.mtp.loss_scale / (count * len(self.drafts))
 
     def _chains(self, micro: MicroBatch) -> Chains | None:
-        """The row weights of the multi-step loss; None for other losses."""
+        """The chains of the multi-step loss; None for other losses."""
         return Chains(micro.drafts, len(micro.labels)) if self.config.mtp.loss == "e2e_tv" else None
 
     def _weighted(self, chains: Chains | None, outputs: list[DraftLossOut]) -> list[DraftLossOut]:
-        """Write the weights of all depths' rows, and return the outputs with each depth's share of the multi-step loss."""
+        """Compute the weights of the chains, and set each output's loss to its depth's sum of 1 − P_j. Returns other losses unchanged."""
         if chains is None:
             return outputs
         losses = chains.fill([output.greedy if self.config.greedy_drafts else output.overlap for output in outputs])

@@ -1,8 +1,8 @@
 """FlashAttention 2's extension module `flash_attn_2_cuda`, implemented with the FlashAttention 2 kernels that PyTorch ships.
 
 The Python part of the package flash-attn imports this module. The package is only published as source, and compiling it takes hours.
-PyTorch contains the same kernels for the forward and the backward pass, packed sequences included. So a peer that trains with
-`attn_implementation=flash_attention_2` runs its usual code. The gradients are copied one more time than in the original extension.
+PyTorch contains the same kernels for the forward and the backward pass, including packed sequences. So a peer that trains with
+`attn_implementation=flash_attention_2` runs its usual code. Unlike the original extension, the backward pass copies the gradients once.
 
 Not supported, because no peer uses it in training: dropout, ALiBi, soft-capping, KV caches and deterministic gradients.
 """

@@ -53,7 +53,7 @@ class VllmEngine(Engine):
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
         """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, and block verification that vLLM ignores;
+        Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, or block verification that vLLM ignores,
         and vLLM's errors for a model that it cannot load, with the root cause if its core fails in another process.
         """
         os.environ.update(settings.environment)
@@ -195,14 +195,14 @@ def check_plugin() -> None:
 
 
 def check_verification(rules: list[object]) -> None:
-    """Raise UserError if a worker verifies token by token although block verification was requested, which vLLM ignores silently.
+    """Raise UserError if a worker does not use the requested block verification. vLLM ignores it silently if it is not supported.
 
-    rules: of each worker (`WorkerExtension.mtpctl_verification`).
+    rules: the rule of each worker (`WorkerExtension.mtpctl_verification`).
     """
     if any(rule != "block" for rule in rules):
         raise UserError(
             "rollout.speculation.verification: vLLM ignores block here and verifies token by token, because it uses its first model runner "
-            "(on a CPU, or with VLLM_USE_V2_MODEL_RUNNER=0); set token, or remove the variable on a GPU"
+            "(on a CPU, or with VLLM_USE_V2_MODEL_RUNNER=0); set token, or unset the variable on a GPU"
         )
 
 

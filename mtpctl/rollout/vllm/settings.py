@@ -55,7 +55,7 @@ class VllmSettings:
 
     @property
     def verifies_blocks(self) -> bool:
-        """Whether drafts are to be verified jointly."""
+        """Whether the engine is configured for block verification."""
         return (self.args.get("speculative_config") or {}).get("rejection_sample_method") == "block"
 
     @property

@@ -188,7 +188,7 @@ def install_biased_router() -> None:
     """Add the bias of a softmax router to the scores that select experts (ERNIE 4.5).
 
     Without expert groups, vLLM's CPU router selects by the logits and ignores `e_score_correction_bias`, so it routes tokens to other
-    experts than the GPU's router, transformers and the trainer. The probs of the selected experts do not depend on the bias.
+    experts than vLLM on a GPU, transformers and the trainer. The probs of the selected experts do not depend on the bias.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
@@ -213,7 +213,7 @@ def install_biased_router() -> None:
 
 
 def _ignores_bias(router: type[CPURouter]) -> bool:
-    """Whether the router selects an expert of a low logit despite a large bias."""
+    """Whether the router selects the expert with the largest logit although another has a large bias."""
     logits, bias = torch.tensor([[1.0, 0.0]]), torch.tensor([0.0, 10.0])
     _, experts = router(1, 2, e_score_correction_bias=bias)._compute_routing(logits, logits, None)
     return int(experts) == 0

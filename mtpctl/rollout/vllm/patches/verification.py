@@ -1,4 +1,4 @@
-"""Random numbers of block verification (vLLM 0.32.0)."""
+"""A fix for the random numbers of block verification (vLLM 0.32.0)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 _MULTIPLIER = 0x1E3779B97F4A7C15
-"""An odd number whose multiples differ in all bytes."""
+"""2^64 divided by the golden ratio, without the top bit to fit int64. Its multiples spread positions over all bits (Fibonacci hashing)."""
 
 
 @patch
 def install_verification() -> None:
     """Give every step of block verification its own random numbers.
 
-    vLLM draws the random numbers that sample a draft and that accept it from the request's seed and the token's position. Token by token,
-    a position is examined once: verification ends at the first rejected draft, and the next step begins after it. Block verification
-    examines all drafts before it decides how many to accept (arXiv 2403.10444, algorithm 2). The positions after the accepted prefix are
-    drafted and verified again in the next step, with the same random numbers, although the decision depended on them. That changes the
+    vLLM derives the random numbers that sample and accept a draft from the request's seed and the token's position. Token-by-token
+    verification examines each position once: it ends at the first rejected draft, and the next step begins after that draft. Block
+    verification examines all drafts before it decides how many to accept (arXiv 2403.10444, algorithm 2). The next step drafts and
+    verifies the positions after the accepted prefix again, with the random numbers on which that decision depended. This biases the
     distribution of tokens: on a toy with three drafts it is off by a total variation of 0.01, and fewer drafts are accepted
     (`tests/rollout/vllm/patches/test_verification.py`).
 
-    With the patch, the seed of a request also depends on the position at which the step begins. Standard verification is unchanged.
+    With the patch, the seed also depends on the position at which the step begins. Token-by-token verification is unchanged.
     """
     from vllm.triton_utils import HAS_TRITON
 
@@ -52,19 +52,19 @@ def check_noise(source: str) -> None:
         raise UpstreamMoved(f"{__name__}: vLLM's rejection kernel draws its random numbers in another way; check whether steps share them")
 
 
-def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-    """A copy of `seeds`, in which the seeds of `requests` also depend on the positions `begins` of their step.
+def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `seeds` in which the seed of each request in the batch also depends on the position at which its step begins.
 
-    seeds [slots], int64. requests, begins [n]: slots, and the position of each one's first row.
+    seeds [slots], int64. requests [n]: the slots of the requests. starts [n]: the position of each request's first row.
     """
     mixed = seeds.clone()
     slots = requests.long()
-    mixed[slots] = seeds[slots] ^ ((begins.long() + 1) * _MULTIPLIER)
+    mixed[slots] = seeds[slots] ^ ((starts.long() + 1) * _MULTIPLIER)
     return mixed
 
 
 def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """`rejection_sample`, whose block verification uses `step_seeds`."""
+    """Wrap `rejection_sample` so that block verification uses `step_seeds`."""
     parameters = inspect.signature(upstream)
     _require(parameters, "rejection_sample", "cu_num_logits", "pos", "idx_mapping", "seed", "use_block_verification")
 
@@ -80,7 +80,7 @@ def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A drafter's `propose`, which samples drafts for block verification with `step_seeds`."""
+    """Wrap a drafter's `propose` so that drafts for block verification are sampled with `step_seeds`."""
     parameters = inspect.signature(upstream)
     _require(parameters, "propose", "input_batch", "seeds", "dummy_run")
 
