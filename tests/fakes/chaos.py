@@ -403,6 +403,7 @@ class Disturbed:
         """Run to the end, with all events. Raises AssertionError where the run does not get there by itself."""
         draw, end = random.Random(self.seed), time.monotonic() + seconds
         waiting, may_end, moved, before = list(self.events), set[int](), time.monotonic(), -1
+        remedied: list[Damage] = []
         self.start()
         try:
             while True:
@@ -416,6 +417,8 @@ class Disturbed:
                         assert not (mistakes := self.unnoticed()), f"{mistakes}\n{self._told()}"
                         return
                     if code == 2 and code not in may_end and (damage := self._remedied()) is not None:
+                        assert damage not in remedied, f"the remedy of the error did not help\n{self._told()}"
+                        remedied.append(damage)
                         damage.remove()
                     else:
                         assert code in may_end, f"the run ended by itself with {code}\n{self._told()}"
