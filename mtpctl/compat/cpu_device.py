@@ -133,6 +133,10 @@ def install() -> bool:
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
     _move_split_sizes()
     _drop_cuda_random_state()
+    # At its first use, torch.device as a context collects the functions to which it applies. They must be the originals, which the
+    # replacements call: otherwise `with torch.device("meta")` allocates on the CPU.
+    with torch.device("meta"):
+        torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _installed = True

@@ -53,3 +53,9 @@ def test_dispatcher_without_its_function_is_rejected(monkeypatch):
     monkeypatch.delattr(token_dispatcher, "maybe_move_tensor_to_cpu")
     with pytest.raises(RuntimeError, match="maybe_move_tensor_to_cpu"):
         cpu_device._move_split_sizes()
+
+
+def test_device_contexts_apply_after_the_installation():
+    cpu_device.install()
+    with torch.device("meta"):
+        assert torch.empty(1).device.type == torch.nn.Linear(1, 1).weight.device.type == "meta"
