@@ -67,7 +67,9 @@ def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, mes
 
     shape = mimo(tmp_path / "model").shape
     with pytest.raises(UserError, match=message):
-        complete_config(SimpleNamespace(), shape, parallel=ParallelConfig(**layout), precision="fp32", mtp=MtpConfig())
+        complete_config(
+            SimpleNamespace(moe_router_num_groups=None), shape, parallel=ParallelConfig(**layout), precision="fp32", mtp=MtpConfig()
+        )
 
 
 class TestNotFinite:
