@@ -2,9 +2,11 @@
 
     python3 benchmarks/peers/measure.py OUT --minutes 9 -- COMMAND …
 
-The command runs in OUT. Files there: output.log; updates.jsonl, one line for each output line that reports an update (`step:7` of verl,
-`rl 7/200` of mtpctl); gpu.jsonl, one sample per second over all GPUs; run.json, times and exit code. After --minutes, the command and its
-children are stopped. Run it with `setsid nohup … &` to keep it running after the shell exits. Needs only the standard library.
+The command runs in OUT. Files there: output.log; updates.jsonl, one line for each output line that reports an update (`step:7` of verl and
+run_trl.py, `rl 7/200` of mtpctl); parts.jsonl, the times of an update's parts as the system reports them (`timing_s/NAME:SECONDS` on a line
+with `step:7`, or in metrics.jsonl of mtpctl's run directory); gpu.jsonl, one sample per second over all GPUs; run.json, times and exit
+code. After --minutes, the command and its children are stopped. Run it with `setsid nohup … &` to keep it running after the shell exits.
+Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from pathlib import Path
 
 UPDATE = re.compile(rb"(?:\bstep:|\brl )(\d+)\b")
+PART = re.compile(rb"\btiming_s/([\w/]+):(?:np\.float64\()?([-+\d.e]+)")
 SECONDS_TO_STOP = 20.0
 
 
@@ -34,6 +37,23 @@ def sample_gpus(file: Path, stop: threading.Event) -> None:
             line = {"time": time.time(), "memory_mib": sum(memory), "utilization": sum(used) / len(used), "gpus": len(rows)}
             lines.write(json.dumps(line) + "\n")
             lines.flush()
+
+
+def parts_of_updates(out: Path) -> list[dict[str, object]]:
+    """Times of the parts of each update, from the output and from metrics.jsonl of a run directory in `out`."""
+    records: list[dict[str, object]] = []
+    for line in (out / "output.log").read_bytes().splitlines():
+        parts = {name.decode(): float(seconds) for name, seconds in PART.findall(line)}
+        if parts and (match := UPDATE.search(line)):
+            records.append({"update": int(match[1]), "parts": parts})
+    for file in sorted(out.glob("*/metrics.jsonl")):
+        # A run that is killed may leave an incomplete last line.
+        complete = file.read_text(encoding="utf-8").rpartition("\n")[0]
+        for row in map(json.loads, complete.splitlines()):
+            parts = {name.removeprefix("timing_s/"): seconds for name, seconds in row.items() if name.startswith("timing_s/")}
+            if parts and row["phase"] == "rl":
+                records.append({"update": row["step"], "parts": parts})
+    return records
 
 
 def main() -> None:
@@ -74,6 +94,8 @@ def main() -> None:
     stop.set()
     if not options.no_gpu:
         sampler.join()
+    parts = "".join(json.dumps(each) + "\n" for each in parts_of_updates(options.out))
+    (options.out / "parts.jsonl").write_text(parts, encoding="utf-8")
     (options.out / "run.json").write_text(
         json.dumps({"start": start, "end": time.time(), "code": code, "command": command}), encoding="utf-8"
     )

@@ -29,6 +29,14 @@ MEAN_OF_TAIL = 512
 """Mean length of `tail` before it is cut at the maximum."""
 PROMPT_WORDS = 128
 GROUP, PROMPTS, MINIBATCHES = 8, 32, 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "": {"train": 0.4, "rollout": "  replicas: 2\n  gpus: 0.3\n"},
+    "_split": {"train": 1.0, "rollout": "  replicas: 2\n  gpus: 0.5\n"},
+    "_both": {"train": 0.4, "rollout": "  replicas: 3\n  on_trainer_gpus: 1\n  gpus: 0.5\n"},
+}
+"""Suffix of a recipe, its `train.gpus` and its engines: on one GPU, as `mtpctl init` places a small model; on two GPUs, of which one trains
+and one generates; the same with an engine on the trainer's GPU too. Two engines per GPU, because an engine of a small model is limited by
+its CPU core. Two processes on a GPU need the transport `ipc`."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 Row = dict[str, Any]
@@ -70,9 +78,9 @@ def sums(folder: Path, model: str) -> None:
     rows, held_out = ([json.loads(line) for line in texts[name].splitlines()] for name in ("rows.jsonl", "held_out.jsonl"))
     write_rows(folder, rows, held_out)
     shutil.copy(Path(__file__).with_name("peer_reward.py"), folder / "reward.py")
-    (folder / "recipe.yaml").write_text(
-        recipe("sums", model, response=160, context=256, rate=3e-5, warmup=20, eval_every=20), encoding="utf-8"
-    )
+    for layout in LAYOUTS:
+        text = recipe("sums", model, layout, response=160, context=256, rate=3e-5, warmup=20, eval_every=20)
+        (folder / f"recipe{layout}.yaml").write_text(text, encoding="utf-8")
 
 
 def system(folder: Path, tokenizer: Path, shape: str) -> None:
@@ -81,8 +89,8 @@ def system(folder: Path, tokenizer: Path, shape: str) -> None:
     rows = [{"question": " ".join(str(rng.randrange(10)) for _ in range(PROMPT_WORDS)), "answer": COIN} for _ in range(4096)]
     write_rows(folder, rows, rows[:8])
     shutil.copy(Path(__file__).with_name("peer_reward.py"), folder / "reward.py")
-    text = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = max(max(text["model"]["vocab"].values()), *(each["id"] for each in text["added_tokens"])) + 1
+    tokens = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = max(max(tokens["model"]["vocab"].values()), *(each["id"] for each in tokens["added_tokens"])) + 1
     for name, limit in RESPONSE.items():
         # A random model samples an end token with probability len(ends) / vocabulary, so lengths are exponential in every engine.
         ends = (
@@ -113,9 +121,10 @@ def system(folder: Path, tokenizer: Path, shape: str) -> None:
         }
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         (target / "generation_config.json").write_text(json.dumps({"bos_token_id": ends[0], "eos_token_id": ends}), encoding="utf-8")
-        recipe_text = recipe(f"system_{name}", f"model_{name}", response=limit, context=limit + 512, rate=1e-6, warmup=0, eval_every=0)
-        recipe_text = recipe_text.replace("rollout:\n", f"rollout:\n  end_ids: {ends}\n")
-        (folder / f"recipe_{name}.yaml").write_text(recipe_text, encoding="utf-8")
+        for layout in LAYOUTS:
+            text = recipe(f"system_{name}", target.name, layout, response=limit, context=limit + 512, rate=1e-6, warmup=0, eval_every=0)
+            text = text.replace("rollout:\n", f"rollout:\n  end_ids: {ends}\n")
+            (folder / f"recipe_{name}{layout}.yaml").write_text(text, encoding="utf-8")
 
 
 def weights(folder: Path) -> None:
@@ -134,8 +143,9 @@ def weights(folder: Path) -> None:
         print(f"{target}: {sum(each.numel() for each in model.parameters()) / 1e6:.0f}M parameters", flush=True)
 
 
-def recipe(name: str, model: str, *, response: int, context: int, rate: float, warmup: int, eval_every: int) -> str:
-    """mtpctl's recipe. Sizes and objective are those of run_verl.py; the rest is what `mtpctl init` sets for a small model on one GPU."""
+def recipe(name: str, model: str, layout: str, *, response: int, context: int, rate: float, warmup: int, eval_every: int) -> str:
+    """mtpctl's recipe. Sizes and objective are those of run_verl.py; the rest is what `mtpctl init` sets for a small model."""
+    placement = LAYOUTS[layout]
     held_out = "  eval_path: held_out.jsonl\n" if eval_every else ""
     return f"""\
 name: {name}
@@ -151,7 +161,7 @@ mtp: {{mode: "off"}}
 train:
   stages: [rl]
   eval_every: {eval_every}
-  gpus: 0.4
+  gpus: {placement["train"]}
   tokens_per_microbatch: 16384
   keep_checkpoints: 0
   rl:
@@ -174,8 +184,7 @@ rollout:
   temperature: 1.0
   max_tokens: {response}
   context: {context}
-  replicas: 2
-  gpus: 0.3
+{placement["rollout"]}\
   max_in_flight: 256
 async: {{staleness_threshold: 2.0}}
 evaluation: {{wait: true}}

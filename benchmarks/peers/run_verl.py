@@ -1,7 +1,8 @@
-"""Run work A or B with verl on one GPU.
+"""Run work A or B with verl on one GPU, or on two with `separate_async`.
 
     python3 benchmarks/peers/run_verl.py sums FOLDER --model MODEL --mode sync --updates 200
     python3 benchmarks/peers/run_verl.py tail FOLDER --mode colocate_async --updates 11
+    python3 benchmarks/peers/run_verl.py tail FOLDER --mode separate_async --lend --updates 11
     python3 benchmarks/peers/run_verl.py sums FOLDER --model MODEL --cfg            # only compose the configuration
 
 FOLDER is the output of prepare.py. Responses are logged to responses.jsonl in the working directory. This file is not named verl.py,
@@ -21,6 +22,24 @@ PROMPT_TOKENS = {"sums": 96, "fixed": 512, "tail": 512}
 RATE = {"sums": 3e-5, "fixed": 1e-6, "tail": 1e-6}
 WARMUP = {"sums": 20, "fixed": 0, "tail": 0}
 """Warm-up in optimizer steps; an update has `MINIBATCHES` of them."""
+
+
+def separate(options: argparse.Namespace) -> list[str]:
+    """Overrides of `separate_async`: one GPU trains, the other one generates. Weights are sent over NCCL, which needs cupy.
+
+    verl requires that an update has `parameter_sync_step` mini-batches, after which it sends the weights. Its default is 4, which equals
+    `MINIBATCHES`. The number of batches ahead (1) and the maximum age of a sample (8 versions) are verl's defaults. With --lend, an engine
+    on the trainer's GPU also generates while the trainer would wait.
+    """
+    mode = "trainer.v1.separate_async"
+    return [
+        f"{mode}.parameter_sync_step={MINIBATCHES}",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+        f"actor_rollout_ref.hybrid_engine={options.lend}",
+        f"{mode}.hybrid_rollout.enable_switch={options.lend}",
+    ]
 
 
 def arguments(options: argparse.Namespace) -> list[str]:
@@ -95,6 +114,7 @@ def arguments(options: argparse.Namespace) -> list[str]:
         # The bundle has no dashboard. verl's actors reserve more CPUs in Ray than a host with 16 cores has.
         "+ray_kwargs.ray_init.include_dashboard=False",
         "ray_kwargs.ray_init.num_cpus=64",
+        *(separate(options) if options.mode == "separate_async" else []),
         *options.set,
     ]
 
@@ -104,7 +124,8 @@ def main() -> None:
     parser.add_argument("work", choices=tuple(PROMPT_TOKENS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", help="default: the folder's random model")
-    parser.add_argument("--mode", choices=("sync", "colocate_async"), default="sync")
+    parser.add_argument("--mode", choices=("sync", "colocate_async", "separate_async"), default="sync")
+    parser.add_argument("--lend", action="store_true", help="separate_async: an engine on the trainer's GPU too")
     parser.add_argument("--attention", choices=("flash_attention_2", "sdpa"), default="flash_attention_2")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--eval-every", type=int, default=20)
@@ -114,6 +135,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override")
     parser.add_argument("--cfg", action="store_true", help="print the composed configuration")
     options = parser.parse_args()
+    if options.mode == "separate_async" and not options.lend:
+        # verl 0.9.1 passes `flush` to a message of level INFO in this mode, which raises TypeError if the level is enabled.
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *(["--cfg", "job"] if options.cfg else []), *arguments(options)]
     os.execv(command[0], command)
 

@@ -43,6 +43,7 @@ class Run:
     held_out: list[Line]
     updates: list[Line]
     gpu: list[Line]
+    parts: list[Line]
 
     def evaluations(self) -> list[Evaluation]:
         """Complete evaluations. Each scores every held-out row once, so the n-th response of a row belongs to evaluation n."""
@@ -87,6 +88,7 @@ def read(name: str, folder: Path) -> Run:
         [line for line in responses if line["split"] == "held_out"],
         [updates[number] for number in sorted(updates) if number > 0],
         gpu,
+        _lines(folder / "parts.jsonl"),
     )
 
 
@@ -149,6 +151,20 @@ def learning(runs: Iterable[Run]) -> str:
     return "\n".join(rows)
 
 
+def parts(runs: Iterable[Run], warmup: int) -> str:
+    """One row per run and part of an update, over the updates after `warmup`. Each system defines its own parts, which may overlap."""
+    rows = ["| run | part, as the system reports it | updates | s per update: median (min to max) |", "|---|---|---|---|"]
+    for run in runs:
+        seconds: dict[str, list[float]] = {}
+        for line in run.parts:
+            if line["update"] > warmup:
+                for name, each in line["parts"].items():
+                    seconds.setdefault(name, []).append(each)
+        for name, each in sorted(seconds.items(), key=lambda item: -statistics.median(item[1])):
+            rows.append(f"| {run.name} | {name} | {len(each)} | {statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f}) |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER")
@@ -156,6 +172,8 @@ def main() -> None:
     options = parser.parse_args()
     runs = [read(name, Path(folder)) for name, _, folder in (each.rpartition("=") for each in options.runs)]
     print(f"Speed after {options.warmup} updates, evaluations included:\n\n{speed(runs, options.warmup)}")
+    if any(run.parts for run in runs):
+        print(f"\nParts of an update:\n\n{parts(runs, options.warmup)}")
     if any(run.held_out for run in runs):
         print(f"\nHeld-out accuracy:\n\n{learning(runs)}")
 

@@ -98,6 +98,53 @@ def test_tables_count_tokens_after_warmup_and_evaluations_by_row(tmp_path: Path)
     ]
 
 
+def test_parts_of_an_update_are_medians_after_warmup(tmp_path: Path) -> None:
+    table = load(FOLDER / "table.py", "peers_table")
+    (tmp_path / "run.json").write_text(json.dumps({"start": 1000.0}))
+    seconds = [(1, {"gen": 9.0}), (2, {"gen": 1.0, "step": 4.0}), (3, {"gen": 3.0, "step": 5.0}), (4, {"gen": 2.0, "step": 6.0})]
+    write(tmp_path, responses=[], updates=[], gpu=[], parts=[{"update": number, "parts": parts} for number, parts in seconds])
+    assert table.parts([table.read("peer", tmp_path)], 1).splitlines()[2:] == [
+        "| peer | step | 3 | 5.000 (4.000 to 6.000) |",
+        "| peer | gen | 3 | 2.000 (1.000 to 3.000) |",
+    ]
+
+
+def test_measure_records_parts_that_each_system_reports(tmp_path: Path) -> None:
+    line = "(TaskRunnerV1 pid=7) step:4 - timing_s/gen:0.5 - timing_s/agent_loop/x:np.float64(2e-05) - timing_per_token_ms/gen:7.0"
+    rows = [
+        {"session": 1, "time": 1.0, "event": "start", "message": ""},
+        {"session": 1, "time": 2.0, "phase": "rl", "step": 5, "timing_s/step": 1.5, "timing_s/update": 0.25, "perf/tokens": 3.0},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"session": 1, "ti'
+    program = f"import pathlib; print({line!r}); pathlib.Path('run').mkdir(); pathlib.Path('run/metrics.jsonl').write_text({text!r})"
+    out = tmp_path / "out"
+    command = [sys.executable, str(FOLDER / "measure.py"), str(out), "--no-gpu", "--", sys.executable, "-c", program]
+    subprocess.run(command, check=True, timeout=60)
+    assert [json.loads(each) for each in (out / "parts.jsonl").read_text().splitlines()] == [
+        {"update": 4, "parts": {"gen": 0.5, "agent_loop/x": 2e-05}},
+        {"update": 5, "parts": {"step": 1.5, "update": 0.25}},
+    ]
+
+
+def test_score_of_trl_is_logged_per_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peer_reward", load(FOLDER / "peer_reward.py", "peers_reward"))
+    own = load(FOLDER / "trl_reward.py", "peers_trl_reward")
+    log = tmp_path / "responses.jsonl"
+    rewards = own.score(
+        prompts=[[], []],
+        completions=[[{"role": "assistant", "content": f"The answer is {number}."}] for number in (2, 3)],
+        completion_ids=[[5, 6, 7], [8]],
+        answer=["2", "2"],
+        split=["train", "train"],
+        key=["train/0", "train/1"],
+        seen=[True, True],
+        log=str(log),
+    )
+    assert rewards == [1.0, 0.0]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["key"], line["tokens"], line["reward"]) for line in lines] == [("train/0", 3, 1.0), ("train/1", 1, 0.0)]
+
+
 @pytest.mark.parametrize("line", ["(TaskRunnerV1 pid=7) step:4 - actor/loss:0.1", "rl 4/200  reward 0.5", "\x1b[36mx\x1b[0m step:4 -"])
 def test_measure_records_updates_of_each_system(line: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
