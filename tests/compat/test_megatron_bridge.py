@@ -25,7 +25,7 @@ try:
 except AttributeError as error:
     missing = str(error)
 print(json.dumps({
-    "others": [name for name in loaded if name.split(".")[3] in ("gemma", "nemotronh", "kimi", "ernie", "falcon_h1")],
+    "others": [name for name in loaded if name.split(".")[3] in ("gemma", "nemotronh", "kimi", "ernie_vl", "falcon_h1")],
     "late": Gemma2ModelProvider.__module__,
     "missing": missing,
     "supported": bridge.list_supported_models(),
@@ -41,7 +41,8 @@ def test_supported_families_are_registered_and_other_architectures_are_imported_
     assert report["late"].startswith("megatron.bridge.models.gemma")
     assert "no_such_name" in report["missing"]
     wanted = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"}
-    wanted |= {"MiMoForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+    wanted |= {"MiMoForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"}
+    wanted |= {"Ernie4_5_MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
     assert wanted <= set(report["supported"])
 
 
