@@ -49,9 +49,9 @@ def value(response: str, answer: str) -> float:
         return 0.0
 
 
-def record(log: str, split: str, key: str, seen: bool, tokens: int, reward: float) -> None:
+def record(log: str, split: str, key: str, in_training: bool, tokens: int, reward: float) -> None:
     """Append one scored response to the log. A line is written by one system call, so lines of concurrent processes do not interleave."""
-    line = {"time": time.time(), "split": split, "key": key, "seen": seen, "tokens": tokens, "reward": reward}
+    line = {"time": time.time(), "split": split, "key": key, "in_training": in_training, "tokens": tokens, "reward": reward}
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, json.dumps(line).encode() + b"\n")
@@ -63,5 +63,5 @@ def score(response: str, problem: Problem, sample: Sample, log: str) -> float:
     """Reward function of mtpctl. `log`: path of the log (`reward.args`)."""
     fields: dict[str, Any] = dict(problem.fields)
     reward = value(response, problem.answer)
-    record(log, fields["split"], fields["key"], fields["seen"], len(sample.response_ids), reward)
+    record(log, fields["split"], fields["key"], fields["in_training"], len(sample.response_ids), reward)
     return reward

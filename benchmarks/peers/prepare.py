@@ -51,7 +51,7 @@ def write_rows(folder: Path, train: list[Row], held_out: list[Row]) -> None:
     for name, parquet, split, rows in (("rows", "train", "train", train), ("held_out", "held_out", "held_out", held_out)):
         rows = [
             {"question": each["question"], "answer": each["answer"], "split": split, "key": f"{split}/{index}"}
-            | {"seen": each["question"] in prompts}
+            | {"in_training": each["question"] in prompts}
             for index, each in enumerate(rows)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -60,7 +60,7 @@ def write_rows(folder: Path, train: list[Row], held_out: list[Row]) -> None:
                 "data_source": split,
                 "prompt": [{"role": "user", "content": row["question"]}],
                 "reward_model": {"style": "rule", "ground_truth": row["answer"]},
-                "extra_info": {"index": index, "split": split, "key": row["key"], "seen": row["seen"]},
+                "extra_info": {"index": index, "split": split, "key": row["key"], "in_training": row["in_training"]},
             }
             for index, row in enumerate(rows)
         ]

@@ -105,7 +105,7 @@ def asynchronous(options: argparse.Namespace) -> dict[str, Any]:
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     """Rows as TRL's data set: conversations, and the columns that the reward function needs."""
     lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    columns = ("answer", "split", "key", "seen")
+    columns = ("answer", "split", "key", "in_training")
     return [{"prompt": [{"role": "user", "content": row["question"]}], **{name: row[name] for name in columns}} for row in lines]
 
 

@@ -63,7 +63,7 @@ class Run:
 
 
 def _evaluation(lines: Sequence[Line]) -> Evaluation:
-    unseen = [line["reward"] for line in lines if not line["seen"]]
+    unseen = [line["reward"] for line in lines if not line["in_training"]]
     return Evaluation(
         time=lines[-1]["time"],
         responses=len(lines),

@@ -62,4 +62,4 @@ class HeldOut(TrainerCallback):
             choices = json.load(response)["choices"]
         for choice in choices:
             row = self.rows[choice["index"]]
-            record(self.log, row["split"], row["key"], row["seen"], len(choice["token_ids"]), value(choice["text"], row["answer"]))
+            record(self.log, row["split"], row["key"], row["in_training"], len(choice["token_ids"]), value(choice["text"], row["answer"]))

@@ -16,13 +16,13 @@ def score(
     answer: list[str],
     split: list[str],
     key: list[str],
-    seen: list[bool],
+    in_training: list[bool],
     log: str,
     **others: Any,
 ) -> list[float]:
     """Rewards of a batch. Rows are conversations, so a completion is a list of messages. `others`: prompts and the trainer's state."""
     rewards = []
-    for messages, ids, *row in zip(completions, completion_ids, answer, split, key, seen, strict=True):
+    for messages, ids, *row in zip(completions, completion_ids, answer, split, key, in_training, strict=True):
         reward = value(messages[-1]["content"], row[0])
         record(log, row[1], row[2], bool(row[3]), len(ids), reward)
         rewards.append(reward)

@@ -33,5 +33,5 @@ class CountingRewardManager(RewardManagerBase):  # type: ignore[misc]
         answer = item.non_tensor_batch["reward_model"]["ground_truth"]
         row = item.non_tensor_batch["extra_info"]
         reward = value(text, answer)
-        record(self._log, row["split"], row["key"], bool(row["seen"]), tokens, reward)
+        record(self._log, row["split"], row["key"], bool(row["in_training"]), tokens, reward)
         return {"reward_score": reward, "reward_extra_info": {"acc": reward}}

@@ -189,8 +189,8 @@ def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
         return damage
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        by_size = sorted(listing.files, key=lambda name: listing.files[name].size, reverse=True)
-        for damage in pool.map(check, by_size):
+        large = [name for name, entry in listing.files.items() if entry.size > _SMALL]
+        for damage in pool.map(check, sorted(large, key=lambda name: listing.files[name].size, reverse=True)):
             if damage is not None:
                 raise damage
 

@@ -47,7 +47,7 @@ def _findings(support: Support) -> dict[str, Finding]:
     state: Literal["ok", "absent"] = "ok" if shape.mtp_layers else "absent"
     findings = {
         "model": Finding("ok", model, {"family": shape.family, "architecture": shape.architecture, "parameters": counts}),
-        "drafter": Finding(state, drafting.head, {"mtp_layers": shape.mtp_layers}),
+        "drafter": Finding(state, drafting.drafter, {"mtp_layers": shape.mtp_layers}),
         "vLLM": Finding(state, f"drafts with {drafting.vllm}"),
         "SGLang": Finding(state, f"drafts with {drafting.sglang}") if drafting.sglang else Finding("absent", NOT_SYNCED),
     }

@@ -16,9 +16,9 @@ SGLANG_TESTED = ("mimo",)
 
 
 class Drafting(NamedTuple):
-    """A model's drafter (`head`), and what each engine drafts with; empty for an engine that cannot draft."""
+    """A model's drafter, and what each engine drafts with; empty for an engine that cannot draft."""
 
-    head: str
+    drafter: str
     vllm: str
     sglang: str
 

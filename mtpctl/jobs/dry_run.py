@@ -272,7 +272,7 @@ def render(plan: Plan) -> str:
         f"           {_count(counts['mtp'])} in {shape.mtp_layers} MTP layer(s) ({recipe.mtp.mode}), "
         f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
         *([f"context    {note}"] if (note := context_note(recipe.model)) is not None else []),
-        f"drafter    {plan.drafting.head}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
+        f"drafter    {plan.drafting.drafter}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
     ]
     if plan.placement is not None:
         lines += _placement_lines(recipe, plan.placement, plan.hosts)

@@ -84,7 +84,7 @@ class UpdateLoss:
         )
         sums |= loss_sums
         measured = self._measured(micro)
-        for depth, output in enumerate(self._weighted(chains, outputs), start=1):
+        for depth, output in enumerate(self._apply_chain_weights(chains, outputs), start=1):
             sums |= _depth_sums(depth, output)
         chances = [_chances(output, draft, len(micro.labels), measured) for output, draft in zip(outputs, micro.drafts, strict=True)]
         return sum(candidate_losses, loss), sums | acceptance_sums(micro, chances, measured, self.config.drafts)
@@ -128,7 +128,7 @@ class UpdateLoss:
         """The chains of the multi-step loss; None for other losses."""
         return Chains(micro.drafts, len(micro.labels)) if self.config.mtp.loss == "e2e_tv" else None
 
-    def _weighted(self, chains: Chains | None, outputs: list[DraftLossOut]) -> list[DraftLossOut]:
+    def _apply_chain_weights(self, chains: Chains | None, outputs: list[DraftLossOut]) -> list[DraftLossOut]:
         """Compute the weights of the chains, and set each output's loss to its depth's sum of 1 − P_j. Returns other losses unchanged."""
         if chains is None:
             return outputs
@@ -174,7 +174,7 @@ class UpdateLoss:
             outputs.insert(0, output)
             chances.insert(0, _chances(output, compared, len(micro.labels), measured))
         if mtp.loss != "ce":
-            for depth, output in enumerate(self._weighted(chains, outputs), start=1):
+            for depth, output in enumerate(self._apply_chain_weights(chains, outputs), start=1):
                 sums |= _depth_sums(depth, output)
         return losses, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 

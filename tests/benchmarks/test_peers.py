@@ -60,13 +60,13 @@ def test_reward_is_one_exactly_if_the_score_of_reasoning_gym_is_full() -> None:
 
 def test_score_is_logged_with_tokens_and_row(tmp_path: Path) -> None:
     own = load(FOLDER / "peer_reward.py", "peers_reward")
-    problem = Problem("held_out.jsonl:3", "1 + 1 =", "2", fields={"split": "held_out", "key": "held_out/2", "seen": True})
+    problem = Problem("held_out.jsonl:3", "1 + 1 =", "2", fields={"split": "held_out", "key": "held_out/2", "in_training": True})
     sample = Sample("held_out.jsonl:3", "group", [1], response_ids=[5, 6, 7])
     log = tmp_path / "responses.jsonl"
     assert own.score("The answer is 2.", problem, sample, log=str(log)) == 1
     line = json.loads(log.read_text())
     assert line.pop("time") > 0
-    assert line == {"split": "held_out", "key": "held_out/2", "seen": True, "tokens": 3, "reward": 1.0}
+    assert line == {"split": "held_out", "key": "held_out/2", "in_training": True, "tokens": 3, "reward": 1.0}
 
 
 def write(folder: Path, **files: list[dict[str, object]]) -> None:
@@ -77,9 +77,18 @@ def write(folder: Path, **files: list[dict[str, object]]) -> None:
 def test_tables_count_tokens_after_warmup_and_evaluations_by_row(tmp_path: Path) -> None:
     table = load(FOLDER / "table.py", "peers_table")
     (tmp_path / "run.json").write_text(json.dumps({"start": 1000.0}))
-    train = [{"time": 1100.5 + i, "split": "train", "key": f"train/{i}", "seen": True, "tokens": 10, "reward": 1.0} for i in range(10)]
+    train = [
+        {"time": 1100.5 + i, "split": "train", "key": f"train/{i}", "in_training": True, "tokens": 10, "reward": 1.0} for i in range(10)
+    ]
     held_out = [
-        {"time": time + index / 10, "split": "held_out", "key": f"held_out/{index}", "seen": index == 0, "tokens": 4, "reward": reward}
+        {
+            "time": time + index / 10,
+            "split": "held_out",
+            "key": f"held_out/{index}",
+            "in_training": index == 0,
+            "tokens": 4,
+            "reward": reward,
+        }
         for time, rewards in ((1050.0, (1.0, 0.0, 0.0, 1.0)), (1110.0, (1.0, 1.0, 1.0, 0.0)), (1120.0, (1.0,)))
         for index, reward in enumerate(rewards)
     ]
@@ -137,7 +146,7 @@ def test_score_of_trl_is_logged_per_response(tmp_path: Path, monkeypatch: pytest
         answer=["2", "2"],
         split=["train", "train"],
         key=["train/0", "train/1"],
-        seen=[True, True],
+        in_training=[True, True],
         log=str(log),
     )
     assert rewards == [1.0, 0.0]

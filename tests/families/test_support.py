@@ -21,18 +21,18 @@ def test_every_toy_is_supported_and_drafts_in_vllm(name: str) -> None:
 
 
 def test_one_mtp_layer_is_repeated_and_several_are_used_at_their_depths() -> None:
-    assert support_of(MIMO).drafting.head == "1 MTP layer"
+    assert support_of(MIMO).drafting.drafter == "1 MTP layer"
     assert "repeated" in support_of(MIMO).drafting.vllm
     several = support_of(MIMO | {"num_nextn_predict_layers": 3}).drafting
-    assert several.head == "3 MTP layers" and "each MTP layer at its depth" in several.vllm
+    assert several.drafter == "3 MTP layers" and "each MTP layer at its depth" in several.vllm
 
 
 def test_model_without_a_drafter_names_the_one_that_can_be_added() -> None:
     plain = {key: value for key, value in LLAMA_EAGLE3.items() if key != "drafter"}
     drafting = support_of(plain).drafting
-    assert drafting.head == "none; mtpctl add-drafter creates an EAGLE-3 drafter" and drafting.sglang == ""
+    assert drafting.drafter == "none; mtpctl add-drafter creates an EAGLE-3 drafter" and drafting.sglang == ""
     qwen2 = support_of(SIZES | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}).drafting
-    assert qwen2.head == "none; mtpctl add-drafter creates an MTP layer" and qwen2.sglang
+    assert qwen2.drafter == "none; mtpctl add-drafter creates an MTP layer" and qwen2.sglang
 
 
 def test_conditions_of_vllm_on_a_cpu_are_listed() -> None:

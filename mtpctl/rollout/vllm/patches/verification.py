@@ -40,13 +40,13 @@ def install_verification() -> None:
     from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-    check_noise(inspect.getsource(rejection_sampler_utils))
+    check_random_numbers(inspect.getsource(rejection_sampler_utils))
     assign(rejection_sampler, rejection_sample=verify_with_fresh_noise(rejection_sampler_utils.rejection_sample))
     for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
         assign(speculator, propose=propose_with_fresh_noise(vars(speculator)["propose"]))
 
 
-def check_noise(source: str) -> None:
+def check_random_numbers(source: str) -> None:
     """Raise UpstreamMoved unless the verification kernel in `source` draws its numbers from the seed and the position."""
     if "tl_rand32(seed, pos" not in source:
         raise UpstreamMoved(f"{__name__}: vLLM's rejection kernel draws its random numbers in another way; check whether steps share them")

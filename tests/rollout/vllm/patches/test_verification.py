@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.verification import check_noise, propose_with_fresh_noise, step_seeds, verify_with_fresh_noise
+from mtpctl.rollout.vllm.patches.verification import check_random_numbers, propose_with_fresh_noise, step_seeds, verify_with_fresh_noise
 from tests.fakes.block_verification import Toy, chi_squared, tokens_per_step, transitions
 
 
@@ -105,9 +105,9 @@ def test_upstream_draws_its_numbers_from_seed_and_position() -> None:
     from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-    check_noise(inspect.getsource(rejection_sampler_utils))
+    check_random_numbers(inspect.getsource(rejection_sampler_utils))
     verify_with_fresh_noise(rejection_sampler_utils.rejection_sample)
     for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
         propose_with_fresh_noise(vars(speculator)["propose"])
     with pytest.raises(UpstreamMoved, match="draws its random numbers in another way"):
-        check_noise("u = tl.rand(step_seed, i)")
+        check_random_numbers("u = tl.rand(step_seed, i)")
