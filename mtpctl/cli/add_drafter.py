@@ -21,14 +21,16 @@ def add_drafter(
         ),
     ] = None,
     kind: Annotated[
-        Literal["mtp", "eagle3"] | None,
+        Literal["mtp", "eagle3", "dflash"] | None,
         typer.Option(
             "--kind",
-            help="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter. Default: mtp if vLLM supports MTP layers with "
-            "the model's trunk, else eagle3.",
+            help="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter; dflash: a DFlash drafter, which drafts all "
+            "tokens in one pass. Default: mtp if vLLM supports MTP layers with the model's trunk, else eagle3.",
         ),
     ] = None,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="MTP layers to add. A single layer drafts all tokens.")] = 1,
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, help="MTP layers to add (a single one drafts all tokens), or layers of the DFlash drafter.")
+    ] = 1,
     samples: Annotated[
         int,
         typer.Option(
@@ -54,12 +56,14 @@ def add_drafter(
     from mtpctl.jobs.add_drafter import DrafterOptions, engine_commands
     from mtpctl.jobs.add_drafter import add_drafter as run
 
-    if layers > 1 and drafts > layers:
+    if kind != "dflash" and layers > 1 and drafts > layers:
         raise UserError(f"--drafts: {drafts} draft tokens need one layer that repeats, or {drafts} layers; --layers is {layers}")
     options = DrafterOptions(kind, layers, data, samples, steps, drafts, loss, sets or ())
     code = run(source, target, options, plain=plain, report=print_progress)
     if not code:
-        answer(f"{target}: the model with its drafter; serve it with one of these commands:")
-        for command in engine_commands(target, drafts):
+        commands = engine_commands(target, drafts)
+        which = "one of these commands" if len(commands) > 1 else "this command"
+        answer(f"{target}: the model with its drafter; serve it with {which}:")
+        for command in commands:
             answer(f"  {command}")
     raise typer.Exit(code)

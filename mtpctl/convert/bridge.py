@@ -54,10 +54,12 @@ class WeightBridge:
         return config
 
     def mapping(self) -> ModelBridge:
-        """Megatron-Bridge's own bridge, with the parameters of an EAGLE-3 drafter."""
+        """Megatron-Bridge's own bridge, with the parameters of an EAGLE-3 or DFlash drafter."""
         bridge: ModelBridge = self._bridge._model_bridge
         if self.folder.shape.eagle3 is not None:
             mappings.add_eagle3(bridge)
+        if self.folder.shape.dflash is not None:
+            mappings.add_dflash(bridge)
         return bridge
 
     def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:

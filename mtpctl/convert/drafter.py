@@ -1,8 +1,8 @@
-"""Adds a drafter to a model's folder: MTP layers in the model's own format, or an EAGLE-3 drafter in a subfolder.
+"""Adds a drafter to a model's folder: MTP layers in the model's own format, or an EAGLE-3 or DFlash drafter in a subfolder.
 
-The model's weight files are copied or linked unchanged, so the trunk stays bit-identical. A new drafter is a copy of the model's last layer
-and norms, which works as a decoder layer before it is trained. The projection of an MTP layer adds the normed state and embedding. That of
-an EAGLE-3 drafter passes the last of its states on.
+The model's weight files are copied or linked unchanged, so the trunk stays bit-identical. A new drafter is a copy of the model's last
+layers and norms, which work as decoder layers before they are trained. The projection of an MTP layer adds the normed state and embedding.
+That of an EAGLE-3 or DFlash drafter passes the last of its states on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
-from mtpctl.families.shape import Eagle3Shape, ModelShape
+from mtpctl.families.shape import DFlashShape, Eagle3Shape, ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
 MTP_FILE = "model-mtp.safetensors"
@@ -61,7 +61,12 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
     names = {name: size for name, size in sizes.items() if name not in same and section_of(name, shape) == "draft"}
     dtype = weights.dtype(f"{shape.prefix}norm.weight")
     generator = torch.Generator().manual_seed(seed)
-    tensors = dict(_of_eagle3(weights, shape, shape.eagle3)) if shape.eagle3 is not None else dict(_of_mtp(weights, shape))
+    if shape.eagle3 is not None:
+        tensors = dict(_of_eagle3(weights, shape, shape.eagle3))
+    elif shape.dflash is not None:
+        tensors = dict(_of_dflash(weights, shape, shape.dflash))
+    else:
+        tensors = dict(_of_mtp(weights, shape))
     for name, size in names.items():
         if name not in tensors:
             # The down-projection starts at zero, so a new MLP has no effect at first.
@@ -112,6 +117,24 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
     for part in ("gate", "up", "down"):
         if f"{last}mlp.{part}_proj.weight" in weights:
             yield f"{mtp.layer}mlp.{part}_proj.weight", weights[f"{last}mlp.{part}_proj.weight"]
+
+
+def _of_dflash(weights: ModelWeights, shape: ModelShape, dflash: DFlashShape) -> Iterator[tuple[str, Tensor]]:
+    assert shape.mtp is not None and shape.mtp.final_norm is not None
+    hidden, copied = shape.hidden, shape.layers - dflash.layers
+    # The context is the state at the last boundary.
+    yield shape.mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(dflash.boundaries) - 1)), torch.eye(hidden)], 1)
+    yield shape.mtp.hidden_norm, weights[f"{shape.prefix}layers.{shape.layers - 1}.input_layernorm.weight"]
+    yield shape.mtp.final_norm, weights[f"{shape.prefix}norm.weight"]
+    for index in range(dflash.layers):
+        ours, theirs = f"drafter.layers.{index}.", f"{shape.prefix}layers.{copied + index}."
+        for part in ("q", "k"):
+            name = f"self_attn.{part}_norm.weight"
+            yield f"{ours}{name}", weights[f"{theirs}{name}"] if shape.qk_norm else torch.ones(shape.head_dim)
+        matrices = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+        for name in (*matrices, "input_layernorm", "post_attention_layernorm"):
+            if f"{theirs}{name}.weight" in weights:  # Experts are not copied.
+                yield f"{ours}{name}.weight", weights[f"{theirs}{name}.weight"]
 
 
 def derive_folder(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:

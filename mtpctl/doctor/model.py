@@ -12,7 +12,7 @@ from mtpctl.families.support import Support, support_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.recipe.model import ModelConfig, hf_config, read_config
 
-NOT_SYNCED = "does not draft: an EAGLE-3 drafter cannot be synced to it"
+NOT_SYNCED = "does not draft: EAGLE-3 and DFlash drafters cannot be synced to it"
 
 
 def examine_model(name: str) -> Diagnosis:

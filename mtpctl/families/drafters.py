@@ -8,9 +8,20 @@ from typing import Literal
 
 from mtpctl.errors import UserError
 from mtpctl.families.fields import mapping
-from mtpctl.families.reading import DRAFTER, EAGLE3_ARCHITECTURES, MTP_COUNTS, default_boundaries, family_of, shape_of
+from mtpctl.families.reading import (
+    DFLASH_ARCHITECTURE,
+    DRAFTER,
+    EAGLE3_ARCHITECTURES,
+    MTP_COUNTS,
+    default_boundaries,
+    family_of,
+    shape_of,
+)
+from mtpctl.families.shape import ModelShape
 
-Kind = Literal["mtp", "eagle3"]
+Kind = Literal["mtp", "eagle3", "dflash"]
+
+TITLES: dict[Kind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 
 MTP_ARCHITECTURES = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
 """Maps an architecture without MTP layers to one with the same trunk and MTP layers."""
@@ -45,12 +56,14 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
         raise UserError(f"model: this {shape.family} already has a drafter ({shape.mtp_layers} layers); train it without adding one")
     kind = kind or default_kind(config)
     result = deepcopy(dict(config))
-    if kind == "eagle3":
+    if kind != "mtp":
         if family.mtp is not None:
-            raise UserError(f"model.drafter.kind: EAGLE-3 is not supported for {shape.family}; use mtp")
-        if layers != 1:
+            raise UserError(f"model.drafter.kind: {TITLES[kind]} is not supported for {shape.family}; use mtp")
+        if kind == "eagle3" and layers != 1:
             raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
-        result[DRAFTER] = _eagle3_config(config, layers=shape.layers)
+        if kind == "dflash" and layers > shape.layers:
+            raise UserError(f"model.drafter.layers: {layers} is more than the model's {shape.layers} layers, which they are copied from")
+        result[DRAFTER] = _eagle3_config(config, shape) if kind == "eagle3" else _dflash_config(config, shape, layers)
     elif default_kind(config) == "mtp":
         result["architectures"] = [MTP_ARCHITECTURES.get(shape.architecture, shape.architecture)]
         key = MTP_COUNTS[family.name.startswith("qwen3.5")]
@@ -62,18 +75,42 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
     return result
 
 
-def _eagle3_config(config: Mapping[str, object], *, layers: int) -> dict[str, object]:
-    text = {**config, **mapping(config, "text_config")}
-    shape = shape_of(config)
-    result: dict[str, object] = {key: deepcopy(text[key]) for key in _COPIED if text.get(key) is not None}
-    boundaries = default_boundaries(layers) if layers > 6 else sorted({1, (layers + 1) // 2, layers})
-    ffn = shape.ffn or (shape.moe.ffn * shape.moe.experts_per_token if shape.moe else 0)
-    return result | {
+def _eagle3_config(config: Mapping[str, object], shape: ModelShape) -> dict[str, object]:
+    boundaries = _boundaries(shape)
+    return _layer_fields(config, shape) | {
         "architectures": [EAGLE3_ARCHITECTURES[0]],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": ffn,
         "num_hidden_layers": 1,
+        "eagle_aux_hidden_state_layer_ids": boundaries,
+        "num_aux_hidden_states": len(boundaries),
+    }
+
+
+def _dflash_config(config: Mapping[str, object], shape: ModelShape, layers: int) -> dict[str, object]:
+    ends = config.get("eos_token_id")
+    mask = ends[0] if isinstance(ends, list) and ends else ends
+    if not isinstance(mask, int):
+        raise UserError("model config: eos_token_id is missing; add it, because a DFlash drafter uses it as its mask token")
+    return _layer_fields(config, shape) | {
+        "architectures": [DFLASH_ARCHITECTURE],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [boundary - 1 for boundary in _boundaries(shape)]},
+    }
+
+
+def _boundaries(shape: ModelShape) -> list[int]:
+    layers = shape.layers
+    return list(default_boundaries(layers)) if layers > 6 else sorted({1, (layers + 1) // 2, layers})
+
+
+def _layer_fields(config: Mapping[str, object], shape: ModelShape) -> dict[str, object]:
+    """The fields that the configs of all drafters in their own folder have."""
+    text = {**config, **mapping(config, "text_config")}
+    result: dict[str, object] = {key: deepcopy(text[key]) for key in _COPIED if text.get(key) is not None}
+    return result | {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn or (shape.moe.ffn * shape.moe.experts_per_token if shape.moe else 0),
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -83,6 +120,4 @@ def _eagle3_config(config: Mapping[str, object], *, layers: int) -> dict[str, ob
         "tie_word_embeddings": False,
         "rope_theta": shape.rope_theta,
         "rms_norm_eps": shape.rms_eps,
-        "eagle_aux_hidden_state_layer_ids": list(boundaries),
-        "num_aux_hidden_states": len(boundaries),
     }

@@ -9,14 +9,15 @@ from typing import get_args
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
-from mtpctl.families.registry import EAGLE3, FAMILIES, Family, MoeFields
-from mtpctl.families.shape import DeltaShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape
+from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields
+from mtpctl.families.shape import DeltaShape, DFlashShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape
 from mtpctl.families.unsupported import check_architecture, missing_parts
 
 DRAFTER = "drafter"
-"""Subfolder of a model's folder with its EAGLE-3 drafter, and the key of the drafter's config in the model's config."""
+"""Subfolder of a model's folder with its EAGLE-3 or DFlash drafter, and the key of the drafter's config in the model's config."""
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+DFLASH_ARCHITECTURE = "DFlashDraftModel"
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Config fields with the number of MTP layers, at the top level or in `text_config`."""
@@ -48,7 +49,7 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:
-    """The number of MTP layers in a config, 0 if it has no such field. An EAGLE-3 drafter counts as one."""
+    """The number of MTP layers in a config, 0 if it has no such field. A drafter in its own folder counts as one."""
     if config.get(DRAFTER):
         return 1
     for part in (config, mapping(config, "text_config")):
@@ -85,8 +86,8 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
             f"model config: head_dim {head_dim} is not hidden_size / num_attention_heads = {hidden / heads:g}, as {family.name} needs it"
         )
     mtp_layers = mtp_layers_of(config)
-    has_eagle3 = bool(config.get(DRAFTER))
-    if mtp_layers and family.mtp is None and not has_eagle3:
+    has_drafter = bool(config.get(DRAFTER))
+    if mtp_layers and family.mtp is None and not has_drafter:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
@@ -119,49 +120,39 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         delta=_delta(family, fields),
         layer_kinds=_layer_kinds(family, fields, layers),
     )
-    return replace(shape, mtp=EAGLE3, eagle3=_eagle3(config, family, shape)) if has_eagle3 else shape
+    return _with_drafter(config, family, shape) if has_drafter else shape
 
 
-def _eagle3(config: Mapping[str, object], family: Family, shape: ModelShape) -> Eagle3Shape:
-    """The drafter's own fields. Raises UserError for a drafter that the trainer does not compute, or that does not fit the model."""
+def _with_drafter(config: Mapping[str, object], family: Family, shape: ModelShape) -> ModelShape:
+    """The shape with the drafter in its own folder. Raises UserError if the trainer does not compute it, or if it does not fit."""
+    stated = config[DRAFTER]
+    is_dflash = isinstance(stated, Mapping) and stated.get("architectures") == [DFLASH_ARCHITECTURE]
+    kind = "a DFlash" if is_dflash else "an EAGLE-3"
     for part in (config, mapping(config, "text_config")):
         if any(part.get(key) for key in MTP_COUNTS):
-            raise UserError("model config: the model has both MTP layers and an EAGLE-3 drafter; keep one of them")
+            raise UserError(f"model config: the model has both MTP layers and {kind} drafter; keep one of them")
     if family.mtp is not None:
-        raise UserError(f"drafter config: an EAGLE-3 drafter is not supported for {shape.family}; its MTP layers are")
+        raise UserError(f"drafter config: {kind} drafter is not supported for {shape.family}; its MTP layers are")
     try:
-        return _eagle3_fields(mapping(config, DRAFTER), shape)
+        drafter = mapping(config, DRAFTER)
+        if is_dflash:
+            return replace(shape, mtp=DFLASH, dflash=_dflash_fields(drafter, shape))
+        return replace(shape, mtp=EAGLE3, eagle3=_eagle3_fields(drafter, shape))
     except UserError as error:
         # The fields are read like those of a model.
         raise UserError(str(error).replace("model config:", "drafter config:", 1)) from error
 
 
 def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Shape:
-    drafter, llama = Fields(config), next(family for family in FAMILIES if family.name == "llama")
-    names = _architectures(config)
+    drafter, names = Fields(config), _architectures(config)
     if not any(name in EAGLE3_ARCHITECTURES for name in names):
-        raise UserError(f"drafter config: architectures {names} is not supported; {EAGLE3_ARCHITECTURES[0]} is")
+        supported = f"{EAGLE3_ARCHITECTURES[0]} and {DFLASH_ARCHITECTURE} are"
+        raise UserError(f"drafter config: architectures {names} is not supported; {supported}")
     heads = drafter.whole("num_attention_heads")
-    sizes = {
-        "hidden_size": (shape.hidden, None),
-        "target_hidden_size": (shape.hidden, shape.hidden),
-        "num_attention_heads": (shape.heads, None),
-        "num_key_value_heads": (shape.kv_heads, heads),
-        "head_dim": (shape.head_dim, shape.hidden // heads),
-        "vocab_size": (shape.vocab, None),
-        "draft_vocab_size": (shape.vocab, shape.vocab),
-        "num_hidden_layers": (1, None),
-    }
-    for key, (size, default) in sizes.items():
-        if (value := drafter.whole(key, default)) != size:
-            raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
-    if (eps := drafter.number("rms_norm_eps", llama.rms_eps)) != shape.rms_eps:
-        raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; {shape.rms_eps:g} is")
-    positions = drafter.whole("max_position_embeddings", llama.max_positions)
-    check_supported(llama, drafter, positions)
-    rope = rope_fields(llama, config, positions)
-    if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
-        raise UserError("drafter config: rope_theta and rope_scaling must be the model's; copy them from its config.json")
+    defaults = {"num_key_value_heads": heads, "head_dim": shape.hidden // heads}
+    _check_fit(config, shape, "llama", defaults)
+    if (value := drafter.whole("num_hidden_layers")) != 1:
+        raise UserError(f"drafter config: num_hidden_layers {value} is not supported with this model; 1 is")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
         if drafter.switch(key, False):
             raise UserError(f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
@@ -179,6 +170,59 @@ def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Sha
     if (count := drafter.whole("num_aux_hidden_states", 3)) != len(boundaries):
         raise UserError(f"drafter config: num_aux_hidden_states is {count}, but there are {len(boundaries)} layers to read; set it to that")
     return Eagle3Shape(boundaries, drafter.whole("intermediate_size"))
+
+
+def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashShape:
+    drafter, own = Fields(config), mapping(config, "dflash_config")
+    _check_fit({key: value for key, value in config.items() if key != "is_causal"}, shape, "qwen3", {})
+    if drafter.switch("is_causal", False) or not drafter.switch("is_neox_style", True):
+        raise UserError("drafter config: is_causal and is_neox_style are not supported; leave them out")
+    for key in own:
+        # Values that change nothing are written by other trainers.
+        if key not in ("mask_token_id", "target_layer_ids") and own[key]:
+            raise UserError(f"drafter config: dflash_config.{key} is not supported: the trainer would compute the drafter without it")
+    mask, layers = own.get("mask_token_id"), own.get("target_layer_ids")
+    if not isinstance(mask, int) or not 0 <= mask < shape.vocab:
+        raise UserError(f"drafter config: dflash_config.mask_token_id must be a token id below {shape.vocab}, got {mask!r}")
+    whole = isinstance(layers, list) and layers and all(isinstance(each, int) and 0 <= each < shape.layers for each in layers)
+    if not isinstance(layers, list) or not whole or layers != sorted(set(layers)):
+        raise UserError(
+            f"drafter config: dflash_config.target_layer_ids must be increasing numbers from 0 to {shape.layers - 1}, got {layers!r}"
+        )
+    return DFlashShape(
+        boundaries=tuple(layer + 1 for layer in layers),
+        layers=drafter.whole("num_hidden_layers"),
+        ffn=drafter.whole("intermediate_size"),
+        mask_token=mask,
+    )
+
+
+def _check_fit(config: Mapping[str, object], shape: ModelShape, kind: str, defaults: Mapping[str, int]) -> None:
+    """Raise UserError unless the drafter's sizes, norms and rotary embedding are the model's.
+
+    kind: the family of the drafter's layers. defaults: of its sizes, where engines have them.
+    """
+    drafter, family = Fields(config), next(family for family in FAMILIES if family.name == kind)
+    sizes = {
+        "hidden_size": shape.hidden,
+        "target_hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "draft_vocab_size": shape.vocab,
+    }
+    defaults = {"target_hidden_size": shape.hidden, "draft_vocab_size": shape.vocab, **defaults}
+    for key, size in sizes.items():
+        if (value := drafter.whole(key, defaults.get(key))) != size:
+            raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
+    if (eps := drafter.number("rms_norm_eps", family.rms_eps)) != shape.rms_eps:
+        raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; {shape.rms_eps:g} is")
+    positions = drafter.whole("max_position_embeddings", family.max_positions)
+    check_supported(family, drafter, positions)
+    rope = rope_fields(family, config, positions)
+    if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
+        raise UserError("drafter config: rope_theta and rope_scaling must be the model's; copy them from its config.json")
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:

@@ -118,6 +118,17 @@ EAGLE3 = MtpConvention(
 )
 """The tensors of an EAGLE-3 drafter. In its folder they have no prefix `drafter.`."""
 
+DFLASH = MtpConvention(
+    layer="drafter.layers.0.",
+    embedding_norm="drafter.layers.0.input_layernorm.weight",
+    hidden_norm="drafter.hidden_norm.weight",
+    projection="drafter.fc.weight",
+    final_norm="drafter.norm.weight",
+    reads_prenorm=False,
+    blanks_first=False,
+)
+"""The tensors of a DFlash drafter, named by its first layer. In its folder they have no prefix `drafter.`."""
+
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
 _QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), output_biases=("attention_bias",), qk_norm=True, head_dim=128)
 _QWEN_MOE = MoeFields(shared="none", shared_gate=False, router_bias=False, dense="sparse_step", unnormalised_topk=True)

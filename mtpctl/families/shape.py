@@ -74,6 +74,21 @@ class Eagle3Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class DFlashShape:
+    """A DFlash drafter (arXiv 2602.06036), which is stored in a folder next to the model.
+
+    Its `layers` Qwen3 layers with the model's attention heads draft a block of tokens in one pass. The inputs are the embeddings of the
+    last sampled token and, once for each draft, of `mask_token`. Every layer also attends to keys and values that it computes from the
+    trunk's states at `boundaries` (see `Eagle3Shape`). `ffn`: width of the MLPs.
+    """
+
+    boundaries: tuple[int, ...]
+    layers: int
+    ffn: int
+    mask_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class MoeShape:
     """Mixture of experts: counts, widths, and the dense decoder layers.
 
@@ -145,6 +160,13 @@ class ModelShape:
     delta: DeltaShape | None
     layer_kinds: tuple[LayerKind, ...]
     eagle3: Eagle3Shape | None = None
+    dflash: DFlashShape | None = None
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The boundaries at which a drafter in its own folder reads the trunk's states; empty for other drafters."""
+        drafter = self.eagle3 or self.dflash
+        return () if drafter is None else drafter.boundaries
 
     @property
     def mtp_reads_prenorm(self) -> bool:

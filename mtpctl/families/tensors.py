@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import Literal
 
-from mtpctl.families.shape import Eagle3Shape, LayerKind, ModelShape, MtpConvention
+from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, ModelShape, MtpConvention
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
@@ -174,6 +174,8 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     assert mtp is not None
     if shape.eagle3 is not None:
         return _eagle3(shape, shape.eagle3, mtp)
+    if shape.dflash is not None:
+        return _dflash(shape, shape.dflash, mtp)
     templates: dict[str | None, Shape] = {
         mtp.embedding_norm: (hidden,),
         mtp.hidden_norm: (hidden,),
@@ -204,3 +206,13 @@ def _eagle3(shape: ModelShape, eagle3: Eagle3Shape, names: MtpConvention) -> Map
         **dict(_mlp(shape, f"{names.layer}mlp.", eagle3.ffn)),
         names.final_norm: (hidden,),
     }
+
+
+def _dflash(shape: ModelShape, dflash: DFlashShape, names: MtpConvention) -> Mapping[str, Shape]:
+    hidden = shape.hidden
+    layer_shape = replace(shape, ffn=dflash.ffn, qkv_bias=False, qk_norm=True, gated_attention=False)
+    assert names.final_norm is not None
+    tensors = {names.projection: (hidden, hidden * len(dflash.boundaries)), names.hidden_norm: (hidden,), names.final_norm: (hidden,)}
+    for index in range(dflash.layers):
+        tensors.update(_layer(layer_shape, f"drafter.layers.{index}.", "full_attention", sparse=False))
+    return tensors

@@ -18,7 +18,7 @@ from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.model import ModelConfig, MtpLoss, has_drafter, read_config
+from mtpctl.recipe.model import ModelConfig, MtpLoss, engine_method, has_drafter, read_config
 from mtpctl.telemetry.run_directory import RunDirectory
 
 Report = Callable[[str], None]
@@ -123,7 +123,11 @@ def _recipe(source: Path, run: Path, options: DrafterOptions, positions: int) ->
             "chat_template": _has_chat_template(source),
             "columns": {"answer": None} if options.samples else {},
         },
-        "mtp": {"mode": "isolated", "loss": options.loss, "repeat": options.drafts if options.layers == 1 else 1},
+        "mtp": {
+            "mode": "isolated",
+            "loss": options.loss,
+            "repeat": options.drafts if options.layers == 1 or options.kind == "dflash" else 1,
+        },
         # Trainer and engine share a GPU.
         "train": {"stages": ["draft"], "gpus": 0.5, "draft": {"steps": options.steps, "samples": options.samples}},
         "rollout": rollout,
@@ -153,17 +157,15 @@ def _export(source: Path, run: Path, target: Path) -> None:
 
 
 def engine_commands(target: Path, drafts: int) -> list[str]:
-    """The commands that serve `target` with its drafter in vLLM and SGLang."""
-    drafter = target / DRAFTER
-    if drafter.is_dir():
-        vllm = f'"method": "eagle3", "model": "{drafter}"'
-        sglang = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {drafter}"
-    else:
-        vllm = '"method": "mtp"'
-        sglang = "--speculative-algorithm NEXTN"
-    steps = f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
-    return [
+    """The commands that serve `target` with its drafter: in vLLM and, except for DFlash, in SGLang."""
+    drafter, method = target / DRAFTER, engine_method(target)
+    own = "" if method == "mtp" else f', "model": "{drafter}"'
+    vllm = (
         f"vllm serve {target} --speculative-config "
-        f'\'{{{vllm}, "num_speculative_tokens": {drafts}, "draft_sample_method": "probabilistic"}}\'',
-        f"python -m sglang.launch_server --model-path {target} {sglang} {steps}",
-    ]
+        f'\'{{"method": "{method}"{own}, "num_speculative_tokens": {drafts}, "draft_sample_method": "probabilistic"}}\''
+    )
+    if method == "dflash":
+        return [vllm]
+    algorithm = "NEXTN" if method == "mtp" else f"EAGLE3 --speculative-draft-model-path {drafter}"
+    steps = f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
+    return [vllm, f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} {steps}"]

@@ -39,7 +39,9 @@ class SelfAttention(UpstreamSelfAttention):
             gated=config.attention_output_gate,
         )
         norm, k_norm = self.q_layernorm, self.k_layernorm
-        qk_norm = HeadNorm(norm.weight, k_norm.weight, norm.eps, norm_offset(config)) if isinstance(norm, RMSNorm) else None
+        qk_norm = None
+        if isinstance(norm, RMSNorm):
+            qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
         return split_heads(mixed.squeeze(1), layout, qk_norm, packing.rotary)
 
     def _shared_heads(self, hidden_states: Tensor, packing: Packing) -> Heads:

@@ -29,6 +29,7 @@ from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
 from mtpctl.model.attention import LatentAttention, SelfAttention
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
+from mtpctl.model.dflash import BlockAttention, BlockDrafter
 from mtpctl.model.eagle3 import BoundaryStates, Eagle3Layer, PairedColumnParallelLinear
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
@@ -255,6 +256,9 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
     if not config.mtp_num_layers or get_mtp_num_layers_to_build(config) == 0:
         return None
     assert shape.mtp is not None
+    if shape.dflash is not None:
+        params = {"dflash": shape.dflash, "layer": _block_layer()}
+        return MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=BlockDrafter, params=params)])
     inner = layer_spec(config, shape, sparse=shape.eagle3 is None and not shape.mtp.dense)
     if shape.eagle3 is not None:
         inner.submodules.self_attention = _attention(config, eagle3=True)
@@ -270,6 +274,30 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (1 if config.mtp_use_repeated_layer else config.mtp_num_layers))
+
+
+def _block_layer() -> ModuleSpec:
+    """A layer of a DFlash drafter. Its input norm is separate, because the states of the trunk bypass it."""
+    attention = ModuleSpec(
+        module=BlockAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            k_layernorm=RMSNorm,
+        ),
+    )
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=IdentityOp,
+        mlp=_mlp(),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) -> MtpModel:
@@ -294,9 +322,11 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
     model.mtp_reads_prenorm = shape.mtp_reads_prenorm
     model.mtp_masks_first_embedding = shape.mtp is not None and shape.mtp.blanks_first
     model.mtp_isolated = mtp.mode == "isolated"
-    if model.mtp_process and shape.eagle3 is not None:
-        model.boundary_states = BoundaryStates(model.decoder.layers, model.decoder.final_layernorm, shape.eagle3.boundaries)
-    for layer in model.mtp.layers if model.mtp_process else ():
+    if model.mtp_process and shape.boundaries:
+        model.boundary_states = BoundaryStates(model.decoder.layers, model.decoder.final_layernorm, shape.boundaries)
+    if model.mtp_process and shape.dflash is not None:
+        model.__dict__["block_drafter"] = model.mtp.layers[0]  # not a second submodule
+    for layer in model.mtp.layers if model.mtp_process and shape.dflash is None else ():
         layer.passes_prenorm = shape.mtp is not None and shape.mtp.passes_prenorm
         if config.mtp_use_repeated_layer:
             # All depths append to one list of keys; recomputation would append them twice.

@@ -29,6 +29,9 @@ from torch import Tensor
 
 from mtpctl.model.packing import Packing
 
+Later = tuple[Tensor, Tensor]
+"""Keys [E, t, g, d] and values [E, t, g, w] that only the queries of the same token attend to."""
+
 _CAUSAL_WINDOW = {"window_size_left": -1, "window_size_right": 0}
 
 
@@ -174,22 +177,31 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         # Contiguous values: saving a view would keep the tensor of queries, keys and values in memory.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
-        later: tuple[Tensor, Tensor] | None = None
+        later: Later | None = None
         if (earlier := packed_seq_params.earlier) is not None:
             earlier.keys.append(k)
             earlier.values.append(v)
             if len(earlier.keys) > 1:
                 k, v = earlier.keys[0], earlier.values[0]
                 later = torch.stack(earlier.keys[1:]), torch.stack(earlier.values[1:])
-        if self.cp_group is not None:
-            k, v = (packed_seq_params.visible(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = self._flash(q, k, v, packed_seq_params, later)
-        else:
-            out = self._grouped(q, k, v, packed_seq_params, later)
-        return out.reshape(query.shape[0], 1, -1)
+        return self.attend(q, *self.visible(k, v, packed_seq_params), packed_seq_params, later)
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def visible(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """The keys and values that this rank's queries attend to, gathered from the ranks that share the row."""
+        if self.cp_group is None:
+            return k, v
+        k, v = (packing.visible(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
+        return k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
+        """Attention of q [t, h, d] to the visible keys and values [s, g, ·], and at each token to `later` → [t, 1, h · w]."""
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = self._flash(q, k, v, packing, later)
+        else:
+            out = self._grouped(q, k, v, packing, later)
+        return out.reshape(q.shape[0], 1, -1)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
         dim, value_dim = q.shape[2], v.shape[2]
         scale = dim**-0.5 if self.scale is None else self.scale
         if later is None:
@@ -200,7 +212,7 @@ class PackedAttention(torch.nn.Module):
             out = joined_attention(q, k, v, keys, values, FlashPrefix(packing, scale), scale)
         return out[..., :value_dim]
 
-    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
         indices, parts = [], []
         for group in packing.length_groups:
             # Short samples are padded after their last token with the row's first key; the causal mask hides it from their tokens.

@@ -24,6 +24,7 @@ from mtpctl.model.packing import EarlierDepths, Packing
 from mtpctl.model.rope import Rope, Rotary
 
 if TYPE_CHECKING:
+    from mtpctl.model.dflash import BlockDrafter
     from mtpctl.model.eagle3 import BoundaryStates
 
 
@@ -114,14 +115,15 @@ class MtpModel(GPTModel):
 
     Set per model family: `mtp_reads_prenorm` (MiMo's MTP head reads the trunk's state before the final norm, DeepSeek's after it) and
     `mtp_masks_first_embedding` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth
-    only). `boundary_states` has the states that an EAGLE-3 drafter reads. Set by the recipe: `mtp_isolated` detaches all embeddings, but
-    the state only at the first depth, so that gradients flow through the depths.
+    only). `boundary_states` has the states that an EAGLE-3 or DFlash drafter reads; `block_drafter` is a DFlash drafter. Set by the recipe:
+    `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through the depths.
     """
 
     mtp_reads_prenorm: bool = False
     mtp_masks_first_embedding: bool = True
     mtp_isolated: bool = True
     boundary_states: BoundaryStates | None = None
+    block_drafter: BlockDrafter | None = None
     rope: Rope
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -170,7 +172,9 @@ class MtpModel(GPTModel):
         prenorm, self._prenorm = self._prenorm, None
         head = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         mtp: list[Tensor] = []
-        if depths:
+        if depths and self.block_drafter is not None:
+            mtp = self._block(self.block_drafter, input_ids, packing, depths)
+        elif depths:
             trunk_state = prenorm if self.mtp_reads_prenorm else state
             if self.boundary_states is not None:
                 trunk_state = self.mtp.layers[0].project(self.boundary_states.take())
@@ -206,6 +210,20 @@ class MtpModel(GPTModel):
             head_state, state = layers[min(depth, len(layers) - 1)](state, embedded, here, self._padding(packing))
             states.append(head_state)
         return states
+
+    def _block(self, drafter: BlockDrafter, input_ids: Tensor, packing: Packing, drafts: int) -> list[Tensor]:
+        """States of a block of `drafts` drafts, as inputs of the LM head.
+
+        A block begins at every token i, after which the engine has sampled token i + 1. Its inputs are that token and `drafts` mask tokens,
+        at the positions from i + 1 on. The mask at token i + 1 + k drafts that token, like depth k of MTP layers.
+        """
+        assert self.boundary_states is not None
+        positions = packing.position_ids
+        sampled = packing.shift(input_ids)[packing.tokens]
+        masks = torch.full_like(sampled, drafter.mask_token)
+        token, mask = (self._embed(ids, positions).detach() for ids in (sampled, masks))
+        rotary = [self._rotary(positions + 1 + offset) for offset in range(drafts + 1)]
+        return drafter(self.boundary_states.take(), [token, *[mask] * drafts], rotary, packing)
 
     def _padding(self, packing: Packing) -> Tensor | None:
         """Mask of local tokens excluded from router losses and load statistics."""

@@ -122,9 +122,9 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._reduced_weight(), self.eps, norm_offset(self.config))
+        return rms_norm(x, self.reduced_weight(), self.eps, norm_offset(self.config))
 
-    def _reduced_weight(self) -> Tensor:
+    def reduced_weight(self) -> Tensor:
         """The weight, with its gradient summed over ranks if `is_head_sharded`."""
         return copy_to_tensor_model_parallel_region(self.weight) if self.is_head_sharded else self.weight
 
@@ -141,7 +141,7 @@ class GatedRMSNorm(RMSNorm):
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """norm(x) · silu(gate), for x and gate of the same shape."""
-        return gated_rms_norm(x, gate, self._reduced_weight(), self.eps)
+        return gated_rms_norm(x, gate, self.reduced_weight(), self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):

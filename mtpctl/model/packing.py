@@ -204,6 +204,10 @@ class Packing(PackedSeqParams):
         """The same tokens at other positions, for attention that appends to `earlier` depths."""
         return replace(self, position_ids=position_ids, rotary=rotary, earlier=earlier)
 
+    def with_rotary(self, rotary: Rotary | None) -> Packing:
+        """The same tokens with another rotation of queries and keys."""
+        return replace(self, rotary=rotary)
+
     def shift(self, values: Tensor, fill: int = 0) -> Tensor:
         """Shift `values` [T] of the whole row one token to the left within each sample; each sample's last value becomes `fill`."""
         shifted = values.roll(-1)

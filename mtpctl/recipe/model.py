@@ -13,7 +13,7 @@ from pydantic import Field
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.context import describe_context, with_context
-from mtpctl.families.drafters import with_drafter
+from mtpctl.families.drafters import TITLES, Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
@@ -36,12 +36,12 @@ LONG_CONTEXT = "model_with_context"
 class DrafterConfig(Section):
     """A drafter that the run adds to a model without one, and trains in the stage draft."""
 
-    kind: Literal["mtp", "eagle3"] | None = Field(
+    kind: Kind | None = Field(
         None,
-        description="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter. Default: mtp if vLLM supports MTP layers "
-        "with the model's trunk, else eagle3.",
+        description="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter; dflash: a DFlash drafter, which drafts a "
+        "block of mtp.repeat tokens in one pass. Default: mtp if vLLM supports MTP layers with the model's trunk, else eagle3.",
     )
-    layers: PositiveInt = Field(1, description="MTP layers to add.")
+    layers: PositiveInt = Field(1, description="MTP layers to add, or layers of the DFlash drafter.")
 
 
 class ModelConfig(Section):
@@ -97,7 +97,9 @@ class MtpConfig(Section):
     loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; ce has the weight 1 - loss_mix.")
     loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss relative to the main loss.")
     clip_grad: NonNegativeFloat = Field(1.0, description="Maximum gradient norm of the MTP layers; 0: no clipping.")
-    repeat: PositiveInt = Field(1, description="MTP depths that share one MTP layer, which is applied repeatedly.")
+    repeat: PositiveInt = Field(
+        1, description="MTP depths that share one MTP layer, which is applied repeatedly; with a DFlash drafter, the drafts of a block."
+    )
 
     @property
     def trains(self) -> bool:
@@ -146,13 +148,8 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
     if headless and "draft" in recipe.train.stages:
         yield "train.stages: draft trains a drafter, but the model has none; add one with model.drafter, or with mtpctl add-drafter"
-    if shape is not None and shape.eagle3 is not None:
-        if recipe.mtp.mode == "joint":
-            yield "mtp.mode: joint is not supported with an EAGLE-3 drafter, whose loss does not reach the trunk; set it to isolated"
-        if not recipe.rollout.traits.weightless_drafters:
-            yield "rollout.engine: its EAGLE-3 drafter cannot be synced; set vllm"
-        if recipe.train.parallel.pp > 1:
-            yield "train.parallel.pp: an EAGLE-3 drafter reads states of several stages, which is not supported; set it to 1"
+    if shape is not None and shape.boundaries:
+        yield from _check_own_folder(recipe, shape)
     if headless and k:
         yield f"rollout.speculation.num_tokens: {k} needs an MTP head, but the model has none; leave it out, or set it to 0"
     elif recipe.mtp.mode == "off" and k:
@@ -174,6 +171,30 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
             f"rollout.speculation.num_tokens: {k}, but after the model's {layers} MTP layers vLLM starts over with the first, which is "
             f"not trained for that depth; set it to {layers} or less"
         )
+
+
+def _check_own_folder(recipe: Recipe, shape: ModelShape) -> Complaints:
+    """Report what an EAGLE-3 or DFlash drafter does not support."""
+    kind, speculation = TITLES["eagle3" if shape.dflash is None else "dflash"], recipe.rollout.speculation
+    article = "an" if shape.dflash is None else "a"
+    if recipe.mtp.mode == "joint":
+        yield f"mtp.mode: joint is not supported with {article} {kind} drafter, whose loss does not reach the trunk; set it to isolated"
+    if not recipe.rollout.traits.weightless_drafters:
+        yield f"rollout.engine: its {kind} drafter cannot be synced; set vllm"
+    if recipe.train.parallel.pp > 1:
+        yield f"train.parallel.pp: {article} {kind} drafter reads states of several stages, which is not supported; set it to 1"
+    if shape.dflash is None or recipe.mtp.mode == "off":
+        return
+    # All inputs of a block attend to one another, so a block of another size has other drafts.
+    if speculation.model_tokens not in (0, recipe.mtp.repeat):
+        yield (
+            f"rollout.speculation.num_tokens: {speculation.model_tokens}, but the DFlash drafter is trained for blocks of mtp.repeat "
+            f"({recipe.mtp.repeat}) drafts; set both to the same number"
+        )
+    if speculation.verification == "block" and speculation.model_tokens:
+        yield "rollout.speculation.verification: block is not supported with a DFlash drafter; set token"
+    if speculation.auto and speculation.model_tokens:
+        yield "rollout.speculation.auto: changes the number of drafts, which a DFlash drafter is not trained for; set it to false"
 
 
 def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
@@ -221,6 +242,13 @@ def has_drafter(model: ModelConfig) -> bool:
     if model.path is None or not (Path(model.path) / "config.json").is_file():
         return False
     return has_mtp_head(model, shape_of(read_config(Path(model.path))))
+
+
+def engine_method(folder: Path) -> Literal["mtp", "eagle3", "dflash"]:
+    """vLLM's method for the drafter of the model in `folder`."""
+    if not (folder / DRAFTER / "config.json").is_file():
+        return "mtp"
+    return "eagle3" if shape_of(read_config(folder)).dflash is None else "dflash"
 
 
 def path_in_full(path: str | None) -> str | None:

@@ -68,8 +68,8 @@ class EngineTraits:
 class SpeculationConfig(Section):
     method: Literal["model", "ngram", "suffix"] = Field(
         "model",
-        description="model: the model's MTP layers or EAGLE-3 drafter; ngram: what followed the last tokens earlier in the sequence; "
-        "suffix: the same over all responses of the engine (needs the package arctic-inference).",
+        description="model: the model's own drafter (MTP layers, EAGLE-3 or DFlash); ngram: what followed the last tokens earlier in the "
+        "sequence; suffix: the same over all responses of the engine (needs the package arctic-inference).",
     )
     num_tokens: NonNegativeInt = Field(1, description="Draft tokens per step (k); 0: no speculation.")
     draft_method: Literal["greedy", "probabilistic"] = Field(

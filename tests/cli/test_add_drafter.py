@@ -89,6 +89,19 @@ def test_commands_of_a_model_with_mtp_layers(mtpctl: Command, tmp_path: Path) ->
     assert f"--model-path {target} --speculative-algorithm NEXTN --speculative-num-steps 2" in result.out
 
 
+def test_command_of_a_model_with_a_block_drafter(mtpctl: Command, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pair"
+    result = mtpctl("add-drafter", str(folder), str(target), "--steps", "0", "--kind", "dflash", "--layers", "2", "--drafts", "5")
+    assert result.code == 0, result.err
+    settings = {"method": "dflash", "model": str(target / "drafter"), "num_speculative_tokens": 5, "draft_sample_method": "probabilistic"}
+    assert result.out.splitlines() == [
+        f"{target}: the model with its drafter; serve it with this command:",
+        f"  vllm serve {target} --speculative-config '{json.dumps(settings)}'",
+    ]
+    dflash = ModelWeights(target).shape.dflash
+    assert dflash is not None and dflash.layers == 2
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -162,6 +175,16 @@ def several_layers(folder: Path) -> tuple[list[str], str]:
     return ["model", "pair", "--data", "rows.jsonl", "--kind", "eagle3", "--layers", "2", "--drafts", "2"], message
 
 
+def too_many_layers(folder: Path) -> tuple[list[str], str]:
+    message = "model.drafter.layers: 5 is more than the model's 4 layers, which they are copied from"
+    return ["model", "pair", "--data", "rows.jsonl", "--kind", "dflash", "--layers", "5"], message
+
+
+def no_mask_token(folder: Path) -> tuple[list[str], str]:
+    change_config(folder, eos_token_id=None)
+    return ["model", "pair", "--steps", "0", "--kind", "dflash"], "model config: eos_token_id is missing; add it"
+
+
 def too_many_drafts(folder: Path) -> tuple[list[str], str]:
     message = "--drafts: 3 draft tokens need one layer that repeats, or 3 layers; --layers is 2"
     return ["model", "pair", "--data", "rows.jsonl", "--layers", "2"], message
@@ -202,6 +225,8 @@ MISTAKES = [
     no_tokenizer,
     no_responses,
     several_layers,
+    too_many_layers,
+    no_mask_token,
     too_many_drafts,
     no_mtp_layers,
     quantized,
@@ -275,15 +300,16 @@ def steps_of(run: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", MODELS)
-def test_two_commands_lead_to_a_stock_engine_that_speculates(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [*((name, None) for name in MODELS), ("llama", "dflash")])
+def test_two_commands_lead_to_a_stock_engine_that_speculates(name: str, kind: str | None, tmp_path: Path) -> None:
     """The first is stopped by SIGTERM, and resumes when it is given again. The trunk's tensors equal the model's bit for bit."""
     folder = toy_folder(MODELS[name], tmp_path / "model", 0, "fp32")
     make_byte_tokenizer(folder)
     write_rows(tmp_path / "rows.jsonl")
     target, run = tmp_path / "pair", tmp_path / "pair.run"
     sets = [part for each in SETTINGS for part in ("--set", each)]
-    command = [sys.executable, "-m", "mtpctl", "add-drafter", str(folder), str(target), "--data", str(tmp_path / "rows.jsonl"), *RUN, *sets]
+    options = ["--data", str(tmp_path / "rows.jsonl"), *RUN, *sets, *(["--kind", kind] if kind else [])]
+    command = [sys.executable, "-m", "mtpctl", "add-drafter", str(folder), str(target), *options]
     log = tmp_path / "log"
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)

@@ -32,7 +32,7 @@ import json, os, sys
 from vllm import LLM, SamplingParams
 sys.stdin.readline()
 drafter = os.path.join(sys.argv[1], "drafter")
-method = {"method": "eagle3", "model": drafter} if os.path.isdir(drafter) else {"method": "mtp"}
+method = {"method": sys.argv[4]} | ({"model": drafter} if os.path.isdir(drafter) else {})
 llm = LLM(
     sys.argv[1], dtype=sys.argv[2], max_num_seqs=4, max_model_len=128, enable_prefix_caching=False,
     speculative_config=method | {"num_speculative_tokens": 1}, **json.loads(sys.argv[3]),
@@ -52,7 +52,9 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
     dtype = {"fp32": fp32, "bf16": "bfloat16"}[precision]
     eager = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     stock = eager if device == "cpu" else options(family) | {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
-    with start("-c", STOCK, folder, dtype, json.dumps(stock), VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
+    shape = shape_of(TOYS[family])
+    method = "eagle3" if shape.eagle3 else "dflash" if shape.dflash else "mtp"
+    with start("-c", STOCK, folder, dtype, json.dumps(stock), method, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
         try:
             resumed = command("-m", "mtpctl", "train", created, "--plain", "--set", "train.rl.steps=3")
             command("-m", "mtpctl", "convert-hf", run_dir, folder, "--verify")
@@ -62,7 +64,6 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
     assert "resume: rl goes on after step 2" in resumed
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3], "the second start goes on where the first one ended"
-    shape = shape_of(TOYS[family])
     assert {row["sync/verified"] for row in rows} == {len(tensor_shapes(shape))}, "every tensor of the folder, target's and draft's"
     assert any(row["rollout/spec_drafted"] for row in rows) and all(row["mtp/loss_1"] > 0 for row in rows)
     assert all(("moe/replay_agreement" in row) == bool(shape.moe) for row in rows), "experts are those of the rollout"

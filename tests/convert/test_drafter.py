@@ -33,6 +33,8 @@ QWEN2 = {**without(SIZES, "head_dim"), "architectures": ["Qwen2ForCausalLM"], "m
 MODELS: dict[str, tuple[dict[str, Any], Kind]] = {
     "llama": (without(LLAMA_EAGLE3, "drafter") | {"num_nextn_predict_layers": 0}, "eagle3"),
     "qwen3-moe": (without(QWEN3_MOE_EAGLE3, "drafter"), "eagle3"),
+    "llama with DFlash": (without(LLAMA_EAGLE3, "drafter") | {"num_nextn_predict_layers": 0}, "dflash"),
+    "qwen3-moe with DFlash": (without(QWEN3_MOE_EAGLE3, "drafter"), "dflash"),
     "qwen2": (QWEN2, "mtp"),
     "glm4-moe": (without(GLM4_MOE, "num_nextn_predict_layers"), "mtp"),
     "qwen3.5": (without(QWEN3_5, "mtp_num_hidden_layers"), "mtp"),
@@ -65,12 +67,13 @@ def assert_trunk_is_that_of(source: Path, target: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_added_drafter_is_next_to_links_of_the_models_files(tmp_path: Path, name: str) -> None:
     source, kind = source_of(name, tmp_path / "model"), MODELS[name][1]
-    folder = add_drafter(source, tmp_path / "target", seed=1)
-    added = {"drafter/config.json", "drafter/model.safetensors"} if kind == "eagle3" else {MTP_FILE, "model.safetensors.index.json"}
+    folder = add_drafter(source, tmp_path / "target", kind, seed=1)
+    added = {"drafter/config.json", "drafter/model.safetensors"} if kind != "mtp" else {MTP_FILE, "model.safetensors.index.json"}
     assert files_of(folder.path) == {"config.json", "model.safetensors", "tokenizer/vocab.json", *added}
     assert (folder.path / "model.safetensors").resolve() == source / "model.safetensors"
     assert_trunk_is_that_of(source, folder.path)
     assert folder.shape.mtp_layers == 1 and (folder.shape.eagle3 is not None) == (kind == "eagle3")
+    assert (folder.shape.dflash is not None) == (kind == "dflash")
     weights = ModelWeights(folder.path)
     drafter = [tensor for tensor in weights if section_of(tensor, folder.shape) == "draft"]
     assert drafter and all(weights[tensor].dtype == torch.bfloat16 for tensor in drafter)
@@ -81,7 +84,7 @@ def test_added_drafter_is_next_to_links_of_the_models_files(tmp_path: Path, name
 def test_new_drafter_is_a_working_decoder_layer(tmp_path: Path, name: str) -> None:
     """It starts from the last layer's matrices, and its state for the LM head is finite and depends on token and position."""
     source = source_of(name, tmp_path / "model", "fp32")
-    folder = add_drafter(source, tmp_path / "target")
+    folder = add_drafter(source, tmp_path / "target", MODELS[name][1])
     model, weights = ModelWeights(source), ModelWeights(folder.path)
     mtp = folder.shape.mtp
     assert mtp is not None
@@ -146,7 +149,7 @@ def test_mtp_layers_are_added_to_the_index_of_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip_restores_the_pair(tmp_path: Path, name: str) -> None:
-    source = add_drafter(source_of(name, tmp_path / "model"), tmp_path / "pair").path
+    source = add_drafter(source_of(name, tmp_path / "model"), tmp_path / "pair", MODELS[name][1]).path
     converted(source, tmp_path / "checkpoint", verify=name == "llama")
     converted(tmp_path / "checkpoint", tmp_path / "back")
     before, after = ModelWeights(source), ModelWeights(tmp_path / "back")
@@ -154,7 +157,7 @@ def test_round_trip_restores_the_pair(tmp_path: Path, name: str) -> None:
     for file in ("config.json", "drafter/config.json"):
         if (source / file).exists():
             assert json.loads((tmp_path / "back" / file).read_text()) == json.loads((source / file).read_text())
-    assert (tmp_path / "back" / "drafter").exists() == (MODELS[name][1] == "eagle3")
+    assert (tmp_path / "back" / "drafter").exists() == (MODELS[name][1] != "mtp")
 
 
 def test_checkpoint_without_the_drafter_converts_to_a_model_without_one(tmp_path: Path) -> None:
@@ -256,6 +259,12 @@ def test_drafter_with_an_embedding_or_head_of_its_own_is_rejected(tmp_path: Path
         with pytest.raises(UserError) as caught:
             ModelWeights(folder)
         assert str(caught.value).startswith(f"{folder / 'drafter'}: {tensor} is not supported: the drafter shares the model's embedding")
+    save_file(stored, file)
+    mask = folder / "drafter" / "mask_embedding.pt"
+    torch.save(torch.zeros(96), mask)
+    with pytest.raises(UserError, match=f"^{mask}: is not supported: the drafter uses the embedding of its mask token"):
+        ModelWeights(folder)
+    mask.unlink()
     save_file({tensor: value for tensor, value in stored.items() if tensor != "fc.weight"}, file)
     with pytest.raises(UserError, match=r"the weights lack drafter\.fc\.weight"):
         ModelWeights(folder)

@@ -49,7 +49,7 @@ def record() -> list[Drafting]:
 
     def greedy(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(hidden_states)
-        result[-1].logits.append(logits[0].float().clone())
+        result[-1].logits += logits.float().clone()  # A block drafter computes all drafts at once.
         return logits.argmax(dim=-1)
 
     SpecDecodeBaseProposer.propose = recording

@@ -34,7 +34,7 @@ def recipe(family: str, precision: str, device: str, root: Path) -> Path:
     """A few updates: supervised ones that give the drafter something to be right about, then RL."""
     config = (ON_CARDS if device == "cuda" else TOYS)[family]
     tree: dict[str, Any] = {
-        "name": family,
+        "name": family.replace(" ", "-"),
         "run_dir": str(root / "run"),
         "model": {"init": "random", "tokenizer": "bytes", "config": config},
         "data": {"task": {"name": "addition", "max_digits": 1, "train_size": 90, "eval_size": 4}},

@@ -153,6 +153,19 @@ QWEN3_MOE_EAGLE3: dict[str, Any] = {
     "model_type": "qwen3_moe",
 }
 
+DFLASH: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "tie_word_embeddings"},
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "intermediate_size": 72,
+    "attention_bias": False,
+    "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 1, 3]},
+}
+LLAMA_DFLASH: dict[str, Any] = LLAMA_EAGLE3 | {"drafter": DFLASH}
+QWEN3_DFLASH: dict[str, Any] = QWEN3_EAGLE3 | {"drafter": DFLASH}
+QWEN3_MOE_DFLASH: dict[str, Any] = QWEN3_MOE_EAGLE3 | {"drafter": DFLASH}
+
 TOYS: dict[str, dict[str, Any]] = {
     "mimo": MIMO,
     "qwen3-next": QWEN3_NEXT,
@@ -165,8 +178,12 @@ TOYS: dict[str, dict[str, Any]] = {
     "llama with EAGLE-3": LLAMA_EAGLE3,
     "qwen3 with EAGLE-3": QWEN3_EAGLE3,
     "qwen3-moe with EAGLE-3": QWEN3_MOE_EAGLE3,
+    "llama with DFlash": LLAMA_DFLASH,
+    "qwen3 with DFlash": QWEN3_DFLASH,
+    "qwen3-moe with DFlash": QWEN3_MOE_DFLASH,
 }
-"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower, and EAGLE-3 drafters."""
+"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower, and drafters of their own
+folder."""
 
 _PUBLISHED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
 ON_CARDS = TOYS | {

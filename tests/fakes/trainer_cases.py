@@ -45,6 +45,14 @@ EAGLE3: dict[str, Any] = {
     },
 }
 
+DFLASH: dict[str, Any] = {
+    **{name: value for name, value in EAGLE3["drafter"].items() if not name.startswith("eagle")},
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 1, 2]},
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "mimo": {"num_hidden_layers": 3, "num_nextn_predict_layers": 2},
     "odd": {"vocab_size": 61, "num_hidden_layers": 1},
@@ -54,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "three-depths": {"num_hidden_layers": 2, "num_nextn_predict_layers": 3},
     "qwen3-moe": {**MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **NO_MTP},
     "eagle3": EAGLE3,
+    "dflash": EAGLE3 | {"drafter": DFLASH},
+    "dflash-qwen3": EAGLE3 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "drafter": DFLASH},
     "eagle3-moe": {
         **MOE,
         **NO_MTP,
@@ -258,6 +268,7 @@ CASES = [
             ("tied", MtpConfig(mode="isolated", loss="soft_ce", repeat=3, loss_scale=0.3, clip_grad=0), ("sp2", "pp2", "cp2")),
             ("deepseek", MtpConfig(mode="isolated", loss="kl", repeat=2, loss_scale=0.3, clip_grad=0), ("sp2", "cp2")),
             ("eagle3", MtpConfig(mode="isolated", loss="tv", repeat=3, loss_scale=0.3, clip_grad=0), ("sp2", "cp2", "dp2")),
+            ("dflash", MtpConfig(mode="isolated", loss="tv", repeat=3, loss_scale=0.3, clip_grad=0), ("sp2", "cp2", "dp2")),
         )
         for name, p in [(model, {}), *((f"{layout}-{model}", LAYOUTS[layout]) for layout in layouts)]
     ),
@@ -343,6 +354,11 @@ CASES = [
     _replay("replay-cp2-dp2-ep2", "qwen3-moe", cp=2, dp=2, ep=2),
     _replay("replay-pp2-recomputed", "qwen3-moe", pp=2, fields=FULL),
     _case("tp2-eagle3", "eagle3", "isolated", tp=2),
+    _case("tp2-dflash", "dflash", "isolated", tp=2, saved=True),
+    _case("dflash-isolated", "dflash", "isolated"),
+    _case("tp2-dflash-qwen3", "dflash-qwen3", "isolated", tp=2),
+    _case("dflash-qwen3-isolated", "dflash-qwen3", "isolated"),
+    _case("dflash-sp2-recomputed", "dflash", "isolated", fields=FULL, tp=2, sequence_parallel=True),
     *(
         _case(name, "eagle3-moe", "isolated", **p)
         for name, p in (
@@ -354,7 +370,7 @@ CASES = [
     _case("eagle3-isolated", "eagle3", "isolated"),
     *(
         _drafts_only(f"{model}-drafts-only{f'-{layout}' if parallel else ''}", model, **parallel)
-        for model in ("tied", "eagle3")
+        for model in ("tied", "eagle3", "dflash")
         for layout, parallel in LAYOUTS.items()
         if model == "tied" or layout != "pp2"
     ),
@@ -380,6 +396,7 @@ DEFAULT = frozenset(
         *("tp2-tied-joint", "tied-clipped-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         *("token-sp2", "own-cp2", "gspo-cp2"),
+        *("tp2-dflash", "sp2-dflash", "cp2-dflash"),
         *("tp2-eagle3", "sp2-eagle3", "cp2-eagle3", "tied-drafts-only-pp2", "eagle3-drafts-only-sp2"),
         *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2", "crowded-lora-ep2"),
         *("sp2-tied-multistep", "cp2-three-depths-multistep"),

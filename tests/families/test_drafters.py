@@ -10,7 +10,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.drafters import default_kind, with_drafter
 from mtpctl.families.reading import default_boundaries, mtp_layers_of, shape_of
 from mtpctl.families.tensors import count_parameters, section_of, tensor_shapes
-from tests.fakes.toys import EAGLE3, GLM4_MOE, LLAMA_EAGLE3, QWEN3_MOE_EAGLE3, SIZES, TOYS
+from tests.fakes.toys import DFLASH, EAGLE3, GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_MOE_EAGLE3, SIZES, TOYS
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -23,6 +23,7 @@ HEADLESS: dict[str, dict[str, Any]] = {
     **{
         name.removesuffix(" with EAGLE-3"): without(config, "drafter", "num_nextn_predict_layers", "mtp_num_hidden_layers")
         for name, config in TOYS.items()
+        if "DFlash" not in name
     },
 }
 KINDS = dict.fromkeys(HEADLESS, "mtp") | dict.fromkeys(("llama", "qwen3", "qwen3-moe"), "eagle3")
@@ -60,6 +61,29 @@ def test_parameters_of_an_eagle3_drafter() -> None:
     hidden, q, kv, ffn = 96, 3 * 32, 1 * 32, 104
     expected = 3 * hidden * hidden + 2 * hidden * (q + 2 * kv) + q * hidden + 3 * hidden * ffn + 4 * hidden
     assert count_parameters(shape_of(with_drafter(LLAMA)))["mtp"] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_dflash_drafter_has_layers_of_its_own_and_reads_the_end_token_as_mask(family: str, layers: int) -> None:
+    result = with_drafter(HEADLESS[family], "dflash", layers)
+    before, shape = shape_of(HEADLESS[family]), shape_of(result)
+    assert shape.dflash is not None and shape.mtp_layers == 1 and shape.eagle3 is None
+    assert (shape.dflash.layers, shape.dflash.mask_token) == (layers, SIZES["eos_token_id"])
+    assert shape.boundaries == shape_of(with_drafter(HEADLESS[family], "eagle3")).boundaries
+    tensors = tensor_shapes(shape)
+    assert {name: size for name, size in tensors.items() if section_of(name, shape) == "target"} == tensor_shapes(before)
+    width = shape.heads * shape.head_dim
+    ffn = shape.dflash.ffn
+    layer = 96 * (width + 2 * 32) + width * 96 + 3 * 96 * ffn + 2 * 96 + 2 * 32
+    assert count_parameters(shape)["mtp"] == len(shape.boundaries) * 96 * 96 + 2 * 96 + layers * layer
+
+
+def test_first_of_several_end_tokens_is_the_mask_of_a_dflash_drafter() -> None:
+    shape = shape_of(with_drafter(LLAMA | {"eos_token_id": [7, 8]}, "dflash"))
+    assert shape.dflash is not None and shape.dflash.mask_token == 7
+    with pytest.raises(UserError, match=r"^model config: eos_token_id is missing; add it, because a DFlash drafter uses it"):
+        with_drafter(without(LLAMA, "eos_token_id"), "dflash")
 
 
 def test_drafter_of_a_sparse_model_is_as_wide_as_its_active_experts() -> None:
@@ -119,6 +143,8 @@ def test_eagle3_drafter_has_the_rotary_embedding_of_the_model(family: str) -> No
         ("glm4-moe", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for glm4-moe; use mtp"),
         ("mimo", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for mimo; use mtp"),
         ("deepseek-v3", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for deepseek-v3; use mtp"),
+        ("mimo", "dflash", 1, "model.drafter.kind: DFlash is not supported for mimo; use mtp"),
+        ("llama", "dflash", 5, "model.drafter.layers: 5 is more than the model's 4 layers"),
         ("qwen3.5", "mtp", 2, "model config: 2 MTP layers of qwen3.5 would share one projection"),
     ],
 )
@@ -137,7 +163,7 @@ def test_second_drafter_is_rejected(name: str) -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["LlamaForCausalLM"]},
-        "drafter config: architectures ['LlamaForCausalLM'] is not supported; LlamaForCausalLMEagle3 is",
+        "drafter config: architectures ['LlamaForCausalLM'] is not supported; LlamaForCausalLMEagle3 and DFlashDraftModel are",
     ),
     ({"architectures": "LlamaForCausalLMEagle3"}, "drafter config: architectures must be a list"),
     ({"hidden_size": 64}, "drafter config: hidden_size 64 is not supported with this model; 96 is"),
@@ -189,3 +215,46 @@ def test_drafter_does_not_fit_a_model_with_mtp_layers() -> None:
         shape_of({**GLM4_MOE, "num_nextn_predict_layers": 0, "drafter": EAGLE3})
     with pytest.raises(UserError, match=r"^drafter config: drafter must be an object"):
         shape_of({**LLAMA_EAGLE3, "drafter": "somewhere"})
+
+
+DFLASH_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"num_key_value_heads": None}, "drafter config: num_key_value_heads is missing"),
+    ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; 32 is"),
+    ({"attention_bias": True}, "drafter config: attention_bias puts a bias on the output projections"),
+    ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
+    ({"is_causal": True}, "drafter config: is_causal and is_neox_style are not supported; leave them out"),
+    ({"is_neox_style": False}, "drafter config: is_causal and is_neox_style are not supported; leave them out"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "drafter config: layer_types with windows are not supported"),
+    *(
+        ({"dflash_config": DFLASH["dflash_config"] | {key: True}}, f"drafter config: dflash_config.{key} is not supported")
+        for key in ("causal", "use_swa", "attention_sink_bias")
+    ),
+    *(
+        (
+            {"dflash_config": DFLASH["dflash_config"] | {"mask_token_id": mask}},
+            "drafter config: dflash_config.mask_token_id must be a token id below 331",
+        )
+        for mask in (None, 331, "2")
+    ),
+    *(
+        (
+            {"dflash_config": DFLASH["dflash_config"] | {"target_layer_ids": layers}},
+            "drafter config: dflash_config.target_layer_ids must be increasing numbers from 0 to 3",
+        )
+        for layers in (None, [], [0, 4], [1, 0], ["0"])
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), DFLASH_MISTAKES, ids=[f"{next(iter(f))}-{n}" for n, (f, _) in enumerate(DFLASH_MISTAKES)])
+def test_dflash_drafter_that_the_trainer_does_not_compute_is_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        shape_of({**LLAMA_DFLASH, "drafter": {**DFLASH, **fields}})
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_dflash_fields_that_change_nothing_are_accepted() -> None:
+    neutral = {"dflash_config": DFLASH["dflash_config"] | {"causal": False, "use_swa": False}, "is_causal": False, "block_size": 16}
+    assert shape_of({**LLAMA_DFLASH, "drafter": {**DFLASH, **neutral}}) == shape_of(LLAMA_DFLASH)
+    with pytest.raises(UserError, match=r"^drafter config: a DFlash drafter is not supported for glm4-moe; its MTP layers are$"):
+        shape_of({**GLM4_MOE, "num_nextn_predict_layers": 0, "drafter": DFLASH})

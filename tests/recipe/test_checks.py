@@ -18,7 +18,7 @@ from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
-from tests.fakes.toys import LLAMA_EAGLE3, SERVED, TOYS
+from tests.fakes.toys import LLAMA_DFLASH, LLAMA_EAGLE3, SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -45,6 +45,7 @@ SIZES = [
 
 
 EAGLE3 = f"model.config={json.dumps(LLAMA_EAGLE3)}"
+DFLASH = (f"model.config={json.dumps(LLAMA_DFLASH)}", "mtp.repeat=3", "rollout.speculation.num_tokens=3")
 DRAFT = ["train.stages=[draft, rl]", "train.draft.steps=5"]
 
 # A recipe for one card, which the tests' recipes are not.
@@ -137,6 +138,17 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["mtp.loss=e2e_tv", "mtp.mode=joint"], "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk"),
         ([EAGLE3, "mtp.mode=joint"], "mtp.mode: joint is not supported with an EAGLE-3 drafter"),
         ([EAGLE3, "train.parallel.pp=2"], "train.parallel.pp: an EAGLE-3 drafter reads states of several stages"),
+        ([*DFLASH, "mtp.mode=joint"], "mtp.mode: joint is not supported with a DFlash drafter"),
+        ([*DFLASH, "train.parallel.pp=2"], "train.parallel.pp: a DFlash drafter reads states of several stages"),
+        (
+            [*DFLASH, "rollout.speculation.num_tokens=2"],
+            "rollout.speculation.num_tokens: 2, but the DFlash drafter is trained for blocks of mtp.repeat (3) drafts",
+        ),
+        ([*DFLASH, "rollout.speculation.auto=true"], "rollout.speculation.auto: changes the number of drafts"),
+        (
+            [*CARD, *DFLASH, "rollout.speculation.verification=block", "rollout.speculation.draft_method=probabilistic"],
+            "rollout.speculation.verification: block is not supported with a DFlash drafter; set token",
+        ),
         (["train.stages=[rl, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),
         (["train.stages=[sft, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),
         (["train.stages=[draft, rl]"], "train.draft.steps: is 0; set the number of updates, or leave draft out of train.stages"),

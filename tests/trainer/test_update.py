@@ -14,7 +14,7 @@ from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import DraftsOnly, NextToken
 from tests.fakes import mimo_reference
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
-from tests.fakes.toys import GLM4_MOE, LLAMA_EAGLE3, MIMO, QWEN3_MOE_EAGLE3, TOYS, toy_folder
+from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, MIMO, QWEN3_MOE_EAGLE3, TOYS, toy_folder
 
 
 def sampled(sequence, start, end):
@@ -298,6 +298,7 @@ def test_bf16_follows_its_fp32_masters(tmp_path):
 
 
 FROZEN_TRUNK = {
+    "dflash": LLAMA_DFLASH,
     "eagle3": LLAMA_EAGLE3,
     "eagle3 on experts": QWEN3_MOE_EAGLE3,
     "mtp": MIMO,

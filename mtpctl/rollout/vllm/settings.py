@@ -11,7 +11,7 @@ from mtpctl.families.reading import DRAFTER
 from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES, ENGINE_STEP_TOKENS
 from mtpctl.plan.placement import ENGINE_MEMORY
-from mtpctl.recipe.model import DTYPES
+from mtpctl.recipe.model import DTYPES, engine_method
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.plugin import AT_ONCE, OURS, TRANSFER_BACKEND
@@ -117,8 +117,8 @@ def engine_settings(
         speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
         if rollout.speculation.method != "model":
             speculative = {"method": rollout.speculation.method, "num_speculative_tokens": k} | WEIGHTLESS[rollout.speculation.method]
-        elif (drafter := Path(model) / DRAFTER).is_dir():
-            speculative |= {"method": "eagle3", "model": str(drafter)}
+        elif (own := engine_method(Path(model))) != "mtp":
+            speculative |= {"method": own, "model": str(Path(model) / DRAFTER)}
         if rollout.speculation.verification == "block":
             speculative["rejection_sample_method"] = "block"
         args["speculative_config"] = speculative

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
     **{f"{family} {dtype}": (TOYS[family], 1, dtype) for family, dtype in SERVED},
 }
 """Config, draft tokens a step, precision."""
-SLOW = {name for name in MODELS if "EAGLE-3" in name} - {"llama with EAGLE-3 fp32", "qwen3-moe with EAGLE-3 bf16"}
+SLOW = {name for name in MODELS if " with " in name} - {"llama with EAGLE-3 fp32", "qwen3-moe with EAGLE-3 bf16", "llama with DFlash fp32"}
 
 
 def models(engine: VllmEngine) -> dict[str, torch.nn.Module]:
@@ -52,6 +52,8 @@ def parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
             path, _, leaf = name.rpartition(".")
             result[f"{place} {name}"] = plain_weight(model.get_submodule(path), leaf).clone()
             result[f"{place} {name} as it is used"] = parameter.data.clone()
+        for name in ("_fused_kv_weight", "_k_norm_weights"):  # the copies of a DFlash drafter
+            result |= {f"{place} {name}": getattr(module, name).clone() for module in model.modules() if hasattr(module, name)}
     return result
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from vllm.platforms import current_platform
 
+from mtpctl.convert.hf_folder import write_config
 from mtpctl.errors import UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.plan.placement import ENGINE_MEMORY
@@ -16,6 +17,7 @@ from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine, sized_cache
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
+from tests.fakes.toys import LLAMA_DFLASH, LLAMA_EAGLE3
 
 
 def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str]:
@@ -78,11 +80,12 @@ def test_only_a_drafter_with_weights_receives_them(method: Literal["model", "ngr
     assert settings.has_drafter == has_drafter
 
 
-def test_folder_with_eagle3_drafter_is_served_with_it(tmp_path: Path) -> None:
-    (tmp_path / "drafter").mkdir()
+@pytest.mark.parametrize(("method", "config"), [("eagle3", LLAMA_EAGLE3), ("dflash", LLAMA_DFLASH)])
+def test_folder_with_its_own_drafter_is_served_with_it(method: str, config: dict[str, Any], tmp_path: Path) -> None:
+    write_config(config, tmp_path)
     settings = engine_settings(VllmConfig(), model=str(tmp_path), precision="fp32", device="cpu")
     assert settings.args["speculative_config"] | {"num_speculative_tokens": 1} == {
-        "method": "eagle3",
+        "method": method,
         "model": str(tmp_path / "drafter"),
         "num_speculative_tokens": 1,
         "draft_sample_method": "greedy",

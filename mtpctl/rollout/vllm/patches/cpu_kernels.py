@@ -1,10 +1,10 @@
-"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, linear attention with short queries, experts."""
+"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, norms, linear attention with short queries, experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,51 @@ def _misreads_heads() -> bool:
     for query in (flat, split):
         ops.rotary_embedding(torch.arange(tokens), query, torch.ones(tokens, width), width, table, False)
     return not torch.allclose(flat, split.flatten(1))
+
+
+# ---------------------------------------------------------------------------------------------- norms of several layers
+
+
+@cpu_patch
+def install_context_norms() -> None:
+    """Norm the keys of a DFlash drafter's context with the weight of each layer.
+
+    vLLM norms the keys of all layers in one call, with one row of weights for each layer. The CPU kernel applies the first row to all of
+    them, so a drafter with several layers drafts from wrong keys (differences of 0.1 to 0.2 in the logits of a toy). With the patch each
+    layer has its own call. The CUDA kernel selects the rows correctly.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    if not hasattr(DFlashQwen3Model, "_normalize_context_k"):
+        raise UpstreamMoved(f"{__name__}: DFlashQwen3Model._normalize_context_k is gone; find the new way to norm the context's keys")
+    if not _repeats_first_row():
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU kernel for norms no longer shows the fault patched here; remove the patch")
+
+    def normalize(self: _ContextNorms, all_k: Tensor) -> Tensor:
+        normed = torch.empty_like(all_k)
+        for out, keys, weight in zip(normed, all_k, self._k_norm_weights, strict=True):
+            ops.rms_norm(out, keys, weight, self._rms_norm_eps)
+        return normed
+
+    assign(DFlashQwen3Model, _normalize_context_k=normalize)
+
+
+class _ContextNorms(Protocol):
+    """The norms of vLLM's DFlash drafter: weights [layers, head width]."""
+
+    _k_norm_weights: Tensor
+    _rms_norm_eps: float
+
+
+def _repeats_first_row() -> bool:
+    """Whether the kernel norms the second layer's rows with the first layer's weights."""
+    from vllm import _custom_ops as ops
+
+    rows, weights = torch.ones(2, 3, 1, 32), torch.tensor([1.0, 2.0])[:, None].expand(2, 32).contiguous()
+    out = torch.empty_like(rows)
+    ops.rms_norm(out, rows, weights, 1e-6)
+    return torch.equal(out[0], out[1])
 
 
 # ----------------------------------------------------------------------------------- linear attention with short queries

@@ -24,8 +24,10 @@ _LOADED = "_mtpctl_loaded"
 """Attribute of a layer with experts: the object that packs them, and the loaded weights by name."""
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
-DERIVED = ("W_UV", "W_UK_T")
-"""Parameters that vLLM derives from others, so no weight update contains them."""
+LATENT_HALVES = ("W_UV", "W_UK_T")
+DERIVED = (*LATENT_HALVES, "mask_embedding")
+"""Parameters that no weight update contains: vLLM derives them from others, or does not use them. A DFlash drafter has `mask_embedding`,
+but embeds its mask token."""
 
 
 class PackedWeight(ShapeMismatch):
@@ -46,7 +48,7 @@ class _LayerRenaming(Protocol):
 def renamer(model: nn.Module) -> Callable[[str], str | None] | None:
     """Map names of tensors of a Hugging Face folder to the live model's, before fusing; None if the model renames nothing.
 
-    An EAGLE-3 drafter is named on the wire as in its folder, with the prefix `drafter.`.
+    EAGLE-3 and DFlash drafters are named on the wire as in their folder, with the prefix `drafter.`.
     Most models have a map, `hf_to_vllm_mapper`. ERNIE 4.5's target has none for the router's bias, which its `load_weights` renames. The
     drafters of DeepSeek-V3 and GLM-4.5 have none: their `load_weights` renames layer by layer, with a method that puts a layer's
     attention and MLP under `mtp_block` and moves the embedding to the top of the model.
@@ -56,11 +58,14 @@ def renamer(model: nn.Module) -> Callable[[str], str | None] | None:
     require_pinned(f"{__name__}.renamer")
     from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
     if isinstance(model, Ernie4_5_MoeForCausalLM):
         return lambda name: name.replace(".moe_statics.", ".gate.")
     if isinstance(model, Eagle3LlamaForCausalLM):
         return lambda name: name.replace("drafter.midlayer.", "model.layers.0.").replace("drafter.", "model.")
+    if isinstance(model, DFlashQwen3ForCausalLM):
+        return lambda name: name.replace("drafter.", "model.")
     mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         return mapper.get_rename_mapper().map_name
@@ -185,13 +190,22 @@ class _LatentAttention(Protocol):
     def process_weights_after_loading(self, act_dtype: torch.dtype | str) -> None: ...
 
 
+class _ContextBuffers(Protocol):
+    """vLLM's DFlash drafter. Captured CUDA graphs do not read the buffers: the context's keys are computed outside of them."""
+
+    def _build_fused_kv_buffers(self) -> None: ...
+
+
 def refresh_derived(model: nn.Module, dtype: torch.dtype | str) -> None:
     """Recompute derived weights from the current ones. `dtype` is the model's.
 
     Latent attention keeps a second copy of `kv_b_proj`, split and transposed, and updates it only on request. It then reuses the memory
-    of the copy, so captured CUDA graphs read the new values. Raises UpstreamMoved for another release.
+    of the copy, so captured CUDA graphs read the new values. A DFlash drafter keeps the key and value projections and the key norms of all
+    its layers side by side. Raises UpstreamMoved for another release.
     """
     require_pinned(f"{__name__}.refresh_derived")
     for layer in model.modules():
-        if hasattr(layer, DERIVED[0]) and hasattr(layer, "kv_b_proj"):
+        if hasattr(layer, LATENT_HALVES[0]) and hasattr(layer, "kv_b_proj"):
             cast(_LatentAttention, layer).process_weights_after_loading(dtype)
+        if hasattr(layer, "_build_fused_kv_buffers"):
+            cast(_ContextBuffers, layer)._build_fused_kv_buffers()

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.platforms import current_platform
 
 from mtpctl.rollout.vllm.patches.cpu_kernels import convolve, install_experts
@@ -65,6 +67,30 @@ def test_flat_queries_use_the_kernel(case: tuple[Any, torch.Tensor, torch.Tensor
     monkeypatch.setattr(rotary, "forward_native", None)
     rotary.forward_cpu(POSITIONS, query, key)
     assert torch.allclose(query.double(), expected, atol=1e-5 if queries.dtype == torch.float32 else 0.05)
+
+
+class ContextNorms:
+    """The attributes of a drafter with two layers that the norm of its context's keys reads."""
+
+    _rms_norm_eps = 1e-6
+    _k_norm_weights = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_keys_of_each_layer_are_normed_with_its_weight() -> None:
+    install()
+    drafter, keys = ContextNorms(), torch.randn(2, 5, 3, 32, generator=torch.Generator().manual_seed(1))
+    exact = keys.double() * (keys.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    expected = exact * drafter._k_norm_weights[:, None, None].double()
+    assert torch.allclose(DFlashQwen3Model._normalize_context_k(drafter, keys).double(), expected, atol=1e-5)
+
+
+def test_upstream_kernel_norms_all_layers_with_the_first_weight() -> None:
+    drafter, keys = ContextNorms(), torch.randn(2, 5, 3, 32, generator=torch.Generator().manual_seed(1))
+    out = torch.empty_like(keys)
+    ops.rms_norm(out, keys, drafter._k_norm_weights, drafter._rms_norm_eps)
+    first = torch.empty_like(keys)
+    ops.rms_norm(first, keys, drafter._k_norm_weights[0], drafter._rms_norm_eps)
+    assert torch.equal(out, first)
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])

@@ -56,7 +56,7 @@ def test_every_patch_rejects_another_release() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 21 and results.keys() > CPU_ONLY
+    assert len(results) == 22 and results.keys() > CPU_ONLY
     for name, result in results.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
             assert result == "False"
@@ -71,6 +71,7 @@ def test_every_patch_rejects_another_release() -> None:
         (sampling.install_sampler, f"{sampling.__name__}._loses_result", lambda upstream: False, "remove the patch"),
         (sampling.install_seeds, f"{sampling.__name__}._has_offset", lambda: True, "remove the patch"),
         (cpu_kernels.install_rotary, "vllm._custom_ops.rotary_embedding", lambda *_: None, "no longer shows the fault"),
+        (cpu_kernels.install_context_norms, "vllm._custom_ops.rms_norm", lambda out, *_: out[0].zero_(), "no longer shows the fault"),
         (
             cpu_kernels.install_experts,
             "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend",
