@@ -101,6 +101,7 @@ ADVICE: dict[str, Advice] = {
     "async/buffer_groups": Advice("above 0, no growth", "always 0: the trainer waits; see `async/trainer_idle`"),
     "sync/seconds": Advice("a small part of `timing_s/step`", "raise `async.sync_every`; see [weight sync](weight-sync.md)"),
     "sync/stall_seconds": Advice("a small part of `timing_s/step`", "the same"),
+    "sync/changed_share": Advice("0.005 to 0.05 in bf16", "near 1 in fp32, where `sync.delta` saves nothing: set it to false"),
     "sync/gb_per_s": Advice("near the link's bandwidth", "`mtpctl bench sync-weights` measures transports"),
     "logprob/wait_seconds": Advice("below the time of a response", "raise `logprob.replicas` or `logprob.tokens_per_batch`"),
     "logprob/late": Advice("0", "raise `logprob.replicas`"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,17 +12,22 @@ from mtpctl.cli.options import Json, Overlays, Sets, answer
 
 if TYPE_CHECKING:
     from mtpctl.plan.buckets import Bucket
+    from mtpctl.plan.changes import DeltaPlan
     from mtpctl.recipe.schema import Recipe
     from mtpctl.recipe.sync import SyncConfig
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a sync, by section. `bytes_once`: base weights, which only the first sync of an adapter sends."""
+    """The buckets of a complete sync, by section, and the sizes of a delta.
+
+    `bytes_once`: base weights, which only the first sync of an adapter sends.
+    """
 
     sync: SyncConfig
     sections: dict[str, list[Bucket]]
     bytes_once: int
+    delta: DeltaPlan | None
 
     @property
     def nbytes(self) -> int:
@@ -86,13 +91,15 @@ def _plan(recipe: Recipe) -> Plan:
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
     from mtpctl.plan.buckets import base_weight_bytes, section_buckets
+    from mtpctl.plan.changes import plan_delta
     from mtpctl.recipe.model import hf_config
 
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its sizes are not known")
     shape = shape_of(config)
-    return Plan(recipe.sync, section_buckets(recipe, shape), base_weight_bytes(recipe, shape))
+    sections = section_buckets(recipe, shape)
+    return Plan(recipe.sync, sections, base_weight_bytes(recipe, shape), plan_delta(recipe, sections))
 
 
 def _as_json(plan: Plan) -> dict[str, object]:
@@ -101,6 +108,7 @@ def _as_json(plan: Plan) -> dict[str, object]:
         "bucket_bytes": plan.sync.bucket_bytes,
         "bytes_once": plan.bytes_once,
         "bytes": plan.nbytes,
+        "delta": None if plan.delta is None else asdict(plan.delta),
         "sections": {
             section: [
                 {"index": b.index, "bytes": b.nbytes, "tensors": len(b.entries), "first": b.entries[0].name, "last": b.entries[-1].name}
@@ -116,6 +124,11 @@ def _rendered(plan: Plan) -> str:
     lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
     if plan.bytes_once:
         lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
+    if plan.delta is not None:
+        lines.append(
+            f"  later syncs send what changed: {plan.delta.nbytes / 1e6:,.1f} MB if {plan.delta.share:.0%} of the elements did"
+            + (f"; the trainer keeps a copy of {plan.delta.copy / 1e6:,.1f} MB in host memory" if plan.delta.copy else "")
+        )
     for section, buckets in plan.sections.items():
         for bucket in buckets:
             ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))

@@ -251,6 +251,9 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions")
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
+    if recipe.sync.delta:
+        # Changes since the versions with all buckets are stored too.
+        size += size // 4
     return VersionStore(default_root(name_of(folder), size, folder / "versions"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from mtpctl.sync.protocol import Section, SyncError
+from mtpctl.sync.protocol import Manifest, Section, SyncError
 from mtpctl.sync.update import Generators, LogprobReplicas, Parties, Trainer, WeightUpdate
 
 WINDOW = 200
@@ -71,6 +71,7 @@ class WeightSync:
                 "sync/stall_seconds": max((report.stall_seconds for report in update.reports), default=0.0),
                 "sync/gb_per_s": update.manifest.nbytes / seconds / 1e9,
             }
+            | _changed_shares(update.manifest)
             | self._metrics()
         )
 
@@ -97,6 +98,15 @@ class WeightSync:
         if self._persisting is not None:
             persisting, self._persisting = self._persisting, None
             await persisting
+
+
+def _changed_shares(manifest: Manifest) -> dict[str, float]:
+    """The share of elements that changed since the previous version, in all and by section; empty if the sender did not compare them."""
+    counts = {name: (plan.changed, plan.numel) for name, plan in manifest.sections.items() if plan.changed is not None}
+    if not counts:
+        return {}
+    changed, numel = (sum(column) for column in zip(*counts.values(), strict=True))
+    return {"sync/changed_share": changed / numel} | {f"sync/changed_share_{name}": one / of for name, (one, of) in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)

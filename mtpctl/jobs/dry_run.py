@@ -29,6 +29,7 @@ from mtpctl.families.support import Drafting, drafting_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.jobs.sharing import format_bytes, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.buckets import base_weight_bytes, section_buckets
+from mtpctl.plan.changes import DeltaPlan, plan_delta
 from mtpctl.plan.fitting import Misfit, card_needed, changed, engine_kinds, misfits
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
@@ -103,6 +104,11 @@ class Plan:
             }
             for section, buckets in section_buckets(self.recipe, self.shape).items()
         }
+
+    @cached_property
+    def delta(self) -> DeltaPlan | None:
+        """Sizes of later syncs with `sync.delta`."""
+        return plan_delta(self.recipe, section_buckets(self.recipe, self.shape))
 
 
 class _Checks:
@@ -254,6 +260,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": card_needed(recipe, shape)}
     if plan.rl:
         plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
+        plan_json["delta"] = None if plan.delta is None else asdict(plan.delta)
         schedule["old_logprobs"] = recipe.old_logprobs
         if (routes := route_bytes(recipe, shape)) is not None:
             plan_json["routes"] = asdict(routes)
@@ -346,6 +353,9 @@ def _sync_lines(plan: Plan) -> Iterator[str]:
         yield f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}"
     if once := base_weight_bytes(recipe, plan.shape):
         yield f"           at the first sync also {format_bytes(once)} of base weights"
+    if (delta := plan.delta) is not None:
+        copy = f"; trainer rank 0 keeps a copy of {format_bytes(delta.copy)} in host memory" if delta.copy else ""
+        yield f"           later syncs send what changed: {format_bytes(delta.nbytes)} if {delta.share:.0%} of the elements did{copy}"
     if (routes := route_bytes(recipe, plan.shape)) is not None:
         amounts = f"{routes.token} B a token, up to {format_bytes(routes.sample)} a sample and {format_bytes(routes.batch)} a batch"
         yield f"routes     train.moe.replay: {routes.replay}; {amounts}"

@@ -143,7 +143,7 @@ async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> Sy
     update = sync.last
     assert update is not None
     manifest, sent = update.manifest, update.sent
-    link = None if update.pushed else copy_rate(max(plan.largest for plan in manifest.sections.values()))
+    link = None if update.pushed else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))
     return SyncResult(
         version,
         manifest.transport,

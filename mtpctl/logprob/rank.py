@@ -18,7 +18,7 @@ from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
-from mtpctl.sync.protocol import JsonObject, Manifest, PlanMismatch, Section, SyncError, WeightsDiffer
+from mtpctl.sync.protocol import Delta, JsonObject, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, WeightsDiffer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,18 +164,23 @@ class ScoreRank:
         """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict before any change."""
         from mtpctl.convert.bridge import WeightStream
         from mtpctl.logprob.weights import MergedAdapter
+        from mtpctl.sync.delta import BlobReader
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
         entries = plan.tensors()
         reader = self._readers.open(self._manifest.transport, self._manifest.address)
         try:
+            if self._manifest.base is not None and self._manifest.base != self.weights.current:
+                raise VersionConflict(
+                    f"weight version {version} has the changes since {self._manifest.base}, but this replica has {self.weights.current}"
+                )
             if section == "adapter":
                 if self.config.checkpoint is not None:
                     raise PlanMismatch(
                         "an adapter applies to the weights of the model's folder, but this log-prob replica serves a checkpoint"
                     )
-                self._incoming_adapter = MergedAdapter(plan, self.adaptable, self.engine.device)
+                self._incoming_adapter = MergedAdapter(plan, self.adaptable, self.engine.device, previous=self._adapter)
             else:
                 self._check(entries, section)
             self.weights.begin(version)
@@ -183,13 +188,21 @@ class ScoreRank:
             self._readers.fail(str(error))
             raise
         self._section, self._plan = section, plan
-        names = {name for entry in entries.values() for name in (entry.name, *entry.aliases)}
-        self._stream = None if section == "adapter" else WeightStream(self.map, names, self.weights.destination)
+        self._stream = None if section == "adapter" else WeightStream(self.map, self._names(plan), self.weights.destination)
+        self._blob_reader = BlobReader()
+        self._blobs: dict[str, Tensor] = {}
         self._partial: dict[str, Tensor] = {}
         self._taken = 0
         self._begun = True
         reader.begin(version, section)
         self._reader = reader
+
+    def _names(self, plan: SectionPlan) -> set[str]:
+        """The tensors of the parameters that a section changes, which include unchanged ones that share a parameter with changed ones."""
+        from mtpctl.convert.mappings import names_of
+
+        sent = {n for e in plan.tensors().values() if plan.delta is None or e.name in plan.delta.changes for n in (e.name, *e.aliases)}
+        return sent if plan.delta is None else {n for task in self.map.tasks if sent & set(names_of(task)) for n in names_of(task)}
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
         from mtpctl.convert.mappings import names_of
@@ -215,7 +228,7 @@ class ScoreRank:
         if not self._begun or list(indices) != due:
             raise SyncError(f"bucket {indices[0]} arrived instead of bucket {self._taken if self._begun else 'none'}")
         try:
-            for bucket, data in self._reader.stream(self._section, [self._plan.buckets[index] for index in indices]):
+            for bucket, data in self._reader.stream(self._section, [self._plan.sent[index] for index in indices]):
                 if self._stream is None:
                     assert self._incoming_adapter is not None
                     self._incoming_adapter.receive(bucket, data)
@@ -230,6 +243,10 @@ class ScoreRank:
     def _take(self, stream: WeightStream, bucket: Bucket, data: Tensor) -> None:
         from mtpctl.sync.receiver import pieces
 
+        self._taken += 1
+        if self._plan.delta is not None:
+            self._blobs.update((name, blob.clone()) for name, blob in self._blob_reader.read(bucket, data))
+            return
         for entry, piece in pieces(bucket, data):
             tensor = piece
             if not entry.whole:
@@ -241,13 +258,14 @@ class ScoreRank:
             for name in (entry.name, *entry.aliases):
                 stream.add(name, tensor.view(entry.shape))
         stream.settle()
-        self._taken += 1
 
     def finish_update(self) -> None:
         """Close the section. The last section of the manifest makes the version current. Raises SyncError if buckets are missing."""
-        if not self._begun or self._taken < len(self._plan.buckets):
+        if not self._begun or self._taken < len(self._plan.sent):
             raise SyncError("the section ended before all of its buckets came")
         if self._stream is not None:
+            if self._plan.delta is not None:
+                self._apply(self._stream, self._plan, self._plan.delta)
             self._close(self._stream)
         self._stream, self._begun = None, False
         self._readers.end_section()
@@ -262,6 +280,22 @@ class ScoreRank:
                 self._adapter, self._incoming_adapter = self._incoming_adapter, None
             self._finished = set()
             self.weights.commit()
+
+    def _apply(self, stream: WeightStream, plan: SectionPlan, delta: Delta) -> None:
+        """Write the current tensors with the received changes. Raises SyncError if this replica does not export a changed tensor."""
+        from mtpctl.sync.delta import apply
+
+        entries, names = plan.tensors(), self._names(plan)
+        for name, weight in self.engine.export((self._section,)):
+            if name not in entries:
+                continue
+            if name in delta.changes:
+                weight = weight.detach().contiguous().clone()
+                apply(delta.changes[name], self._blobs.pop(name), weight)
+            for alias in names.intersection((name, *entries[name].aliases)):
+                stream.add(alias, weight)
+        if self._blobs:
+            raise SyncError(f"this log-prob replica has no tensors {', '.join(sorted(self._blobs)[:8])}, which have changed")
 
     def _close(self, stream: WeightStream) -> None:
         try:

@@ -148,8 +148,10 @@ class MergedAdapter(AdapterReceiver):
     `shapes`: shapes of the model's weights by Hugging Face names. Raises PlanMismatch if the section does not fit them.
     """
 
-    def __init__(self, plan: SectionPlan, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        super().__init__(plan, device)
+    def __init__(
+        self, plan: SectionPlan, shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, previous: MergedAdapter | None = None
+    ) -> None:
+        super().__init__(plan, device, previous=previous)
         wrong = []
         for name, layer in self.layers.items():
             if name not in shapes:

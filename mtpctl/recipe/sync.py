@@ -34,6 +34,10 @@ class SyncBase(Section):
         "sync waits for them.",
     )
     deadline_s: PositiveFloat = Field(120.0, description="Timeout of a sync, in seconds.")
+    delta: bool = Field(
+        False,
+        description="Send only elements that changed since the previous version; for nccl between hosts, and shm on a shared file system.",
+    )
     release_kv: bool = Field(False, description="Free the KV cache of the engines during a sync.")
     on_collapse: Literal["warn", "error"] = Field(
         "warn", description="Reaction if draft acceptance falls below half its running mean after a sync."
@@ -96,6 +100,8 @@ def check_transport(recipe: Recipe) -> Complaints:
         shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}
         for field in [field for field, share in shares.items() if share and share < 1][-1:]:
             yield f"sync.transport: {transport} supports one process per GPU, but with {field}: {shares[field]:g} two share one; set ipc"
+    if recipe.sync.delta and transport == "ipc":
+        yield "sync.delta: ipc copies between cards of one host faster than changes are found; set it to false, or sync.transport: nccl"
     if recipe.sync.release_kv:
         if not rollout.traits.release_kv:
             yield "sync.release_kv: works with rollout.engine: vllm; set it to false"

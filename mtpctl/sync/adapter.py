@@ -21,8 +21,9 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket
 from mtpctl.sync.checksums import Part, summed
+from mtpctl.sync.delta import apply
 from mtpctl.sync.parameters import Renamer, ShapeMismatch, TpRank, find_shard, resolve
-from mtpctl.sync.protocol import PlanMismatch, SectionPlan
+from mtpctl.sync.protocol import PlanMismatch, SectionPlan, VersionConflict
 from mtpctl.sync.receiver import BucketReceiver, pieces
 
 _MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
@@ -101,15 +102,26 @@ def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, t
 
 
 class AdapterReceiver(BucketReceiver):
-    """Receives section `adapter`, and stores its tensors on `device`. Raises PlanMismatch if the plan is not an adapter."""
+    """Receives section `adapter`, and stores its tensors on `device`. A delta changes a copy of the `previous` adapter's tensors.
 
-    def __init__(self, plan: SectionPlan, device: torch.device | str = "cpu") -> None:
+    Raises PlanMismatch if the plan is not an adapter, and VersionConflict if a delta has no previous adapter.
+    """
+
+    def __init__(self, plan: SectionPlan, device: torch.device | str = "cpu", *, previous: AdapterReceiver | None = None) -> None:
         self.layers = layers_of(plan)
         super().__init__(plan)
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
+        if plan.delta is not None:
+            if previous is None:
+                raise VersionConflict("the changes of an adapter arrived before the adapter")
+            self.tensors = {name: tensor.clone() for name, tensor in previous.tensors.items()}
 
     def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
+        if self.plan.delta is not None:
+            for name, blob in self.blobs.read(bucket, data):
+                apply(self.plan.delta.changes[name], blob, self.tensors[name])
+            return
         for entry, piece in pieces(bucket, data):
             whole = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype, device=self.device))
             whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)

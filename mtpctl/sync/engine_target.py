@@ -149,6 +149,9 @@ class EngineTarget:
         repeated = plan.transport in PUSHED and version == state.loaded.get(section)
         if version < state.version or (version <= state.loaded.get(section, -1) and not repeated):
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {state.version}")
+        if plan.base is not None and not repeated and state.loaded.get(section) != plan.base:
+            have = state.loaded.get(section, "none")
+            raise VersionConflict(f"weight version {version} ({section}) has the changes since {plan.base}, but this engine has {have}")
         if section not in plan.sections:
             raise PlanMismatch(f"version {version} has no section {section}")
         if section == "target" and "adapter" not in plan.sections and state.adapter not in (None, ZERO_ADAPTER):
@@ -181,7 +184,7 @@ class EngineTarget:
             return
         if not active.discards and active.section != "adapter":
             self.state.overwritten.add(active.section)
-        first = active.manifest.sections[active.section].buckets.index(buckets[0])
+        first = active.manifest.sections[active.section].sent.index(buckets[0])
         step = UpdateStep(action="buckets", section=active.section, first=first, count=len(buckets))
         await self._in_session(self._client.step(step), "a weight update")
 
@@ -223,11 +226,12 @@ class EngineTarget:
         if lost := sorted(overwritten - before.sections.keys()):
             raise TargetDirty(f"the update failed, and version {before.version} has no section {lost[0]} to restore: restart this engine")
         try:
-            persisted = VersionStore(before.store).open(before.version)
+            chain = VersionStore(before.store).chain(before.version)
             state.dirty = False
             state.loaded = {}
-            state.version, state.complete = before.version, None
-            await update_target(self, persisted)
+            state.version, state.complete = chain[0].version, None
+            for persisted in chain:
+                await update_target(self, persisted)
         except Exception as error:
             state.dirty = True
             raise TargetDirty(f"the update failed, and version {before.version} could not be restored: {error}") from error
@@ -246,7 +250,7 @@ class EngineTarget:
             await self._within(self._client.start(draft=False), "opening a weight session")
             step = begin_step(plan, section, version=-number, discard=True, known=set())
             await self._in_session(self._client.step(step), "a weight update")
-            step = UpdateStep(action="buckets", section=section, first=0, count=len(part.buckets))
+            step = UpdateStep(action="buckets", section=section, first=0, count=len(part.sent))
             await self._in_session(self._client.step(step), "a weight update")
             await self._within(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()

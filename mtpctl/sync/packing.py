@@ -7,14 +7,17 @@ memory as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Required, TypedDict, Unpack
 
 import torch
 
-from mtpctl.plan.buckets import Bucket, Entry, TensorSpec, plan_buckets
+from mtpctl.plan.buckets import ALIGNMENT, Bucket, Entry, TensorSpec, plan_buckets
+from mtpctl.plan.changes import MAX_SHARE
 from mtpctl.sync.checksums import checksum
-from mtpctl.sync.protocol import PlanMismatch, Section, SectionPlan, SyncError
+from mtpctl.sync.host_copy import Changes, Comparison, HostCopy
+from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
 Export = Iterable[tuple[str, torch.Tensor]]
@@ -94,13 +97,56 @@ class Packer:
                 cast = self.dtype is not None and tensor.is_floating_point()
                 yield name, tensor.to(self.dtype) if cast else tensor
 
-    def section_plans(self, sums: Checksums) -> dict[Section, SectionPlan]:
-        """The plans of the sections in `next_sections`, with these checksums."""
-        return {
-            section: SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
-            for section, buckets in self.plans.items()
-            if section in self.next_sections
-        }
+    @property
+    def next_plans(self) -> dict[Section, tuple[Bucket, ...]]:
+        """The buckets of the complete sections in `next_sections`."""
+        return {section: buckets for section, buckets in self.plans.items() if section in self.next_sections}
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket of any version, complete or not."""
+        return max([ALIGNMENT, *(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)])
+
+    def section_plans(self, sums: Checksums, changes: Changes | None = None, *, delta: bool = False) -> dict[Section, SectionPlan]:
+        """The plans of the sections in `next_sections`, with these checksums and numbers of changes; `delta`: send only the changes."""
+        plans = {}
+        for section, buckets in self.next_plans.items():
+            plan = SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
+            if changes is not None:
+                plan = replace(plan, changed=changes.changed(section))
+            if changes is not None and delta:
+                blobs = [spec_of(name, blob) for name, blob in changes.blobs[section].items()]
+                plan = replace(
+                    plan, delta=Delta(tuple(plan_buckets(blobs, min(self.bucket_bytes, self.largest))), changes.changes[section])
+                )
+            plans[section] = plan
+        return plans
+
+    def compare(self, export: Export, copy: HostCopy, base: int, *, update: bool, checksums: bool) -> tuple[Changes, Checksums]:
+        """The changes of an export since version `base`, which is in `copy`, and the checksums if requested.
+
+        With `update`, the copy becomes the new version. Raises PlanMismatch if the export differs from the plan.
+        """
+        plans = self.next_plans
+        limit = MAX_SHARE * sum(bucket.nbytes for buckets in plans.values() for bucket in buckets)
+        comparison = Comparison(copy, base, plans, limit=limit, update=update)
+        sums: Checksums = {section: {} for section in plans}
+        for name, tensor in self.cast(export):
+            section = self.section_of(name)
+            comparison.add(section, name, tensor)
+            if checksums:
+                sums[section][name] = checksum(tensor)
+        return comparison.finish(), sums
+
+    @torch.no_grad()
+    def pack_blobs(self, version: int, changes: Changes, plans: Mapping[Section, SectionPlan], writer: BucketWriter) -> None:
+        """Fill the writer's buffers with blobs, in the buckets of `plans`, which `section_plans` has planned for these changes."""
+        for section, plan in plans.items():
+            writer.begin(version, section)
+            packer = _SectionPacker(section, plan.sent)
+            for name, blob in changes.blobs[section].items():
+                packer.add(spec_of(name, blob), blob, writer)
+            packer.check_complete()
 
     @torch.no_grad()
     def pack(self, version: int, tensors: Export, writer: BucketWriter, *, checksums: bool = False) -> Checksums:
@@ -109,7 +155,7 @@ class Packer:
         Tensors of two sections may be interleaved, unless the writer requires `section_after_section`. Raises PlanMismatch if the export
         differs from the plan, and SyncError if the writer cannot send its sections in this order.
         """
-        filling = {section: _SectionPacker(section, buckets) for section, buckets in self.plans.items() if section in self.next_sections}
+        filling = {section: _SectionPacker(section, buckets) for section, buckets in self.next_plans.items()}
         sums: Checksums = {section: {} for section in filling}
         for name, tensor in tensors:
             section = self.section_of(name)

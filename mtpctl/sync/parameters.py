@@ -149,6 +149,18 @@ class Shard:
                 if low < high:
                     block[row, low - row * width - column : high - row * width - column].copy_(piece[low - start : high - start])
 
+    def write_at(self, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Write `values` at these positions of the flattened wire tensor, except those that other ranks hold."""
+        for column, block in self.blocks():
+            rows, columns, local_values = positions // self.columns, positions % self.columns - column, values
+            if block.shape[1] != self.columns:
+                local = (columns >= 0) & (columns < block.shape[1])
+                rows, columns, local_values = rows[local], columns[local], values[local]
+            if block.is_contiguous():
+                block.view(-1)[rows * block.shape[1] + columns] = local_values.to(block.dtype)
+            else:
+                block[rows, columns] = local_values.to(block.dtype)
+
     def sums(self) -> list[Part]:
         """This rank's contribution to the tensor's checksum."""
         numel = prod(self.shape)

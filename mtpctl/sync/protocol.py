@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, Literal, Protocol
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.buckets import Bucket, Entry
+from mtpctl.plan.changes import Change
 
 Section = Literal["target", "draft", "adapter"]
 """The policy, its MTP layers, or a LoRA adapter of the policy."""
@@ -27,25 +29,54 @@ ABORTED_BY_SENDER = "the weight update was aborted by its sender"
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """The changes of one section since the previous version: of each changed tensor, and the buckets of their blobs (uint8 tensors)."""
+
+    buckets: tuple[Bucket, ...]
+    changes: dict[str, Change]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_dict(cls, data: JsonObject) -> Delta:
+        """Inverse of `to_json`, from the loaded JSON."""
+        return cls(buckets_from(data["buckets"]), {name: Change(**change) for name, change in data["changes"].items()})
+
+
+@dataclass(frozen=True, slots=True)
 class SectionPlan:
     """Buckets of one section in the order of transfer, and the checksum of each tensor, if computed.
 
-    `config`, for the section `adapter`, is the content of PEFT's `adapter_config.json`.
+    `config`, for the section `adapter`, is the content of PEFT's `adapter_config.json`. With a `delta`, its buckets are sent instead.
+    `changed`: number of elements that differ from the previous version, None if they were not compared.
     """
 
     buckets: tuple[Bucket, ...]
     checksums: dict[str, str] = field(default_factory=dict)
     config: dict[str, object] = field(default_factory=dict)
+    delta: Delta | None = None
+    changed: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(prod(entry.shape) for entry in self.tensors().values())
+
+    @property
+    def sent(self) -> tuple[Bucket, ...]:
+        """The buckets to transfer."""
+        return self.buckets if self.delta is None else self.delta.buckets
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket."""
-        return max((bucket.nbytes for bucket in self.buckets), default=0)
+        """Bytes of the largest bucket to transfer."""
+        return max((bucket.nbytes for bucket in self.sent), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes to transfer."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(bucket.nbytes for bucket in self.sent)
 
     def tensors(self) -> dict[str, Entry]:
         """The first entry of every tensor, by name."""
@@ -56,7 +87,8 @@ class SectionPlan:
 class Manifest:
     """One version: its sections, and the transport and address at which receivers get the buckets.
 
-    `store` is the folder of the version store that keeps the version for receivers that start later.
+    `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version from which the
+    sections are deltas, None if they are complete.
     """
 
     version: int
@@ -64,6 +96,7 @@ class Manifest:
     address: str
     sections: dict[Section, SectionPlan]
     store: str = ""
+    base: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,10 +109,20 @@ class Manifest:
     def from_dict(cls, data: JsonObject) -> Manifest:
         """Inverse of `to_dict`, also after a round trip through JSON."""
         sections = {
-            name: SectionPlan(buckets_from(section["buckets"]), dict(section["checksums"]), dict(section.get("config", {})))
+            name: SectionPlan(
+                buckets_from(section["buckets"]),
+                dict(section["checksums"]),
+                dict(section.get("config", {})),
+                Delta.from_dict(delta) if (delta := section.get("delta")) else None,
+                section.get("changed"),
+            )
             for name, section in data["sections"].items()
         }
-        return cls(data["version"], data["transport"], data["address"], sections, data.get("store", ""))
+        return cls(data["version"], data["transport"], data["address"], sections, data.get("store", ""), data.get("base"))
+
+    def complete(self) -> Manifest:
+        """The manifest of the complete version, without deltas."""
+        return replace(self, base=None, sections={name: replace(section, delta=None) for name, section in self.sections.items()})
 
 
 def buckets_from(data: list[JsonObject]) -> tuple[Bucket, ...]:

@@ -10,15 +10,16 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, Required, TypedDict
 
 import torch
 
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.sync.checksums import Part
+from mtpctl.sync.delta import BlobReader, decode
 from mtpctl.sync.parameters import Shard
-from mtpctl.sync.protocol import Manifest, Section, SectionPlan, SyncError, buckets_from, layout
+from mtpctl.sync.protocol import Delta, Manifest, Section, SectionPlan, SyncError, buckets_from, layout
 from mtpctl.sync.transports.base import BucketReader, Readers
 
 SCRATCH = 64 << 20
@@ -34,23 +35,24 @@ class BucketReceiver(ABC):
     def __init__(self, plan: SectionPlan) -> None:
         self.plan = plan
         self.received = 0
+        self.blobs = BlobReader()
 
     @torch.no_grad()
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Use a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError if it is out of order."""
-        if self.complete or bucket.index != self.plan.buckets[self.received].index:
-            raise SyncError(f"expected bucket {self.received} of {len(self.plan.buckets)}, received bucket {bucket.index}")
+        if self.complete or bucket.index != self.plan.sent[self.received].index:
+            raise SyncError(f"expected bucket {self.received} of {len(self.plan.sent)}, received bucket {bucket.index}")
         self._use(bucket, data)
         self.received += 1
 
     @property
     def complete(self) -> bool:
-        return self.received == len(self.plan.buckets)
+        return self.received == len(self.plan.sent)
 
     def check_complete(self) -> None:
         """Raise SyncError unless every bucket was received."""
         if not self.complete:
-            raise SyncError(f"only {self.received} of {len(self.plan.buckets)} buckets were received")
+            raise SyncError(f"only {self.received} of {len(self.plan.sent)} buckets were received")
 
     @abstractmethod
     def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
@@ -62,15 +64,24 @@ class BucketReceiver(ABC):
 
 
 class SectionReceiver(BucketReceiver):
-    """Writes a section into a live model, to the shards that `match_shards` has found."""
+    """Writes a section, or its changed elements, into a live model, to the shards that `match_shards` has found."""
 
     def __init__(self, plan: SectionPlan, shards: dict[str, Shard]) -> None:
         super().__init__(plan)
         self.shards = shards
 
     def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
-        for entry, piece in pieces(bucket, data):
-            self.shards[entry.name].write(piece, entry.part_start, entry.part_stop)
+        if self.plan.delta is None:
+            for entry, piece in pieces(bucket, data):
+                self.shards[entry.name].write(piece, entry.part_start, entry.part_stop)
+            return
+        for name, blob in self.blobs.read(bucket, data):
+            shard, change = self.shards[name], self.plan.delta.changes[name]
+            positions, values = decode(change, blob.to(shard.live.device), shard.dtype or shard.live.dtype)
+            if positions is None:
+                shard.write(values, 0, change.numel)
+            else:
+                shard.write_at(positions, values)
 
     def sums(self) -> dict[str, list[Part]]:
         return {name: shard.sums() for name, shard in self.shards.items()}
@@ -101,8 +112,8 @@ class UpdateStep(TypedDict, total=False):
     """One step of an update.
 
     Actions: `begin` a section; `buckets`: receive `count` buckets, starting at index `first`; `abort`; `finish`; `sums` for the checksums.
-    `begin` has the version, the transport and its address, the plan's short name and, the first time, its JSON. `config` is the config of
-    an adapter. A section to `discard` is received and dropped.
+    `begin` has the version, the transport and its address, the plan's short name and, the first time, its JSON. `delta` is the JSON of a
+    `Delta`, empty for a complete section. `config` is the config of an adapter. A section to `discard` is received and dropped.
     """
 
     action: Required[Literal["begin", "buckets", "abort", "finish", "sums"]]
@@ -112,6 +123,7 @@ class UpdateStep(TypedDict, total=False):
     address: str
     plan_name: str
     plan: str
+    delta: str
     config: dict[str, object]
     discard: bool
     first: int
@@ -130,6 +142,7 @@ def begin_step(manifest: Manifest, section: Section, *, version: int, discard: b
         address=manifest.address,
         plan_name=name,
         plan="" if name in known else text,
+        delta="" if plan.delta is None else plan.delta.to_json(),
         config=plan.config,
         discard=discard,
     )
@@ -148,7 +161,8 @@ class Inbox:
         """The section plan of a `begin` step."""
         if step["plan"]:
             self.plans[step["plan_name"]] = SectionPlan(buckets_from(json.loads(step["plan"])))
-        return self.plans[step["plan_name"]]
+        plan = self.plans[step["plan_name"]]
+        return replace(plan, delta=Delta.from_dict(json.loads(step["delta"]))) if step["delta"] else plan
 
 
 @dataclass(slots=True)
@@ -196,7 +210,7 @@ class StepReceiver:
         if active is None or active.section != step["section"]:
             current = "no section" if active is None else f"section {active.section}"
             raise SyncError(f"received buckets of section {step['section']} while {current} is being updated")
-        buckets = active.receiver.plan.buckets[step["first"] : step["first"] + step["count"]]
+        buckets = active.receiver.plan.sent[step["first"] : step["first"] + step["count"]]
         for bucket, data in active.reader.stream(step["section"], buckets):
             active.receiver.receive(bucket, data)
 

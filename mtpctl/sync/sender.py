@@ -9,8 +9,9 @@ continues, and threads write that copy to the store. Until they are done, the ne
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Unpack
@@ -20,10 +21,12 @@ from torch.distributed import TCPStore
 
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.plan.buckets import Bucket
+from mtpctl.plan.changes import MAX_SHARE
+from mtpctl.sync.host_copy import Changes, HostCopy
 from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
-from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import BucketWriter, PushWriter, Sent, open_writer
+from mtpctl.sync.store import COMPLETE, VersionStore
+from mtpctl.sync.transports.base import PushWriter, Sent, open_writer
 from mtpctl.sync.transports.control import Address, Control
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer
@@ -36,11 +39,21 @@ PAUSE_S = 1.0
 
 
 class Publisher(Packer):
-    """Publishes versions into a `VersionStore` on this host."""
+    """Publishes versions into a `VersionStore` on this host.
 
-    def __init__(self, store: VersionStore, **options: Unpack[PackingOptions]) -> None:
+    With `delta`, a version has only what changed since the previous one, unless that is more than `MAX_SHARE` of the whole, or the previous
+    version failed. When the changes since the last version with all buckets exceed this share, a version has both, which bounds what a
+    receiver that starts later has to read.
+    """
+
+    def __init__(self, store: VersionStore, *, delta: bool = False, pinned: bool = False, **options: Unpack[PackingOptions]) -> None:
+        """`pinned`: whether the copy of the last version, for `delta`, is in pinned memory."""
         super().__init__(**options)
         self.store = store
+        self._copy = HostCopy(pinned=pinned) if delta else None
+        # The version in the copy, None if there is none or it may be a mix, and the bytes of changes since the last complete version.
+        self._copied: int | None = None
+        self._changed_bytes = 0
 
     def publish(self, export: Export, version: int, *, checksums: bool = False) -> Manifest:
         """Pack and publish one version. Receivers see the previous version until this returns.
@@ -58,14 +71,43 @@ class Publisher(Packer):
             tensors = iter(exported)
         folder = self.store.prepare(version)
         try:
-            sums = self.pack(version, tensors, Writer(folder), checksums=checksums)
-            address = str(Path(folder).absolute())
-            manifest = Manifest(version, SHM, address, self.section_plans(sums), str(self.store.root.absolute()))
+            manifest = Manifest(version, SHM, str(Path(folder).absolute()), {}, str(self.store.root.absolute()))
+            if self._copy is None:
+                sums = self.pack(version, tensors, Writer(folder), checksums=checksums)
+                manifest = replace(manifest, sections=self.section_plans(sums))
+            else:
+                manifest = self._write_changes(manifest, tensors, self._copy, checksums=checksums)
             self.store.commit(manifest)
+            self._copied = version
         except BaseException:
+            self._copied = None
             self.store.discard(version)
             raise
         return manifest
+
+    def _write_changes(self, manifest: Manifest, tensors: Export, copy: HostCopy, *, checksums: bool) -> Manifest:
+        """Write the changes since the version in `copy`, all buckets, or both, and update the copy."""
+        copy.retain(self.next_sections)
+        writer, base, changes = Writer(Path(manifest.address)), self._copied, None
+        complete = sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
+        if base is not None and all((section, 0) in copy.buckets for section in self.next_plans):
+            changes, sums = self.compare(tensors, copy, base, update=True, checksums=checksums)
+            if changes.fits:
+                manifest = replace(manifest, base=base, sections=self.section_plans(sums, changes, delta=True))
+                self.pack_blobs(manifest.version, changes, manifest.sections, writer)
+                self._changed_bytes += manifest.nbytes
+                if self._changed_bytes < MAX_SHARE * complete:
+                    return manifest
+                writer.folder /= COMPLETE
+                writer.folder.mkdir()
+        else:
+            sums = self.pack(manifest.version, tensors, copy, checksums=checksums)
+            copy.wait()
+        for section, buckets in self.next_plans.items():
+            for bucket in buckets:
+                writer.put(section, bucket, copy.buckets[section, bucket.index], lambda: None)
+        self._changed_bytes = 0
+        return manifest if manifest.base is not None else replace(manifest, sections=self.section_plans(sums, changes))
 
 
 def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -80,7 +122,11 @@ def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 class Sender(Packer):
-    """Sends versions over `transport` from tensors on `device`, and persists them in `store`."""
+    """Sends versions over `transport` from tensors on `device`, and persists them in `store`.
+
+    With `delta`, a version that is sent to the receivers of the previous one has only what changed since then. The previous version is in
+    the copy for the store. A repeated transfer is complete.
+    """
 
     def __init__(
         self,
@@ -90,9 +136,15 @@ class Sender(Packer):
         *,
         deadline_s: float = 120.0,
         host: str = "",
+        delta: bool = False,
         **options: Unpack[PackingOptions],
     ) -> None:
         super().__init__(**options)
+        self._delta = delta
+        # The version that all receivers have, and the version in the copy for the store; None while either may be a mix.
+        self._delivered: int | None = None
+        self._copied: int | None = None
+        self._changes: Changes | None = None
         self.store, self.transport, self.device, self.deadline_s = store, transport, torch.device(device), deadline_s
         self._host = host
         self._rendezvous: TCPStore | None = None
@@ -102,6 +154,15 @@ class Sender(Packer):
         self._announced: Manifest | None = None
         self._store_worker = StoreWorker(store, pinned=self.device.type == "cuda")
 
+    def plan_from(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> Checksums:
+        """See `Packer.plan_from`. With `delta`, also compare the export with the previous version."""
+        self._changes = None
+        copy, base = self._store_worker.copy, self._delivered
+        if not self._delta or base is None or base != self._copied or any((section, 0) not in copy.buckets for section in self.next_plans):
+            return super().plan_from(export, aliases, checksums=checksums)
+        self._changes, sums = self.compare(export, copy, base, update=False, checksums=checksums)
+        return sums
+
     def announce(self, version: int, members: list[str], checksums: Checksums | None = None) -> Manifest:
         """Plan `version` for receivers of these names, one per rank. Call `plan_from` first; its checksums are included.
 
@@ -109,20 +170,31 @@ class Sender(Packer):
         the previous version, if any.
         """
         self._store_worker.pause()
+        previous, changes = self._writer, self._changes
         writer = self._writer_for(tuple(members))
         address = str(writer.control.address)
-        self._announced = Manifest(version, self.transport, address, self.section_plans(checksums or {}), str(self.store.root.absolute()))
+        delta = changes is not None and changes.fits and writer is previous
+        sections = self.section_plans(checksums or {}, changes, delta=delta)
+        base = changes.base if changes is not None and delta else None
+        self._announced = Manifest(version, self.transport, address, sections, str(self.store.root.absolute()), base)
+        self._delivered = None
         return self._announced
 
     def send(self, export: Export) -> Sent:
-        """Pack and send the announced version. `export` yields section after section, in the order of the plan.
+        """Pack and send the announced version. `export` yields section after section, in the order of the plan; a delta does not use it.
 
         Raises SyncError if a receiver fails, and PlanMismatch if the export differs from the plan. Either ends the group.
         """
         writer, announced = self._current()
         try:
-            self.pack(announced.version, self.cast(export), writer)
-            return writer.finish()
+            if announced.base is None:
+                self.pack(announced.version, self.cast(export), writer)
+            else:
+                assert self._changes is not None
+                self.pack_blobs(announced.version, self._changes, announced.sections, writer)
+            sent = writer.finish()
+            self._delivered, self._changes = announced.version, None
+            return sent
         except BaseException as error:
             self._abandon(writer, f"the sender of the weights gave up: {error}")
             raise
@@ -137,12 +209,13 @@ class Sender(Packer):
         announced = self._announced
         assert announced is not None, "announce comes first"
         self._store_worker.flush()
+        self._copied = None
         # Sections that are sent only once (the base weights of an adapter) no longer need a copy.
         self._store_worker.copy.retain(self.next_sections)
         self.pack(announced.version, self.cast(export), self._store_worker.copy)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        self._store_worker.start(announced)
+        self._store_worker.copy.wait()
+        self._copied = announced.version
+        self._store_worker.start(announced.complete())
 
     def flush(self) -> None:
         """Wait until the last persisted version is in the store. Raises the error of writing it."""
@@ -156,7 +229,7 @@ class Sender(Packer):
         writer, announced = self._current()
         for section, plan in announced.sections.items():
             writer.begin(-number, section)
-            for bucket in plan.buckets:
+            for bucket in plan.sent:
                 writer.buffer(section, bucket)
                 writer.send(section, bucket)
         return writer.finish()
@@ -186,40 +259,13 @@ class Sender(Packer):
             self._rendezvous = host_store(self._host)
         self._groups += 1
         address = Address(self._rendezvous.host, self._rendezvous.port, f"group-{self._groups}", len(members), self.deadline_s)
-        largest = max(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)
-        self._writer = open_writer(self.transport, Control(self._rendezvous, address), self.device, largest)
+        self._writer = open_writer(self.transport, Control(self._rendezvous, address), self.device, self.largest)
         self._members = members
         return self._writer
 
     def _abandon(self, writer: PushWriter, why: str) -> None:
         writer.fail(why)
         self._writer = None
-
-
-class HostCopy(BucketWriter):
-    """Buckets in host memory, which is allocated once and reused for each version; pinned if the trainer has a card."""
-
-    follows_stream = True
-
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
-        self.buckets: dict[tuple[str, int], torch.Tensor] = {}
-
-    def begin(self, version: int, section: str) -> None:
-        """Nothing to do."""
-
-    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        key = section, bucket.index
-        if key not in self.buckets:
-            self.buckets[key] = torch.empty(bucket.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
-        return self.buckets[key]
-
-    def send(self, section: str, bucket: Bucket) -> None:
-        """Nothing to do: the bucket stays in its buffer."""
-
-    def retain(self, sections: Collection[str]) -> None:
-        """Free the memory of other sections."""
-        self.buckets = {key: copy for key, copy in self.buckets.items() if key[0] in sections}
 
 
 class StoreWorker:

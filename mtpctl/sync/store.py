@@ -3,6 +3,9 @@
 A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and renamed into place; a folder without
 one was never published. Folders are in shared memory if there is room; receivers then map the pages of the publisher. Otherwise they are
 on disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
+
+A version may have only the changes since a base, the version before it. Some of these also have all buckets, in the folder `complete`, from
+which a receiver without the base begins. What is needed to read a stored version is stored too.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import os
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 from mtpctl.cluster import leftovers
@@ -21,6 +25,10 @@ from mtpctl.sync.protocol import Manifest, VersionConflict
 
 VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"
+_BASE = "base"
+"""A file with the number of the base, so that it is known without reading the manifest."""
+COMPLETE = "complete"
+"""The folder of all buckets of a version that also has changes."""
 
 
 def name_of(folder: Path) -> str:
@@ -67,6 +75,27 @@ class VersionStore:
         except FileNotFoundError:
             raise VersionConflict(f"weight version {version} is not in {self.root}; there are {self.versions()}") from None
 
+    def chain(self, version: int, live: int | None = None) -> list[Manifest]:
+        """The manifests that lead to a published version, in the order in which to apply them.
+
+        They begin with a complete version, or with the changes since the target's `live` version. Raises VersionConflict if a version is
+        not in the store.
+        """
+        numbers = self._bases(version, live)
+        if numbers[-1] == live:
+            return [self.open(number) for number in reversed(numbers[:-1])]
+        first, *later = [self.open(number) for number in reversed(numbers)]
+        if first.base is not None:
+            first = replace(first.complete(), address=str(Path(first.address) / COMPLETE))
+        return [first, *later]
+
+    def _bases(self, version: int, live: int | None = None) -> list[int]:
+        """`version`, its base, the base of that, and so on, until `live` or a version with all buckets."""
+        numbers = [version]
+        while numbers[-1] != live and (file := self.folder(numbers[-1]) / _BASE).exists() and not file.with_name(COMPLETE).exists():
+            numbers.append(int(file.read_text()))
+        return numbers
+
     def prepare(self, version: int) -> Path:
         """Create an empty folder for the buckets of `version`. Files of an earlier, unpublished attempt are removed.
 
@@ -83,15 +112,20 @@ class VersionStore:
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the written version, and retain the newest `VERSIONS_KEPT`. Raises EnvironmentMissing if the file system is full."""
+        """Publish the written version, and retain the newest `VERSIONS_KEPT` and their bases.
+
+        Raises EnvironmentMissing if the file system is full.
+        """
         folder = self.folder(manifest.version)
         draft = folder / f"{_MANIFEST}.{os.getpid()}"
         try:
+            if manifest.base is not None:
+                (folder / _BASE).write_text(str(manifest.base))
             draft.write_text(json.dumps(manifest.to_dict()))
             draft.replace(folder / _MANIFEST)
         except OSError as error:
             raise _unusable(folder, error) from error
-        keep = set(self.versions()[-VERSIONS_KEPT:])
+        keep = {number for version in self.versions()[-VERSIONS_KEPT:] for number in self._bases(version)}
         for path in self.root.glob("v*"):
             if int(path.name[1:]) not in keep:
                 self.discard(int(path.name[1:]))

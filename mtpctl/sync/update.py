@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError, TargetDirty, WeightsDiffer, WeightTarget
+from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import Sent, cancel
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ async def update_target(
     If the target generates, the caller must pause it first. Any error aborts the update, and so does a duration above `deadline_s`.
     Restoring the previous version may take another `deadline_s`. `holds`: the sections whose checksums the target returns, for `verify`.
 
+    If `manifest` has the changes since a version that is not live, the update begins with a version of the store that has all weights.
+
     Raises:
         SyncError: the previous version is live again.
         TargetDirty: the previous version could not be restored.
@@ -108,13 +111,19 @@ async def update_target(
     if verify:
         _published_checksums(manifest, holds)
 
+    if manifest.base is not None and target.version not in (manifest.base, manifest.version) and manifest.transport not in PUSHED:
+        *before, manifest = VersionStore(manifest.store).chain(manifest.version, target.version)
+        for earlier in before:
+            await update_target(target, earlier, deadline_s=deadline_s, holds=holds)
+
     async def within[T](step: Awaitable[T]) -> T:
         return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))
 
     try:
         for name, section in manifest.sections.items():
             await within(target.begin_update(manifest, manifest.version, name))
-            await within(target.receive(*section.buckets))
+            if section.sent:
+                await within(target.receive(*section.sent))
             await within(target.finish_update())
     except BaseException as error:
         try:

@@ -65,7 +65,7 @@ class WeightExporter:
             self._planned = True
             return self._on_rank_0(lambda export: self._publisher.publish(export, version, checksums=checksums))
         sums: Checksums | None = None
-        if checksums or not self._planned:
+        if checksums or not self._planned or self.recipe.sync.delta:
             sums = self._on_rank_0(lambda export: self._plan_from(export, checksums=checksums))
         self._planned = True
         return self._pusher.announce(version, members, sums) if self.rank == 0 else None
@@ -107,8 +107,9 @@ class WeightExporter:
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
         }
         if sync.transport not in PUSHED:
-            return Publisher(VersionStore(store), **options)
-        return Sender(VersionStore(store), sync.transport, self.engine.device, deadline_s=sync.deadline_s, **options)
+            return Publisher(VersionStore(store), delta=sync.delta, pinned=self.engine.device.type == "cuda", **options)
+        device = self.engine.device
+        return Sender(VersionStore(store), sync.transport, device, deadline_s=sync.deadline_s, delta=sync.delta, **options)
 
     def _on_rank_0[T](self, use: Callable[[Tensors], T]) -> T | None:
         """Call `use` with an export on rank 0. Every rank iterates the export to its end, even if rank 0 fails."""

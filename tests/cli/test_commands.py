@@ -164,6 +164,19 @@ def test_plan_of_an_adapter_sync_shows_the_base_weights_of_the_first(mtpctl: Any
 
 
 @pytest.mark.parametrize(
+    "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
+)
+def test_plan_of_a_delta_sync_shows_its_bytes_and_the_copy(mtpctl: Any, command: tuple[str, ...]) -> None:
+    assert "later syncs send what changed" not in mtpctl(*command).out
+    bf16 = (*command, "--set", "sync.delta=true", "--set", "train.precision=bf16")
+    message = mtpctl(*bf16).out
+    assert "later syncs send what changed: " in message and "if 1% of the elements did" in message and "keeps a copy of 3." in message
+    plan = json.loads(mtpctl(*bf16, "--json").out)
+    complete = sum(bucket["bytes"] for bucket in plan["buckets"].values()) if "buckets" in plan else plan["bytes"]
+    assert plan["delta"]["copy"] == complete and 0.018 * complete < plan["delta"]["nbytes"] < 0.025 * complete
+
+
+@pytest.mark.parametrize(
     ("sets", "code", "table"),
     [
         (["trian.rl.steps=1"], 2, False),

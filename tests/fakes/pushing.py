@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mtpctl.plan.buckets import TensorSpec
+from mtpctl.sync.delta import BlobReader, apply
 from mtpctl.sync.packing import Export
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.receiver import pieces
@@ -31,9 +32,9 @@ def model(seed: int) -> Tensors:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def sender(root: Path, transport: str, *, bucket_bytes: int = 2048, deadline_s: float = 20.0) -> Sender:
+def sender(root: Path, transport: str, *, bucket_bytes: int = 2048, deadline_s: float = 20.0, delta: bool = False) -> Sender:
     """A sender of `model` on this machine."""
-    sends = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=deadline_s, bucket_bytes=bucket_bytes)
+    sends = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=deadline_s, delta=delta, bucket_bytes=bucket_bytes)
     sends.plan(TensorSpec(name, shape, "float32") for name, shape in SHAPES.items())
     return sends
 
@@ -62,9 +63,10 @@ class Die:
 
 def _receive(inbox: Any, outbox: Any, fault: Die | None) -> None:
     readers = Readers("cpu")
+    live: Tensors = {}
     while (manifest := inbox.get()) is not None:
         try:
-            outbox.put(_take(readers, manifest, fault))
+            outbox.put(_take(readers, manifest, fault, live))
         except Exception as error:
             readers.fail(str(error))
             outbox.put(f"{type(error).__name__}: {error}")
@@ -72,14 +74,21 @@ def _receive(inbox: Any, outbox: Any, fault: Die | None) -> None:
     readers.close()
 
 
-def _take(readers: Readers, manifest: Manifest, fault: Die | None) -> dict[str, Any]:
+def _take(readers: Readers, manifest: Manifest, fault: Die | None, tensors: Tensors) -> dict[str, Any]:
+    """Receive a version into `tensors`, which have the previous one."""
     reader = readers.open(manifest.transport, manifest.address)
-    tensors: Tensors = {}
+    if manifest.base is None:
+        tensors.clear()
     for section, plan in manifest.sections.items():
         reader.begin(manifest.version, section)
-        for bucket, data in reader.stream(section, plan.buckets):
+        blobs = BlobReader()
+        for bucket, data in reader.stream(section, plan.sent) if plan.sent else ():
             if fault is not None and section == "target" and bucket.index == fault.bucket:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if plan.delta is not None:
+                for name, blob in blobs.read(bucket, data):
+                    apply(plan.delta.changes[name], blob, tensors[name])
+                continue
             for entry, piece in pieces(bucket, data):
                 whole = tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype))
                 whole.view(-1)[entry.part_start : entry.part_stop] = piece

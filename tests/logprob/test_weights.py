@@ -108,6 +108,39 @@ def test_the_target_alone_leaves_the_draft_as_it_was(run: Loop, tensors: Tensors
         assert result[name] == checksum(tensor if ".mtp_layers." in name else others[name])
 
 
+@pytest.mark.parametrize("keep_previous", [False, True])
+def test_changes_are_written_into_the_current_weights(
+    keep_previous: bool, run: Loop, engine: Any, tensors: Tensors, others: Tensors, folder: Path, tmp_path: Path, replica: Any
+) -> None:
+    """Of parts of a packed layer, of the drafter alone, of nothing, and by a replica that missed two versions."""
+    shape = HfFolder.open(folder).shape
+    publisher = Publisher(
+        VersionStore(tmp_path / "changes"), bucket_bytes=20_000, section_of=lambda name: section_of(name, shape), delta=True
+    )
+    one = replica(keep_previous=keep_previous)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: tensor.clone() for name, tensor in others.items()}
+    parts = [lambda name: True, lambda name: "k_proj" in name or "up_proj" in name, lambda name: ".mtp_layers." in name, lambda name: False]
+    answers = {}
+    for version in range(1, 6):
+        manifest = publisher.publish(iter(weights.items()), version, checksums=True)
+        assert manifest.base == (version - 1 or None)
+        report = run(update_target(one, manifest, verify=True))
+        assert report.verified == len(weights) and one.versions == ([version, version - 1] if keep_previous else [version])
+        answers[version] = run(logprobs(one, version))
+        if keep_previous and version > 1:
+            assert run(logprobs(one, version - 1)).equal(answers[version - 1])
+        for name, tensor in weights.items():
+            if version < 5 and parts[version - 1](name):
+                mask = torch.rand(tensor.shape, generator=generator) < 0.02
+                tensor[mask] = -2 * tensor[mask]
+    assert not answers[2].equal(answers[1]) and answers[5].equal(answers[4])
+    engine.load(folder)
+    late = replica(keep_previous=keep_previous)
+    run(update_target(late, manifest, verify=True))
+    assert late.versions[0] == 5 and run(logprobs(late, 5)).equal(answers[5])
+
+
 def test_the_previous_version_is_kept_on_demand(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
     one = replica(keep_previous=True)
     before = run(logprobs(one, 0))

@@ -223,6 +223,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["data.eval_path=/nowhere/e.jsonl"], "data.eval_path: "),
         (["data.task.min_digits=4", "data.task.max_digits=3"], "data.task.min_digits: must be at most max_digits: 3, got 4"),
         (["sync.transport=ipc"], "sync.transport: ipc needs CUDA; set shm"),
+        (["sync.transport=ipc", "sync.delta=true"], "sync.delta: ipc copies between cards of one host faster than changes are found"),
         (
             ["sync.transport=nccl", "cluster.device=cuda", "logprob={standalone: true, gpus: 0.25}"],
             "sync.transport: nccl supports one process per GPU, but with logprob.gpus: 0.25 two share one; set ipc",

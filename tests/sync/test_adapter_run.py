@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ SETTINGS = {
 class Start:
     """One start of the run."""
 
-    def __init__(self, run_dir: Path, log: Path) -> None:
+    def __init__(self, run_dir: Path, log: Path, settings: Mapping[str, str] = SETTINGS) -> None:
         self.run_dir, self.log = run_dir, log
-        sets = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+        sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "mtpctl", "train", str(RECIPE), "--plain", "--set", f"run_dir={run_dir}", *sets]
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

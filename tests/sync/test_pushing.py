@@ -245,3 +245,60 @@ def test_a_surplus_receiver_is_refused(tmp_path: Path, pair: list[Receiver]) -> 
     pair[1].take(manifest)
     assert "has its 1 receivers already" in pair[1].taken()
     sends.close()
+
+
+def changed(tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """A copy with a few other elements; in every third version all of one tensor, in every fourth none."""
+    generator = torch.Generator().manual_seed(version)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    if version % 3 == 0:
+        tensors["model.norm.weight"].neg_()
+    if version % 4:
+        tensors["model.layers.0.w"].view(-1)[torch.randint(0, 4096, (40,), generator=generator)] = -0.0
+        tensors["model.mtp_layers.0.w"][version % 5] = float(version)
+    return tensors
+
+
+def test_receivers_of_the_previous_version_get_its_changes(tmp_path: Path, pair: list[Receiver]) -> None:
+    sends = sender(tmp_path, "nccl", delta=True)
+    tensors, full = model(1), 0
+    for version in range(1, 13):
+        # Another group gets a complete version at 5 and 9, a repeated transfer at 7.
+        members = pair[:1] if 5 <= version < 9 else pair
+        sends.plan_from(tensors.items())
+        manifest = sends.announce(version, [str(id(member)) for member in members])
+        if version == 7:
+            assert manifest.base == 6
+            cancel(manifest, "a receiver of the weights gave up")
+            sends.plan_from(tensors.items())
+            manifest = sends.announce(version, [str(id(member)) for member in members])
+        for member in members:
+            member.take(manifest)
+        sent = sends.send(tensors.items())
+        for member in members:
+            taken = member.taken()
+            assert all(torch.equal(torch.tensor(taken[name]).view(torch.int32), tensors[name].view(torch.int32)) for name in tensors), taken
+        assert sent.nbytes == manifest.nbytes
+        assert manifest.base == (None if version in (1, 5, 7, 9) else version - 1)
+        if version == 1:
+            full = manifest.nbytes
+        elif manifest.base is not None:
+            assert manifest.nbytes < 0.2 * full
+            assert (sum(plan.changed or 0 for plan in manifest.sections.values()) > 0) == ((version - 1) % 4 != 0 or (version - 1) % 3 == 0)
+        sends.persist(tensors.items())
+        tensors = changed(tensors, version)
+    sends.flush()
+    assert newest(sends.store).base is None, "the store has complete versions"
+    sends.close()
+
+
+def test_a_version_that_is_not_persisted_is_followed_by_a_complete_one(tmp_path: Path, pair: list[Receiver]) -> None:
+    sends = sender(tmp_path, "nccl", delta=True)
+    for version in (1, 2):
+        sends.plan_from(model(1).items())
+        manifest = sends.announce(version, ["a"])
+        assert manifest.base is None
+        pair[0].take(manifest)
+        sends.send(model(1).items())
+        assert equal(pair[0].taken(), 1)
+    sends.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SectionPlan, SyncError, TargetDirty
 from mtpctl.sync.transports.base import Sent
@@ -95,7 +96,7 @@ def test_nothing_is_persisted_after_a_target_refused(tmp_path: Path) -> None:
     assert "persist_weights" not in [what for what, _ in world.calls]
 
 
-SENT = Manifest(1, "shm", "nowhere", {"target": SectionPlan(())})
+SENT = Manifest(1, "shm", "nowhere", {"target": SectionPlan(tuple(plan_buckets([TensorSpec("w", (1,), "float32")], 1024)))})
 
 
 class Target:

@@ -7,7 +7,7 @@ steps of `mtpctl.sync.receiver`; the bytes come through the transport, never thr
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -46,6 +46,7 @@ class Step(WeightTransferUpdateInfo):
     address: str = ""
     plan_name: str = ""
     plan: str = ""
+    delta: str = ""
     config: dict[str, object] = field(default_factory=dict)
     discard: bool = False
     first: int = 0
@@ -77,7 +78,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             if update_info.action == "buckets":
                 self._steps.receive(step)
             elif update_info.section == "adapter":
-                self._steps.begin_with(step, lambda plan: self._adapter_receiver(SectionPlan(plan.buckets, config=update_info.config)))
+                self._steps.begin_with(step, lambda plan: self._adapter_receiver(replace(plan, config=update_info.config)))
             else:
                 self._steps.begin(step, self._match)
         except BaseException as error:
@@ -85,7 +86,8 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             raise
 
     def _adapter_receiver(self, plan: SectionPlan) -> AdapterReceiver:
-        receiver, lora = AdapterReceiver(plan), self.vllm_config.lora_config
+        previous, lora = self._steps.received.get("adapter"), self.vllm_config.lora_config
+        receiver = AdapterReceiver(plan, previous=previous if isinstance(previous, AdapterReceiver) else None)
         max_rank = None if lora is None else int(lora.max_lora_rank)
         check_fits(plan, self.model, rename=weights.renamer(self.model), tp=_tp_rank(), max_rank=max_rank)
         return receiver

@@ -1,0 +1,156 @@
+"""Encodes the elements of a tensor that changed since the receiver's version, and decodes them on the receiver.
+
+Values replace the receiver's elements, they are never added to them, and elements are compared as integers. A decoded tensor therefore
+equals the sent one bit for bit, including NaN and -0.0. `mtpctl.plan.changes` describes the layouts of a blob. Layout and number of changed
+elements are in the manifest, so that neither end has to read them from a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mtpctl.plan.buckets import Bucket
+from mtpctl.plan.changes import BLOCK, Change, smallest
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""Elements that are compared at once. On a CPU they fit the cache. On a card torch finds at most 2^31 nonzero elements in one call."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8
+"""Bytes that are compared as one integer. Most of them are equal, so that few are compared element by element."""
+_SPARSE = 16
+"""The layout `offsets` is smallest only if fewer than 1 of this number of elements changed: a position takes 16 bits, in a bitmap one."""
+
+
+@torch.no_grad()
+def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor | None]:
+    """The change from `old` to `new`, of equal shape and dtype and on one device, and the positions of the changed elements if few changed.
+
+    Raises ValueError for an element width that is not 1, 2, 4 or 8 bytes.
+    """
+    new, old = _integers(new), _integers(old)
+    positions = _positions(new, old, new.numel() // _SPARSE)
+    if positions is not None:
+        changed = len(positions)
+    else:
+        chunk = CHUNK.get(new.device.type, CHUNK["cpu"])
+        changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in zip(new.split(chunk), old.split(chunk), strict=True)]).sum())
+    return smallest(changed, new.numel(), new.element_size()), positions
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The flattened elements as integers, at an address that is a multiple of `_WORD`."""
+    if tensor.element_size() not in _INTEGERS:
+        raise ValueError(f"no delta for dtype {tensor.dtype}")
+    flat = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    return flat if flat.storage_offset() * flat.element_size() % _WORD == 0 else flat.clone()
+
+
+def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor | None:
+    """Positions of the elements that differ, ascending; None if there are more than `limit`."""
+    per_word = _WORD // new.element_size()
+    whole, chunk = new.numel() // per_word * per_word, CHUNK.get(new.device.type, CHUNK["cpu"])
+    positions, count = [], 0
+    for start in range(0, whole, chunk):
+        a, b = new[start : min(start + chunk, whole)], old[start : min(start + chunk, whole)]
+        words = (a.view(torch.int64) != b.view(torch.int64)).nonzero().view(-1)
+        if len(words) > limit:
+            return None
+        elements = (a.view(-1, per_word)[words] != b.view(-1, per_word)[words]).view(-1).nonzero().view(-1)
+        positions.append(words[elements // per_word] * per_word + elements % per_word + start)
+        count += len(elements)
+        if count > limit:
+            return None
+    tail = (new[whole:] != old[whole:]).nonzero().view(-1) + whole
+    return torch.cat([*positions, tail]) if count + len(tail) <= limit else None
+
+
+@torch.no_grad()
+def encode(new: torch.Tensor, old: torch.Tensor, change: Change, positions: torch.Tensor | None) -> torch.Tensor:
+    """The blob `[nbytes]` (uint8) of a change that `compare` has found, on the tensors' device."""
+    new = _integers(new)
+    if change.layout == "whole":
+        return new.view(torch.uint8).clone()
+    blob = new.new_zeros(change.nbytes(new.element_size()), dtype=torch.uint8)
+    values = blob[change.values_start :].view(new.dtype)
+    if change.layout == "bitmap":
+        _write_bitmap(new, _integers(old), blob, values)
+        return blob
+    assert positions is not None, "few elements changed"
+    counts, offsets = _offset_views(change, blob)
+    bounds = torch.searchsorted(positions, torch.arange(0, (len(counts) + 1) * BLOCK, BLOCK, device=blob.device))
+    counts.copy_(bounds.diff())
+    # The conversion keeps the low 16 bits.
+    offsets.copy_(positions.to(torch.int16))
+    torch.index_select(new, 0, positions, out=values)
+    return blob
+
+
+def _write_bitmap(new: torch.Tensor, old: torch.Tensor, blob: torch.Tensor, values: torch.Tensor) -> None:
+    weights = 1 << torch.arange(8, device=blob.device, dtype=torch.uint8)
+    chunk, bits, done = CHUNK.get(new.device.type, CHUNK["cpu"]), 0, 0
+    for a, b in zip(new.split(chunk), old.split(chunk), strict=True):
+        mask = a != b
+        packed = (torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+        blob[bits : bits + len(packed)] = packed
+        selected = a[mask]
+        values[done : done + len(selected)] = selected
+        bits, done = bits + len(packed), done + len(selected)
+
+
+def _offset_views(change: Change, blob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts per block (int32) and positions (the bits of uint16) of a blob with the layout `offsets`."""
+    end = 4 * -(-change.numel // BLOCK)
+    return blob[:end].view(torch.int32), blob[end : end + 2 * change.changed].view(torch.int16)
+
+
+@torch.no_grad()
+def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Positions (int64, ascending; None: all elements) and values of the changed elements, flattened, on the blob's device.
+
+    Raises ValueError if the blob does not have the size of its change.
+    """
+    if blob.numel() != change.nbytes(dtype.itemsize):
+        raise ValueError(f"a blob of {blob.numel()} bytes is not {change}")
+    values = blob[change.values_start :].view(dtype)
+    if change.layout == "whole":
+        return None, values
+    if change.layout == "bitmap":
+        bits = torch.arange(8, device=blob.device, dtype=torch.uint8)
+        chunk = CHUNK.get(blob.device.type, CHUNK["cpu"])
+        parts = blob[: -(-change.numel // 8)].split(chunk // 8)
+        positions = [((part[:, None] >> bits) & 1).view(-1).nonzero().view(-1) + i * chunk for i, part in enumerate(parts)]
+        return torch.cat(positions), values
+    counts, offsets = _offset_views(change, blob)
+    starts = torch.arange(0, len(counts) * BLOCK, BLOCK, device=blob.device)
+    return starts.repeat_interleave(counts, output_size=change.changed) + (offsets.to(torch.int64) & (BLOCK - 1)), values
+
+
+@torch.no_grad()
+def apply(change: Change, blob: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write the changed elements into a contiguous tensor that has the previous values."""
+    positions, values = decode(change, blob.to(tensor.device), tensor.dtype)
+    if positions is None:
+        tensor.view(-1).copy_(values)
+    else:
+        tensor.view(-1)[positions] = values
+
+
+class BlobReader:
+    """Collects blobs from the buckets of a section. A blob may span several buckets."""
+
+    def __init__(self) -> None:
+        self._partial: dict[str, torch.Tensor] = {}
+
+    def read(self, bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and blobs that this bucket completes. A blob may be a view of `data`."""
+        for entry in bucket.entries:
+            piece = data[entry.offset : entry.offset + entry.nbytes]
+            if entry.whole:
+                yield entry.name, piece
+                continue
+            blob = self._partial.setdefault(entry.name, piece.new_empty(entry.shape))
+            blob[entry.part_start : entry.part_stop] = piece
+            if entry.last:
+                yield entry.name, self._partial.pop(entry.name)
