@@ -1,7 +1,7 @@
 """Splits the output of a fused QKV layer into attention heads, with QK norm and rotary embedding.
 
-    mixed [t, groups, (queries + 2) d]  →  queries [t, groups · queries, d], keys and values [t, groups, d]
-    if gated: (2 queries + 2) d         →  and gates like queries
+    mixed [t, groups, (queries + 1) d + w]  →  queries [t, groups · queries, d], keys [t, groups, d], values [t, groups, w]
+    if gated: (2 queries + 1) d + w         →  and gates like queries
 
 A group is one key-value head and the query heads that share it. Queries and keys are RMS-normed if the family has QK norm (arXiv
 2302.05442), then rotated. On CUDA one Triton kernel does all of this in fp32 with one rounding and another computes the gradients. `mixed`
@@ -12,7 +12,8 @@ RoPE (arXiv 2104.09864) pairs dimension i of a head with i + n:
     out[i]     = x[i] cos[i] − x[i + n] sin[i]    i < n, half the number of rotated dimensions
     out[i + n] = x[i + n] cos[i] + x[i] sin[i]    dimensions from 2 n on are unchanged
 
-Shape legend: t tokens, g groups, Q query heads per group, d head width, n half the number of rotated dimensions.
+Shape legend: t tokens, g groups, Q query heads per group, d head width, w width of values (d in most families, never above d), n half the
+number of rotated dimensions.
 """
 
 from __future__ import annotations
@@ -51,18 +52,20 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Layout of `mixed`: `groups` groups of `queries` query heads, as many gate heads if `gated`, one key and one value head of `width`."""
+    """Layout of `mixed`: `groups` groups of `queries` query heads, as many gate heads if `gated`, and one key head, all of `width`, and one
+    value head of `value_width` (0: `width`)."""
 
     groups: int
     queries: int
     width: int
     gated: bool = False
+    value_width: int = 0
 
     @property
     def sizes(self) -> list[int]:
         """Columns of a group's queries, gates, key and value."""
         query_columns = self.queries * self.width
-        return [query_columns, query_columns if self.gated else 0, self.width, self.width]
+        return [query_columns, query_columns if self.gated else 0, self.width, self.value_width or self.width]
 
 
 class HeadNorm(NamedTuple):
@@ -75,7 +78,7 @@ class HeadNorm(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """queries [t, g Q, d], keys and values [t, g, d], all contiguous; gates like queries, or empty if not gated."""
+    """queries [t, g Q, d], keys [t, g, d] and values [t, g, w], all contiguous; gates like queries, or empty if not gated."""
 
     queries: Tensor
     keys: Tensor
@@ -94,9 +97,10 @@ def split_heads(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None, angles
 def split_heads_torch(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None, angles: Angles | None) -> Heads:
     parts = mixed.unflatten(-1, (layout.groups, sum(layout.sizes))).split(layout.sizes, dim=-1)
     # Contiguous copies: a saved view would keep the tensor of all heads in memory.
-    counts = [layout.groups * size // layout.width for size in layout.sizes]
+    widths = [layout.width] * 3 + [layout.sizes[-1]]
     queries, gates, keys, values = (
-        part.reshape(len(mixed), count, layout.width).contiguous() for part, count in zip(parts, counts, strict=True)
+        part.reshape(len(mixed), layout.groups * size // width, width).contiguous()
+        for part, size, width in zip(parts, layout.sizes, widths, strict=True)
     )
     if norm is not None:
         queries, keys = rms_norm(queries, norm.queries, norm.eps, norm.offset), rms_norm(keys, norm.keys, norm.eps, norm.offset)
@@ -217,14 +221,14 @@ def _copy(source, out, inside, column):
 @triton.jit
 @no_type_check
 def split_heads_kernel(
-    mixed_ptr,  # [t, g, (Q + 2) d], or (2 Q + 2) d if GATED
+    mixed_ptr,  # [t, g, (Q + 1) d + w], or (2 Q + 1) d + w if GATED
     cos_ptr,  # fp32 [t, n], read if ROTATED
     sin_ptr,
     query_weight_ptr,  # [d], read if NORMED
     key_weight_ptr,
     queries_ptr,  # [t, g Q, d]
     keys_ptr,  # [t, g, d]
-    values_ptr,  # [t, g, d]
+    values_ptr,  # [t, g, w]
     gates_ptr,  # [t, g Q, d], written if GATED
     tokens,
     groups,
@@ -232,6 +236,7 @@ def split_heads_kernel(
     offset,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     GATED: tl.constexpr,
     NORMED: tl.constexpr,
@@ -239,9 +244,9 @@ def split_heads_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    HEADS: tl.constexpr = QUERIES * (2 if GATED else 1) + 2
+    KEY: tl.constexpr = QUERIES * (2 if GATED else 1) * WIDTH
     token, column, inside, row = _tile(tokens, groups, WIDTH, TOKENS, COLUMNS)
-    source, key_row, query_row = mixed_ptr + row * HEADS * WIDTH, row * WIDTH, row * QUERIES * WIDTH
+    source, key_row, query_row = mixed_ptr + row * (KEY + WIDTH + VALUE_WIDTH), row * WIDTH, row * QUERIES * WIDTH
     cos, sin, pair = 1.0, 0.0, column
     if ROTATED:
         cos, sin, pair = _load_angles(cos_ptr, sin_ptr, token, column, tokens, HALF)
@@ -251,9 +256,9 @@ def split_heads_kernel(
     if GATED:
         for i in range(QUERIES):
             _copy(source + (QUERIES + i) * WIDTH, gates_ptr + query_row + i * WIDTH, inside, column)
-    key = source + (HEADS - 2) * WIDTH
-    _rotate(key, keys_ptr + key_row, inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
-    _copy(source + (HEADS - 1) * WIDTH, values_ptr + key_row, inside, column)
+    _rotate(source + KEY, keys_ptr + key_row, inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
+    inside = inside & (column < VALUE_WIDTH)[None, :]
+    _copy(source + KEY + WIDTH, values_ptr + row * VALUE_WIDTH, inside, column)
 
 
 @triton.jit
@@ -261,7 +266,7 @@ def split_heads_kernel(
 def split_heads_backward_kernel(
     queries_grad_ptr,  # [t, g Q, d]
     keys_grad_ptr,  # [t, g, d]
-    values_grad_ptr,  # [t, g, d]
+    values_grad_ptr,  # [t, g, w]
     gates_grad_ptr,  # [t, g Q, d], read if GATED
     mixed_ptr,  # as in `split_heads_kernel`, read if NORMED
     cos_ptr,
@@ -276,6 +281,7 @@ def split_heads_backward_kernel(
     offset,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     GATED: tl.constexpr,
     NORMED: tl.constexpr,
@@ -283,9 +289,9 @@ def split_heads_backward_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    HEADS: tl.constexpr = QUERIES * (2 if GATED else 1) + 2
+    KEY: tl.constexpr = QUERIES * (2 if GATED else 1) * WIDTH
     token, column, inside, row = _tile(tokens, groups, WIDTH, TOKENS, COLUMNS)
-    mixed_row, key_row, query_row = row * HEADS * WIDTH, row * WIDTH, row * QUERIES * WIDTH
+    mixed_row, key_row, query_row = row * (KEY + WIDTH + VALUE_WIDTH), row * WIDTH, row * QUERIES * WIDTH
     cos, sin, pair = 1.0, 0.0, column
     if ROTATED:
         cos, sin, pair = _load_angles(cos_ptr, sin_ptr, token, column, tokens, HALF)
@@ -299,12 +305,13 @@ def split_heads_backward_kernel(
     if GATED:
         for i in range(QUERIES):
             _copy(gates_grad_ptr + query_row + i * WIDTH, mixed_grad_ptr + mixed_row + (QUERIES + i) * WIDTH, inside, column)
-    head = mixed_row + (HEADS - 2) * WIDTH
+    head = mixed_row + KEY
     key_weight_grad = _rotate_backward(
         keys_grad_ptr + key_row, mixed_ptr + head, mixed_grad_ptr + head,
         inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED,
     )  # fmt: skip
-    _copy(values_grad_ptr + key_row, mixed_grad_ptr + mixed_row + (HEADS - 1) * WIDTH, inside, column)
+    value_inside = inside & (column < VALUE_WIDTH)[None, :]
+    _copy(values_grad_ptr + row * VALUE_WIDTH, mixed_grad_ptr + mixed_row + KEY + WIDTH, value_inside, column)
     if NORMED:
         out = weight_grads_ptr + (tl.program_id(0) * groups + tl.program_id(1)) * 2 * WIDTH + column
         tl.store(out, query_weight_grad, mask=column < WIDTH)
@@ -315,7 +322,7 @@ def split_heads_triton(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None,
     """The fields of `Heads` from contiguous `mixed`, without autograd."""
     tokens, groups, query_heads, width = len(mixed), layout.groups, layout.groups * layout.queries, layout.width
     queries, gates = mixed.new_empty(tokens, query_heads, width), mixed.new_empty(tokens, query_heads if layout.gated else 0, width)
-    keys, values = mixed.new_empty(tokens, groups, width), mixed.new_empty(tokens, groups, width)
+    keys, values = mixed.new_empty(tokens, groups, width), mixed.new_empty(tokens, groups, layout.sizes[-1])
     if tokens:
         with on_device_of(mixed):
             split_heads_kernel[_grid(tokens, layout)](
@@ -365,6 +372,7 @@ def _launch_options(layout: HeadLayout, norm: HeadNorm | None, angles: Angles | 
         "offset": norm.offset if norm else 0.0,
         "QUERIES": layout.queries,
         "WIDTH": layout.width,
+        "VALUE_WIDTH": layout.sizes[-1],
         "HALF": angles[0].shape[1] if angles else 1,
         "GATED": layout.gated,
         "NORMED": norm is not None,

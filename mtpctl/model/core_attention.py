@@ -10,6 +10,9 @@ The second part has a few keys per query. The parts are combined by their log-su
 output and log-sum-exp instead of the first part's, it returns the first part's gradients under the whole softmax (as in ring attention,
 arXiv 2310.01889).
 
+A sink of a query head (arXiv 2309.17453; as in gpt-oss and MiMo-V2-Flash) is one more score in the softmax of each query, without a value.
+It is combined in the same way, so windows and sinks use the same kernel as full attention, without a mask.
+
 Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of queries and keys, w width of values, E depths after the first,
 including the current one.
 """
@@ -22,9 +25,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mtpctl.model.packing import Packing
@@ -32,7 +38,10 @@ from mtpctl.model.packing import Packing
 Later = tuple[Tensor, Tensor]
 """Keys [E, t, g, d] and values [E, t, g, w] that only the queries of the same token attend to."""
 
-_CAUSAL_WINDOW = {"window_size_left": -1, "window_size_right": 0}
+
+def _causal_window(window: int | None) -> dict[str, int]:
+    """The flash operators' window: the last `window` keys up to the query's own; None: all of them."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _flash_arguments(p: Packing) -> tuple[Tensor, Tensor, int, int, float, bool]:
@@ -40,15 +49,16 @@ def _flash_arguments(p: Packing) -> tuple[Tensor, Tensor, int, int, float, bool]
     return p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv, 0.0, True
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
     """PyTorch's variable-length flash kernel: causal attention of q [t, h, d] to k and v [s, g, d] within the packing's samples.
 
-    Returns the output [t, h, d], which is differentiable, and the log-sum-exp, fp32 [h, t] or [t, h]. d must be a multiple of 8. Calls the
-    operator underneath `torch.nn.attention.varlen.varlen_attn`, whose wrapper takes more host time than a short pass takes GPU time.
+    window: number of keys that a query attends to, including its own; None: all. Returns the output [t, h, d], which is differentiable, and
+    the log-sum-exp, fp32 [h, t] or [t, h]. d must be a multiple of 8. Calls the operator underneath
+    `torch.nn.attention.varlen.varlen_attn`, whose wrapper takes more host time than a short pass takes GPU time.
     """
     no_mask_for_debugging = False
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q, k, v, *_flash_arguments(packing), no_mask_for_debugging, scale=scale, **_CAUSAL_WINDOW
+        q, k, v, *_flash_arguments(packing), no_mask_for_debugging, scale=scale, **_causal_window(window)
     )
     return out, lse
 
@@ -71,10 +81,11 @@ class FlashPrefix:
 
     packing: Packing
     scale: float
+    window: int | None = None
     heads_first: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = flash_attention(q, k, v, self.packing, self.scale)
+        out, lse = flash_attention(q, k, v, self.packing, self.scale, self.window)
         self.heads_first = lse.shape[0] == q.shape[1]
         return out, lse.transpose(0, 1).contiguous() if self.heads_first else lse
 
@@ -92,45 +103,73 @@ class FlashPrefix:
             rng_state,
             rng_state,
             scale=self.scale,
-            **_CAUSAL_WINDOW,
+            **_causal_window(self.window),
         )
 
 
-def joined_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
-    """Attention of a depth after the first → [t, h, w].
+def joined_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    later: Later | None,
+    prefix: Prefix,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of a depth after the first, or with sinks → [t, h, w].
 
-    q [t, h, d]. k, v: keys and values of the first depth, passed to `prefix`. keys [E, t, g, d], values [E, t, g, w]: those of the later
-    depths, the current depth last.
+    q [t, h, d]. k, v: keys and values of the first depth, passed to `prefix`. later: keys [E, t, g, d] and values [E, t, g, w] of the later
+    depths, the current depth last. sinks [h].
     """
-    return _JoinedAttention.apply(q, k, v, keys, values, prefix, scale)
+    return _JoinedAttention.apply(q, k, v, *(later or (None, None)), sinks, prefix, scale)
 
 
 class _JoinedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, prefix: Prefix, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+        sinks: Tensor | None,
+        prefix: Prefix,
+        scale: float,
+    ) -> Tensor:
         out, lse = prefix.forward(q, k, v)
-        scores = _scores(q, keys, scale)
-        joined_lse = torch.logaddexp(lse, scores.logsumexp(0))
-        weights = (scores - joined_lse).exp()
-        joined = out.float() * (lse - joined_lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * _per_query_head(values, q)).sum(0)
-        joined = joined.to(out.dtype)
-        ctx.save_for_backward(q, k, v, keys, values, joined, joined_lse)
+        joined_lse = lse if sinks is None else torch.logaddexp(lse, sinks.float())
+        if keys is not None and values is not None:
+            scores = _scores(q, keys, scale)
+            joined_lse = torch.logaddexp(joined_lse, scores.logsumexp(0))
+            weights = (scores - joined_lse).exp()
+            joined = out.float() * (lse - joined_lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * _per_query_head(values, q)).sum(0)
+            joined = joined.to(out.dtype)
+        else:
+            # Computed in fp32, and written in the dtype of the output.
+            joined = torch.mul(out, (lse - joined_lse).exp().unsqueeze(-1), out=torch.empty_like(out))
+        ctx.save_for_backward(q, k, v, keys, values, sinks, joined, joined_lse)
         ctx.prefix, ctx.scale = prefix, scale
         return joined
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, keys, values, out, lse = ctx.saved_tensors
+        q, k, v, keys, values, sinks, out, lse = ctx.saved_tensors
         grad = grads[0]
         q_grad, k_grad, v_grad = ctx.prefix.backward(grad, q, k, v, out, lse)
-        weights = (_scores(q, keys, ctx.scale) - lse).exp()
         wide = grad.float()
         mean = (wide * out.float()).sum(-1)
-        score_grad = weights * ((wide * _per_query_head(values, q)).sum(-1) - mean) * ctx.scale
-        q_grad = q_grad + (score_grad.unsqueeze(-1) * _per_query_head(keys, q)).sum(0).to(q_grad.dtype)
-        keys_grad = _sum_query_heads(score_grad.unsqueeze(-1) * q.float(), keys)
-        values_grad = _sum_query_heads(weights.unsqueeze(-1) * wide, values)
-        return q_grad, k_grad, v_grad, keys_grad, values_grad, None, None
+        keys_grad = values_grad = sinks_grad = None
+        if sinks is not None:
+            # A sink's value is 0.
+            sinks_grad = -((sinks.float() - lse).exp() * mean).sum(0).to(sinks.dtype)
+        if keys is not None:
+            weights = (_scores(q, keys, ctx.scale) - lse).exp()
+            score_grad = weights * ((wide * _per_query_head(values, q)).sum(-1) - mean) * ctx.scale
+            q_grad = q_grad + (score_grad.unsqueeze(-1) * _per_query_head(keys, q)).sum(0).to(q_grad.dtype)
+            keys_grad = _sum_query_heads(score_grad.unsqueeze(-1) * q.float(), keys)
+            values_grad = _sum_query_heads(weights.unsqueeze(-1) * wide, values)
+        return q_grad, k_grad, v_grad, keys_grad, values_grad, sinks_grad, None, None
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
@@ -155,7 +194,12 @@ class PackedAttention(torch.nn.Module):
     this rank. Queries and keys are already rotated. With context parallelism, keys and values are gathered from all ranks and their
     gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; all else uses one `scaled_dot_product_attention`
     per group of samples of similar length. If the packing has `earlier` depths, computes a drafter's attention (see the module docstring).
+
+    window: number of tokens that a token attends to, including itself; None: all earlier ones. sinks: whether each query head has a sink,
+    in the parameter `softmax_offset` [heads / tp].
     """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -163,10 +207,19 @@ class PackedAttention(torch.nn.Module):
         *_: object,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         **__: object,
     ) -> None:
         super().__init__()
-        self.scale = softmax_scale
+        self.scale, self.window = softmax_scale, window
+        self.tp_group = None if pg_collection is None else pg_collection.tp
+        self.register_parameter("softmax_offset", None)
+        if sinks:
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.cp_group: dist.ProcessGroup | None = None
         if config.context_parallel_size > 1:
             assert pg_collection is not None
@@ -201,15 +254,34 @@ class PackedAttention(torch.nn.Module):
             out = self._grouped(q, k, v, packing, later)
         return out.reshape(q.shape[0], 1, -1)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, dist.ProcessGroup] | None = None
+    ) -> ShardedStateDict:
+        """megatron-core's checkpoint entry of the sinks, if there are any."""
+        if self.softmax_offset is None:
+            return {}
+        assert metadata is not None
+        state = self.state_dict(keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
+    def _prefix_window(self, later: Later | None) -> int | None:
+        """Number of the first depth's keys in the window of a query: later depths' keys take a slot each."""
+        if self.window is None:
+            return None
+        visible = self.window - (0 if later is None else len(later[0]))
+        assert visible > 0, f"a window of {self.window} is too small for the depths of a repeated MTP layer"
+        return visible
+
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
         dim, value_dim = q.shape[2], v.shape[2]
         scale = dim**-0.5 if self.scale is None else self.scale
-        if later is None:
-            q, k, v = _pad_widths(q, k, v)
-            out, _lse = flash_attention(q, k, v, packing, scale)
+        q, k, v, *more = _pad_widths(q, k, v, *(later or ()))
+        if later is None and self.softmax_offset is None:
+            out, _lse = flash_attention(q, k, v, packing, scale, self.window)
         else:
-            q, k, v, keys, values = _pad_widths(q, k, v, *later)
-            out = joined_attention(q, k, v, keys, values, FlashPrefix(packing, scale), scale)
+            prefix = FlashPrefix(packing, scale, self._prefix_window(later))
+            out = joined_attention(q, k, v, (more[0], more[1]) if more else None, prefix, scale, self.softmax_offset)
         return out[..., :value_dim]
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
@@ -219,8 +291,12 @@ class PackedAttention(torch.nn.Module):
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
             mask = group.mask
+            if (visible := self._prefix_window(later)) is not None:
+                mask = _in_window(qs, ks, mask, visible)
             if later is not None:
                 ks, vs, mask = _append_later(ks, vs, mask, [x[:, group.queries].transpose(2, 3) for x in later])
+            if self.softmax_offset is not None:
+                ks, vs, mask = _append_sink(ks, vs, mask, self.softmax_offset, queries=qs.shape[2])
             out = F.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
             indices.append(group.queries[group.valid])
             parts.append(out.transpose(1, 2)[group.valid])
@@ -233,14 +309,33 @@ def _pad_widths(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
+def _causal_mask(queries: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor:
+    """bool [queries, keys]: the keys that each query attends to; `mask` if it is set."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril() if mask is None else mask
+
+
+def _in_window(q: Tensor, k: Tensor, mask: Tensor | None, window: int) -> Tensor:
+    """The mask of q and k [samples, heads, tokens, width], limited to each query's last `window` keys."""
+    queries, keys = q.shape[2], k.shape[2]
+    return _causal_mask(queries, keys, mask, q.device).triu(keys - queries - window + 1)
+
+
+def _append_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor, *, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a key and a value of zeros, and a mask whose last column is the sinks [heads] as scores."""
+    visible = _causal_mask(queries, k.shape[2], mask, k.device)
+    scores = torch.zeros(visible.shape, dtype=k.dtype, device=k.device).masked_fill(~visible, float("-inf"))
+    columns = sinks.to(k.dtype)[None, :, None, None].expand(1, -1, queries, 1)
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return k, v, torch.cat([scores.expand(1, len(sinks), -1, -1), columns], dim=-1)
+
+
 def _append_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Append later depths' keys and values [depths, samples, heads, queries, width] to those of the first [samples, heads, keys, width].
 
     Returns keys, values and the mask: each query attends to the later keys of the same token only.
     """
     depths, queries = later[0].shape[0], later[0].shape[3]
-    if mask is None:
-        mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=k.device).tril()
+    mask = _causal_mask(queries, k.shape[2], mask, k.device)
     own = torch.eye(queries, dtype=torch.bool, device=k.device)
     k, v = (torch.cat([first, *more.unbind(0)], dim=2) for first, more in zip((k, v), later, strict=True))
     return k, v, torch.cat([mask, *[own] * depths], dim=1)

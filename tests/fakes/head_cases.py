@@ -15,7 +15,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class HeadCase:
-    """`half`: half of the rotated dimensions; 0 rotates none."""
+    """`half`: half of the rotated dimensions; 0 rotates none. `value_width`: of values; 0: `width`."""
 
     groups: int
     queries: int
@@ -25,10 +25,11 @@ class HeadCase:
     half: int = 4
     offset: float = 0.0
     tokens: int = 11
+    value_width: int = 0
 
     @property
     def layout(self) -> HeadLayout:
-        return HeadLayout(self.groups, self.queries, self.width, self.gated)
+        return HeadLayout(self.groups, self.queries, self.width, self.gated, self.value_width)
 
     def drawn(
         self, dtype: torch.dtype, device: str = "cpu"
@@ -44,7 +45,8 @@ class HeadCase:
         weights = numbers(self.width), numbers(self.width)
         turn = torch.randn(self.tokens, self.half, generator=generator).to(device) * 10
         counts = (many, self.groups, self.groups, many if self.gated else 0)
-        grads = [numbers(self.tokens, count, self.width) for count in counts]
+        widths = (self.width, self.width, layout.sizes[-1], self.width)
+        grads = [numbers(self.tokens, count, width) for count, width in zip(counts, widths, strict=True)]
         norm = HeadNorm(*weights, EPS, self.offset) if self.normed else None
         return mixed, layout, norm, (turn.cos(), turn.sin()) if self.half else None, grads
 
@@ -53,8 +55,9 @@ class HeadCase:
         mixed, layout, norm, angles, grads = self.drawn(dtype)
         leaf = mixed.double().requires_grad_()
         weights = [] if norm is None else [weight.double().requires_grad_() for weight in norm[:2]]
-        grouped = leaf.view(self.tokens, self.groups, -1, self.width)
-        queries, gates, keys, values = grouped.split([layout.queries, layout.queries if self.gated else 0, 1, 1], dim=2)
+        grouped = leaf.view(self.tokens, self.groups, -1)
+        columns = [layout.queries * self.width, layout.queries * self.width if self.gated else 0, self.width, layout.sizes[-1]]
+        queries, gates, keys, values = grouped.split(columns, dim=2)
         actual = []
         for place, part in enumerate((queries, keys)):
             x = part.reshape(self.tokens, -1, self.width)
@@ -65,7 +68,7 @@ class HeadCase:
                 turned = torch.complex(x[..., : self.half], x[..., self.half : 2 * self.half]) * turn
                 x = torch.cat([turned.real, turned.imag, x[..., 2 * self.half :]], dim=-1)
             actual.append(x)
-        out = [*actual, values.flatten(1, 2), gates.reshape(self.tokens, -1, self.width)]
+        out = [*actual, values, gates.reshape(self.tokens, -1, self.width)]
         of_leaves = torch.autograd.grad(out, [leaf, *weights], [grad.double() for grad in grads])
         return [*out, *of_leaves, *([None, None] if norm is None else [])]
 
@@ -84,4 +87,6 @@ HEAD_CASES = [
     HeadCase(3, 1, 8, normed=False),
     HeadCase(2, 2, 8, half=0),
     HeadCase(1, 1, 16, half=8, normed=False, gated=True),
+    HeadCase(2, 3, 24, half=5, normed=False, value_width=10),
+    HeadCase(1, 2, 16, gated=True, value_width=8),
 ]

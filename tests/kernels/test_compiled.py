@@ -14,7 +14,7 @@ from mtpctl.kernels import norm, qkv, routing, rows, swiglu, triton_backend  # n
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
-HEADS = {"QUERIES": 3, "WIDTH": 96, "HALF": 32, "TOKENS": 16, "COLUMNS": 128}
+HEADS = {"QUERIES": 3, "WIDTH": 96, "VALUE_WIDTH": 64, "HALF": 32, "TOKENS": 16, "COLUMNS": 128}
 BLOCK = {"TOKENS": 32, "EXPERTS": 64}
 CHOICE = {**BLOCK, "K": 4, "COUNTED": True}
 ROWS = {"BLOCK": 32, "EXPERTS": 64}

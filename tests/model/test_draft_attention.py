@@ -1,6 +1,8 @@
-"""A drafter's attention: joined from two parts it equals one softmax over both, in value and gradient."""
+"""A drafter's attention, and attention with sinks: joined from parts it equals one softmax over all, in value and gradient."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,14 @@ LENGTHS = [7, 12, 5]
 
 
 class PlainPrefix:
-    """Causal attention of each sample within itself with all scores in memory; like a flash kernel's, its backward pass takes the output
-    and log-sum-exp."""
+    """Causal attention of each sample within itself to the last `window` keys, with all scores in memory; like a flash kernel's, its
+    backward pass takes the output and log-sum-exp."""
 
-    def __init__(self, lengths: list[int], scale: float) -> None:
+    def __init__(self, lengths: list[int], scale: float, window: int | None = None) -> None:
         sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        self.hidden = (sample[:, None] != sample) | torch.ones(len(sample), len(sample)).triu(1).bool()
+        token = torch.arange(len(sample))
+        back = token[:, None] - token
+        self.hidden = (sample[:, None] != sample) | (back < 0) | (back >= (window or len(sample)))
         self.scale = scale
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -38,8 +42,10 @@ class PlainPrefix:
         return torch.einsum("hts,shd->thd", by_score, wide_k), *(x.unflatten(1, (KV_HEADS, -1)).sum(2) for x in (by_k, by_v))
 
 
-@pytest.mark.parametrize("later", [1, 2])
-def test_joined_attention_matches_one_softmax(later: int) -> None:
+@pytest.mark.parametrize("later", [0, 1, 2])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (None, True), (4, False), (4, True)])
+def test_joined_attention_matches_one_softmax(later: int, window: int | None, has_sinks: bool) -> None:
+    """A query of a later depth is at a later position, so its window has fewer of the first depth's keys."""
     g = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
     q, k, keys = (
@@ -47,18 +53,45 @@ def test_joined_attention_matches_one_softmax(later: int) -> None:
         for shape in ((tokens, HEADS), (tokens, KV_HEADS), (later, tokens, KV_HEADS))
     )
     v, values = (torch.randn(*shape, VALUES, generator=g, dtype=torch.float64) for shape in ((tokens, KV_HEADS), (later, tokens, KV_HEADS)))
-    leaves = [x.requires_grad_() for x in (q, k, v, keys, values)]
-    module = PackedAttention.__new__(PackedAttention)
-    torch.nn.Module.__init__(module)
-    module.scale, module.cp_group = WIDTH**-0.5, None
+    sinks = torch.randn(HEADS, generator=g, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, *((keys, values) if later else ()), *((sinks,) if has_sinks else ()))]
+    module = PackedAttention(SimpleNamespace(context_parallel_size=1), softmax_scale=WIDTH**-0.5, window=window)  # type: ignore[arg-type]
+    if has_sinks:
+        del module.softmax_offset
+        module.softmax_offset = sinks  # type: ignore[assignment]
     packing = Packing.of(LENGTHS, "cpu")
-    packing = packing.at_depth(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
-    whole = module(q, keys[-1], values[-1], None, packed_seq_params=packing).view(tokens, HEADS, VALUES)
-    joined = joined_attention(q, k, v, keys, values, PlainPrefix(LENGTHS, module.scale), module.scale)
+    if later:
+        packing = packing.at_depth(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
+    whole = module(q, [k, *keys][-1], [v, *values][-1], None, packed_seq_params=packing).view(tokens, HEADS, VALUES)
+    prefix = PlainPrefix(LENGTHS, WIDTH**-0.5, None if window is None else window - later)
+    joined = joined_attention(q, k, v, (keys, values) if later else None, prefix, WIDTH**-0.5, sinks if has_sinks else None)
     torch.testing.assert_close(joined, whole, atol=1e-6, rtol=0)  # log-sum-exps are fp32
     weights = torch.randn(joined.shape, generator=g, dtype=torch.float64)
     for tensor, expected in zip(
         torch.autograd.grad((joined * weights).sum(), leaves), torch.autograd.grad((whole * weights).sum(), leaves), strict=True
     ):
         torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=0)
-    assert len(packing.earlier.keys) == later + 1
+    assert not later or (packing.earlier is not None and len(packing.earlier.keys) == later + 1)
+
+
+@pytest.mark.parametrize("window", [3, 4, 5])
+def test_window_and_sinks_match_a_written_out_softmax(window: int) -> None:
+    """A window of n are the n last tokens, the query's own included: one more or less would be another result."""
+    g = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    q, k, v = (
+        torch.randn(tokens, heads, width, generator=g, dtype=torch.float64) for heads, width in ((6, WIDTH), (3, WIDTH), (3, VALUES))
+    )
+    sinks = torch.randn(HEADS, generator=g, dtype=torch.float64)
+    module = PackedAttention(SimpleNamespace(context_parallel_size=1), window=window)  # type: ignore[arg-type]
+    del module.softmax_offset
+    module.softmax_offset = sinks  # type: ignore[assignment]
+    actual = module(q, k, v, None, packed_seq_params=Packing.of(LENGTHS, "cpu")).view(tokens, HEADS, VALUES)
+    starts = [sum(LENGTHS[:i]) for i, length in enumerate(LENGTHS) for _ in range(length)]
+    for token, start in enumerate(starts):
+        first = max(start, token + 1 - window)
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            scores = (k[first : token + 1, group] @ q[token, head] * WIDTH**-0.5).exp()
+            expected = scores @ v[first : token + 1, group] / (scores.sum() + sinks[head].exp())
+            torch.testing.assert_close(actual[token, head], expected, atol=1e-12, rtol=0)

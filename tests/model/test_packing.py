@@ -92,14 +92,16 @@ def test_grouped_attention_matches_per_sample_attention(cp):
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (12, 12), (12, 8), (8, 16), (24, 12)])
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim, value_dim, cp):
+def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim, value_dim, cp, window):
     """The stand-in kernel requires one width for all, a multiple of 8, and the scale of the unpadded width."""
     from types import SimpleNamespace
 
     from mtpctl.model.core_attention import PackedAttention
 
-    def kernel(q, k, v, packing, scale):
+    def kernel(q, k, v, packing, scale, left):
+        assert left == window
         assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0
         cu_q, cu_k, max_q, max_k = packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv
         out = torch.empty_like(q)
@@ -107,7 +109,7 @@ def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
             count, visible = rows.stop - rows.start, keys.stop - keys.start
             assert count <= max_q and visible <= max_k
-            mask = torch.ones(count, visible, dtype=torch.bool).tril(visible - count)
+            mask = torch.ones(count, visible, dtype=torch.bool).tril(visible - count).triu(visible - count + 1 - (left or visible))
             qs, ks, vs = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
             out[rows] = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scale, enable_gqa=True).transpose(0, 1)
         return out, None
@@ -117,7 +119,7 @@ def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim
     torch.manual_seed(0)
     q, k = (torch.randn(sum(lengths), heads, dim) for heads in (4, 2))
     v = torch.randn(sum(lengths), 2, value_dim)
-    attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
+    attention = PackedAttention(SimpleNamespace(context_parallel_size=1), window=window)
     for packing, seen_k, seen_v in over_ranks(lengths, cp, k, v):
         inputs = (q[packing.tokens], seen_k, seen_v, packing)
         torch.testing.assert_close(attention._flash(*inputs), attention._grouped(*inputs), atol=1e-6, rtol=0)
