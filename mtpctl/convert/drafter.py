@@ -79,8 +79,8 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
 def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
-    full = [index for index, kind in enumerate(shape.layer_kinds) if kind == "full_attention"]
-    last = f"{shape.prefix}layers.{full[-1]}."
+    same = [index for index, kind in enumerate(shape.layer_kinds) if kind == mtp.kind]
+    last = f"{shape.prefix}layers.{same[-1]}."
     neutral = torch.zeros(hidden) if shape.delta is not None else torch.ones(hidden)
     for depth in range(shape.mtp_layers):
 
@@ -96,7 +96,8 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
         for tensor in weights:
             # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
             if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
-                yield name(mtp.layer) + tensor.removeprefix(last), weights[tensor]
+                leaf = tensor.removeprefix(last).replace("post_attention_layernorm", mtp.mlp_norm)
+                yield name(mtp.layer) + leaf, weights[tensor]
 
 
 def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.families.reading import DRAFTER, MTP_COUNTS, shape_of, stated_positions
+from mtpctl.families.reading import DRAFTER, MTP_COUNTS, family_of, shape_of, stated_positions, states_mtp_layers
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
@@ -62,12 +62,12 @@ class HfFolder:
         """This folder with a config that also has the MTP layers and the tying of the head that the weights show."""
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
-        if not self.shape.mtp_layers and family.mtp is not None:
+        if family.mtp is not None and not (self.shape.mtp_layers and states_mtp_layers(config)):
             depth = 0
             names = family.mtp.layer + "input_layernorm.weight"
-            while family.mtp.name(names, depth, self.shape.layers) in weights:
+            while family.mtp.name(names, depth, self.shape.layers) in weights and (depth == 0 or "{" in names):
                 depth += 1
-            if depth:
+            if depth != self.shape.mtp_layers:
                 # Qwen3.5 has its own key for the count.
                 config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
         text = config.get("text_config") or {}
@@ -200,6 +200,8 @@ def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> 
     if section.get("max_position_embeddings") is not None:
         section["max_position_embeddings"] = stated_positions(config)
     count = next((key for key in MTP_COUNTS if key in _section_with(result, key)), None)
+    if family_of(config).mtp_layers:
+        count = count or MTP_COUNTS[0]  # without the field, the family's default would apply
     if count is not None and not config.get(DRAFTER):
         _section_with(result, count)[count] = mtp_layers
     if mtp_layers and DRAFTER in result:

@@ -96,7 +96,7 @@ def packs_experts(task: ConversionTask) -> bool:
 
 
 _LAYERS = {
-    "column": ("LoraColumnParallelLinear", "PairedColumnParallelLinear"),
+    "column": ("LoraColumnParallelLinear", "PairedColumnParallelLinear", "PackedAttention"),
     "row": ("LoraRowParallelLinear",),
     "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router", "GatedRMSNorm"),
 }
@@ -129,6 +129,7 @@ def register() -> None:
         (_with_dense_layers(_load(f"{_QWEN}.qwen3_next_bridge", "Qwen3NextBridge")), "Qwen3NextForCausalLM", "qwen3_next"),
         (_with_glm_experts(_load(f"{_GLM}.glm45_bridge", "GLM45Bridge")), "Glm4MoeForCausalLM", "glm4_moe"),
         (_ernie(_load("megatron.bridge.models.ernie.ernie_45_bridge", "Ernie45Bridge")), "Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+        (_mimo_v2(_load("megatron.bridge.models.mimo_v2_flash", "MiMoV2FlashBridge")), "MiMoV2FlashForCausalLM", "mimo_v2_flash"),
         (_without_copies(_load(f"{_GLM}.glm47_flash_bridge", "GLM47FlashBridge")), "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     ):
         register_bridge(source=_load("transformers", source), target=GPTModel, model_type=model_type)(upstream)
@@ -258,6 +259,59 @@ def _ernie(upstream: type) -> type:
             return type(registry)(*others, paired, *added)
 
     return ErnieBridge
+
+
+def _mimo_v2(upstream: type) -> type:
+    """MiMo-V2-Flash's bridge, with separate expert modules, and fused QKV weights by the key-value heads of each layer."""
+
+    class MimoV2Bridge(upstream):  # type: ignore[misc]
+        def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
+            provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
+            # Upstream's are for its own modules.
+            provider.rotary_base, provider.window_size = config.rope_theta, None
+            provider.moe_router_score_function = "sigmoid"
+            return provider
+
+        def mapping_registry(self) -> MegatronMappingRegistry:
+            registry, config = super().mapping_registry(), self.hf_config
+            qkv, attention = _load(f"{_CONVERSION}.param_mapping", "QKVMapping"), "self_attention.linear_qkv.weight"
+            layers = {f"decoder.layers.{i}": (f"model.layers.{i}", kind) for i, kind in enumerate(config.hybrid_layer_pattern)}
+            layers |= {"mtp.layers.*.mtp_model_layer": ("model.mtp.layers.*", 1)}
+            added: list[object] = []
+            for ours, (theirs, is_window) in layers.items():
+                groups = config.swa_num_key_value_heads if is_window else config.num_key_value_heads
+                names = {part: f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"}
+                added.append(
+                    _grouped_rows(qkv, groups, config.num_attention_heads // groups, config.head_dim)(f"{ours}.{attention}", **names)
+                )
+            added += _mlp("decoder.layers.*.mlp.experts.local_experts.*", "model.layers.*.mlp.experts.*")
+            others = [each for each in registry.mappings if not each.megatron_param.endswith(attention)]
+            return type(registry)(*others, *added)
+
+    return MimoV2Bridge
+
+
+def _grouped_rows(upstream: type, groups: int, queries: int, width: int) -> Any:
+    """A mapping of fused QKV weights with `groups` key-value heads, each with `queries` query heads of `width`; values may have another."""
+
+    class GroupedQkvMapping(upstream):  # type: ignore[misc]
+        def hf_to_megatron(self, hf_weights: Mapping[str, Tensor], megatron_module: torch.nn.Module) -> Tensor:
+            merged = None
+            if self.tp_rank == 0:
+                rows = [hf_weights[part].unflatten(0, (groups, -1)) for part in "qkv"]
+                merged = torch.cat(rows, dim=1).flatten(0, 1)
+            result: Tensor = self._tp_mapping.hf_to_megatron(merged, megatron_module)
+            return result
+
+        def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: torch.nn.Module | None) -> dict[str, Tensor]:
+            packed = self._tp_mapping.megatron_to_hf(megatron_weights, megatron_module)
+            if not packed:
+                return {}
+            rows = next(iter(packed.values())).unflatten(0, (groups, -1))
+            parts = rows.split([queries * width, width, rows.shape[1] - (queries + 1) * width], dim=1)
+            return {self.hf_param[part]: value.flatten(0, 1) for part, value in zip("qkv", parts, strict=True)}
+
+    return GroupedQkvMapping
 
 
 def _with_paired_rows(upstream: type, width: int) -> Any:

@@ -75,6 +75,13 @@ OPTIONAL = {
 MAGNITUDES = ("mscale", "mscale_all_dim")
 """Optional numbers of YaRN for which 0 means unset."""
 
+WINDOW_FIELDS = (
+    *("head_dim", "v_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
+    *("sliding_window_size", "hybrid_layer_pattern", "moe_layer_freq", "rope_theta", "swa_rope_theta", "partial_rotary_factor"),
+    *("max_position_embeddings", "layernorm_epsilon", "attention_value_scale", "add_swa_attention_sink_bias", "n_group", "topk_group"),
+)
+"""Required fields of a family with windows, because the defaults of vLLM and transformers differ. `attention_value_scale` may be null."""
+
 LAYER_KINDS = ("full_attention", "linear_attention", "sliding_attention", "chunked_attention")
 """Keys under which a config defines separate rotary embeddings for each kind of layer."""
 
@@ -95,10 +102,13 @@ def rope_fields(family: Family, config: Mapping[str, object], positions: int) ->
     Raises UserError if the trainer does not support the scaling, or if a number is missing or of another type.
     """
     rope, above = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
+    if family.windows:
+        # Engines read the fields of the config itself, and no scaling.
+        rope = Fields({})
     if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
         raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
     fraction = rope.number("partial_rotary_factor", above.number("partial_rotary_factor", family.rotary_fraction))
-    if fraction != family.rotary_fraction and (family.rotary_fraction == 1.0 or family.latent):
+    if fraction != family.rotary_fraction and not family.windows and (family.rotary_fraction == 1.0 or family.latent):
         # In these families transformers ignores the field, but engines apply it.
         raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
     scaling = _scaling(family, rope, positions)
@@ -202,7 +212,9 @@ def check_supported(family: Family, fields: Fields, positions: int) -> None:
         if (value := fields.raw.get(key)) not in (None, required):
             raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; {required!r} is")
     for key, neutral in NEUTRAL.items():
-        if (value := fields.raw.get(key)) not in neutral:
+        value = fields.raw.get(key)
+        listed = family.windows and (key == "attention_chunk_size" or (key == "moe_layer_freq" and isinstance(value, list)))
+        if value not in neutral and not listed:
             raise UserError(f"model config: {key} {value!r} is not supported: the trainer would compute the model without it")
     _check_windows(family, fields, positions)
     _check_norms_and_gates(family, fields)
@@ -220,7 +232,51 @@ def _check_biases(family: Family, fields: Fields) -> None:
         )
 
 
+def _check_window_fields(family: Family, fields: Fields) -> None:
+    """Reject a config of a family with windows that vLLM and transformers read differently, or whose window layers have other heads."""
+    for key in WINDOW_FIELDS:
+        if key not in fields.raw or (fields.raw[key] is None and key != "attention_value_scale"):
+            raise UserError(f"model config: {key} is missing; {family.name} needs it, because the defaults of engines differ")
+    pattern = fields.raw["hybrid_layer_pattern"]
+    kinds = [{0: "full_attention", 1: "sliding_attention"}.get(kind) for kind in pattern] if isinstance(pattern, list) else None
+    same = {
+        "swa_num_attention_heads": fields.whole("num_attention_heads"),
+        "swa_head_dim": fields.whole("head_dim"),
+        "swa_v_head_dim": fields.whole("v_head_dim"),
+        "sliding_window": fields.whole("sliding_window_size"),
+        "layer_types": kinds,
+        "attention_bias": False,
+        "add_full_attention_sink_bias": False,
+        "routed_scaling_factor": 1,
+        "n_shared_experts": 0,
+        "moe_router_dtype": "float32",
+    }
+    for key, value in same.items():
+        if (stated := fields.raw.get(key)) not in (None, value):
+            raise UserError(f"model config: {key} {stated!r} is not supported for {family.name} with this config; {value!r} is")
+    parameters, scaling = mapping(fields.raw, "rope_parameters"), mapping(fields.raw, "rope_scaling")
+    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        raise UserError(f"model config: rope_scaling is not supported for {family.name}: vLLM ignores it")
+    for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta")):
+        own = mapping(parameters, kind) or parameters
+        for key, stated in ((theta, own.get("rope_theta")), ("partial_rotary_factor", own.get("partial_rotary_factor"))):
+            if stated not in (None, fields.raw[key]) or own.get("rope_type", "default") != "default":
+                raise UserError(f"model config: rope_parameters of {kind} differ from {key}, which vLLM reads; make them equal")
+    if int(fields.whole("head_dim") * fields.number("partial_rotary_factor", 1.0)) % 2:
+        raise UserError(
+            "model config: partial_rotary_factor makes the number of rotated dimensions odd; choose a factor with an even number"
+        )
+    if fields.whole("v_head_dim") > fields.whole("head_dim"):
+        raise UserError(f"model config: v_head_dim above head_dim is not supported for {family.name}")
+
+
 def _check_windows(family: Family, fields: Fields, positions: int) -> None:
+    layers = fields.raw.get("no_rope_layers")
+    if isinstance(layers, list) and not all(layers):
+        raise UserError("model config: no_rope_layers is not supported: every layer has rotary embeddings")
+    if family.windows:
+        _check_window_fields(family, fields)
+        return
     kinds = fields.raw.get("layer_types")
     if isinstance(kinds, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in kinds):
         raise UserError("model config: layer_types with windows are not supported: every token attends to all previous tokens")
@@ -228,9 +284,6 @@ def _check_windows(family: Family, fields: Fields, positions: int) -> None:
     unused = window in OFF or family.name in UNUSED_SLIDING_WINDOW or fields.raw.get("use_sliding_window") is False
     if not unused and (not isinstance(window, int) or window < positions):
         raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all previous tokens")
-    layers = fields.raw.get("no_rope_layers")
-    if isinstance(layers, list) and not all(layers):
-        raise UserError("model config: no_rope_layers is not supported: every layer has rotary embeddings")
 
 
 def _check_norms_and_gates(family: Family, fields: Fields) -> None:
@@ -252,6 +305,9 @@ def _check_router(family: Family, fields: Fields) -> None:
     if family.moe.router_bias:
         if (value := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
             raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; 'noaux_tc' is")
+        if fields.whole("n_group", 1) > 1 and (experts := fields.whole("num_experts_per_tok")) // fields.whole("topk_group", 1) != 2:
+            # Engines rank groups by their two best experts; Megatron by num_experts_per_tok / topk_group of them.
+            raise UserError(f"model config: topk_group with num_experts_per_tok {experts} is not supported; {experts // 2} is")
         return
     for key in ("routed_scaling_factor", "n_group", "topk_group"):
         if (value := fields.raw.get(key)) not in (*OFF, 1):

@@ -10,7 +10,7 @@ from typing import get_args
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
 from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields
-from mtpctl.families.shape import DeltaShape, DFlashShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape
+from mtpctl.families.shape import DeltaShape, DFlashShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape, WindowShape
 from mtpctl.families.unsupported import check_architecture, missing_parts
 
 DRAFTER = "drafter"
@@ -49,14 +49,19 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:
-    """The number of MTP layers in a config, 0 if it has no such field. A drafter in its own folder counts as one."""
+    """The number of MTP layers in a config; the family's default if it has no such field. A drafter in its own folder counts as one."""
     if config.get(DRAFTER):
         return 1
     for part in (config, mapping(config, "text_config")):
         for key in MTP_COUNTS:
             if part.get(key):
                 return Fields(part).whole(key)
-    return 0
+    return 0 if states_mtp_layers(config) else family_of(config).mtp_layers
+
+
+def states_mtp_layers(config: Mapping[str, object]) -> bool:
+    """Whether a config has a field with the number of MTP layers."""
+    return any(part.get(key) is not None for part in (config, mapping(config, "text_config")) for key in MTP_COUNTS)
 
 
 def stated_positions(config: Mapping[str, object]) -> int:
@@ -119,6 +124,9 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         latent=latent,
         delta=_delta(family, fields),
         layer_kinds=_layer_kinds(family, fields, layers),
+        value_dim=latent.value_dim if latent else fields.whole("v_head_dim") if family.windows else head_dim,
+        value_scale=fields.number("attention_value_scale", 1.0) if family.windows else 1.0,
+        window=_window(fields, heads) if family.windows else None,
     )
     return _with_drafter(config, family, shape) if has_drafter else shape
 
@@ -247,6 +255,18 @@ def _latent(fields: Fields) -> LatentShape:
     )
 
 
+def _window(fields: Fields, heads: int) -> WindowShape:
+    kv_heads = fields.whole("swa_num_key_value_heads")
+    if heads % kv_heads:
+        raise UserError(f"model config: num_attention_heads {heads} is not a multiple of swa_num_key_value_heads {kv_heads}")
+    return WindowShape(
+        size=fields.whole("sliding_window_size"),
+        kv_heads=kv_heads,
+        rope_theta=fields.number("swa_rope_theta", 1.0),
+        sinks=fields.switch("add_swa_attention_sink_bias", False),
+    )
+
+
 def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
     counts = [key for key in EXPERT_COUNTS if fields.raw.get(key) is not None]
     ffn = fields.whole("moe_intermediate_size")
@@ -258,6 +278,8 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
         last = fields.raw.get("moe_layer_end_index")
         end = layers - 1 if last in (None, -1) else fields.whole("moe_layer_end_index")
         dense = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
+    elif family.dense == "listed":
+        dense = frozenset(i for i, sparse in enumerate(_per_layer(fields, "moe_layer_freq", layers)) if not sparse)
     else:
         step, dense_only = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
         if not isinstance(dense_only, list):
@@ -296,13 +318,23 @@ def _delta(family: Family, fields: Fields) -> DeltaShape | None:
     )
 
 
+def _per_layer(fields: Fields, key: str, layers: int) -> list[int]:
+    values = fields.raw.get(key)
+    if not isinstance(values, list) or len(values) != layers or not all(value in (0, 1) for value in values):
+        raise UserError(f"model config: {key} must be a list of 0 or 1 for each of {layers} layers, got {values!r}")
+    return values
+
+
 def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[LayerKind, ...]:
+    if family.windows:
+        pattern = _per_layer(fields, "hybrid_layer_pattern", layers)
+        return tuple("sliding_attention" if kind else "full_attention" for kind in pattern)
     kinds: object = ["full_attention"] * layers
     if family.delta != "none":
         every = fields.whole("full_attention_interval", 4)
         alternating = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         kinds = fields.raw.get("layer_types") or alternating
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in get_args(LayerKind) for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in get_args(LayerKind)[:2] for kind in kinds):
         raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
     return tuple(kinds)
 
@@ -323,6 +355,11 @@ def unsupported_by_vllm_cpu(shape: ModelShape, dtype: str) -> Iterator[str]:
         yield (
             f"model config: kv_lora_rank and qk_rope_head_dim add up to {width}, but vLLM on a CPU supports only latent attention of "
             f"{CPU_LATENT}; set them to {CPU_LATENT - 64} and 64, or use a GPU"
+        )
+    if shape.window is not None and shape.value_dim != shape.head_dim:
+        yield (
+            f"model config: v_head_dim {shape.value_dim} differs from head_dim {shape.head_dim}, which vLLM on a CPU does not support; "
+            "make them equal, or use a GPU"
         )
 
 

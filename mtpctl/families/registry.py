@@ -16,14 +16,14 @@ class MoeFields:
     """The experts of a family.
 
     dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: the same within a range of layers,
-    and all layers outside it. softmax_bias: see `MoeShape`. unnormalised_topk: whether routing weights may have a sum other than 1
-    (`norm_topk_prob: false`).
+    and all layers outside it; listed: those with 0 in `moe_layer_freq`. softmax_bias: see `MoeShape`. unnormalised_topk: whether routing
+    weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
     shared_gate: bool
     router_bias: bool
-    dense: Literal["first", "sparse_step", "interval"]
+    dense: Literal["first", "sparse_step", "interval", "listed"]
     unnormalised_topk: bool = False
     softmax_bias: bool = False
 
@@ -35,8 +35,9 @@ class Family:
     output_biases: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
     required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
     have the field. renamed: pairs of the family's name of a config field and its usual name. head_dim: default of the config
-    field; None: the hidden size divided by the number of heads. imports: packages that vLLM imports for the family in addition to its
-    dependencies.
+    field; None: the hidden size divided by the number of heads. windows: layers may have sliding windows (MiMo-V2-Flash's fields).
+    mtp_layers: the number of MTP layers if the config has no field for it. imports: packages that vLLM imports for the family in addition
+    to its dependencies.
     """
 
     name: str
@@ -56,6 +57,8 @@ class Family:
     delta: Literal["none", "fused", "separate"] = "none"
     moe: MoeFields | None = None
     mtp: MtpConvention | None = None
+    windows: bool = False
+    mtp_layers: int = 0
     head_dim: int | None = None
     head_dim_follows_hidden: bool = False
     required_values: tuple[tuple[str, str], ...] = ()
@@ -104,6 +107,18 @@ _ERNIE_MTP = MtpConvention(
     reads_prenorm=False,
     blanks_first=True,
     dense=True,
+)
+_MIMO_V2_MTP = MtpConvention(
+    layer="model.mtp.layers.{k}.",
+    embedding_norm="model.mtp.layers.{k}.enorm.weight",
+    hidden_norm="model.mtp.layers.{k}.hnorm.weight",
+    projection="model.mtp.layers.{k}.eh_proj.weight",
+    final_norm="model.mtp.layers.{k}.final_layernorm.weight",
+    reads_prenorm=False,
+    blanks_first=False,
+    dense=True,
+    kind="sliding_attention",
+    mlp_norm="pre_mlp_layernorm",
 )
 
 EAGLE3 = MtpConvention(
@@ -231,6 +246,17 @@ FAMILIES: tuple[Family, ...] = (
         ),
         moe=MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="interval", softmax_bias=True),
         mtp=_ERNIE_MTP,
+    ),
+    Family(
+        "mimo-v2-flash",
+        ("MiMoV2FlashForCausalLM",),
+        ("mimo_v2_flash",),
+        rms_eps=1e-5,
+        windows=True,
+        renamed=(("layernorm_epsilon", "rms_norm_eps"),),
+        moe=replace(_DEEPSEEK_MOE, shared="none", dense="listed"),
+        mtp=_MIMO_V2_MTP,
+        mtp_layers=3,
     ),
     Family(
         "glm4-moe-lite",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-LayerKind = Literal["full_attention", "linear_attention"]
+LayerKind = Literal["full_attention", "linear_attention", "sliding_attention"]
 
 
 class RopeScaling(TypedDict, total=False):
@@ -37,6 +37,7 @@ class MtpConvention:
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
     `final_norm`: None if the LM head reads the layer's output directly. `dense`: the layer has a dense MLP even in a model with experts.
+    `kind`: of the layer's attention. `mlp_norm`: name of the norm before the MLP.
     """
 
     layer: str
@@ -48,6 +49,8 @@ class MtpConvention:
     blanks_first: bool
     passes_prenorm: bool = False
     dense: bool = False
+    kind: LayerKind = "full_attention"
+    mlp_norm: str = "post_attention_layernorm"
     embedding_copy: str | None = None
     head_copy: str | None = None
 
@@ -118,6 +121,20 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowShape:
+    """Attention of layers with a sliding window.
+
+    size: number of tokens that a token attends to, including itself. sinks: whether each query head has a learned score that is added to
+    the softmax's denominator (arXiv 2309.17453; as in gpt-oss).
+    """
+
+    size: int
+    kv_heads: int
+    rope_theta: float
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaShape:
     """Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5. `fp32_state`: engines store its state in fp32."""
 
@@ -132,7 +149,10 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes and conventions of one model. Widths are in elements, `max_positions` in tokens."""
+    """The sizes and conventions of one model. Widths are in elements, `max_positions` in tokens.
+
+    value_dim: width of a value head. value_scale: factor of the values.
+    """
 
     family: str
     architecture: str
@@ -159,6 +179,9 @@ class ModelShape:
     latent: LatentShape | None
     delta: DeltaShape | None
     layer_kinds: tuple[LayerKind, ...]
+    value_dim: int
+    value_scale: float = 1.0
+    window: WindowShape | None = None
     eagle3: Eagle3Shape | None = None
     dflash: DFlashShape | None = None
 
@@ -168,12 +191,16 @@ class ModelShape:
         drafter = self.eagle3 or self.dflash
         return () if drafter is None else drafter.boundaries
 
+    def kv_heads_of(self, kind: LayerKind) -> int:
+        """Number of key-value heads of a layer with softmax attention."""
+        return self.window.kv_heads if self.window is not None and kind == "sliding_attention" else self.kv_heads
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of attention of the MTP layers."""
+        return self.mtp.kind if self.mtp is not None else "full_attention"
+
     @property
     def mtp_reads_prenorm(self) -> bool:
         """Whether the first MTP layer reads the trunk's state before the final norm, as in MiMo, or after it."""
         return self.mtp is not None and self.mtp.reads_prenorm
-
-    @property
-    def full_attention_layers(self) -> int:
-        """Number of decoder layers with a key-value cache."""
-        return sum(kind == "full_attention" for kind in self.layer_kinds)

@@ -86,27 +86,29 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Named:
         yield f"{name}.bias", (rows,)
 
 
-def _layer(shape: ModelShape, prefix: str, kind: LayerKind, sparse: bool) -> Named:
+def _layer(shape: ModelShape, prefix: str, kind: LayerKind, sparse: bool, mlp_norm: str = "post_attention_layernorm") -> Named:
     yield f"{prefix}input_layernorm.weight", (shape.hidden,)
     if kind == "linear_attention":
         yield from _delta(shape, f"{prefix}linear_attn.")
     elif shape.latent:
         yield from _latent(shape, f"{prefix}self_attn.")
     else:
-        yield from _attention(shape, f"{prefix}self_attn.")
-    yield f"{prefix}post_attention_layernorm.weight", (shape.hidden,)
+        yield from _attention(shape, f"{prefix}self_attn.", kind)
+    yield f"{prefix}{mlp_norm}.weight", (shape.hidden,)
     if sparse:
         yield from _experts(shape, f"{prefix}mlp.")
     else:
         yield from _mlp(shape, f"{prefix}mlp.", shape.ffn)
 
 
-def _attention(shape: ModelShape, prefix: str) -> Named:
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def _attention(shape: ModelShape, prefix: str, kind: LayerKind) -> Named:
+    q, kv_heads = shape.heads * shape.head_dim, shape.kv_heads_of(kind)
     yield from _linear(f"{prefix}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{prefix}k_proj", kv, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{prefix}v_proj", kv, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{prefix}o_proj", shape.hidden, q)
+    yield from _linear(f"{prefix}k_proj", kv_heads * shape.head_dim, shape.hidden, shape.qkv_bias)
+    yield from _linear(f"{prefix}v_proj", kv_heads * shape.value_dim, shape.hidden, shape.qkv_bias)
+    yield from _linear(f"{prefix}o_proj", shape.hidden, shape.heads * shape.value_dim)
+    if kind == "sliding_attention" and shape.window is not None and shape.window.sinks:
+        yield f"{prefix}attention_sink_bias", (shape.heads,)
     if shape.qk_norm:
         yield f"{prefix}q_norm.weight", (shape.head_dim,)
         yield f"{prefix}k_norm.weight", (shape.head_dim,)
@@ -186,7 +188,7 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     }
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
     sparse = shape.moe is not None and not mtp.dense
-    tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), "full_attention", sparse))
+    tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))
     return tensors
 
 

@@ -81,11 +81,11 @@ UNSUPPORTED = (
         "Qwen3.6-35B-A3B",
     ),
     Unsupported(
-        "MiMo-V2",
-        ("mimo_v2_flash", "mimo_v2"),
-        ("mimo-v2",),
-        "sliding windows with attention sinks",
-        "MiMo-7B",
+        "MiMo-V2 after MiMo-V2-Flash",
+        ("mimo_v2", "mimo_v2_omni"),
+        ("mimo-v2-pro", "mimo-v2-omni", "mimo-v2.5", "mimo-v2.6"),
+        "mapping for its fused weights of queries, keys and values",
+        "MiMo-V2-Flash",
     ),
     Unsupported(
         "Nemotron-H",

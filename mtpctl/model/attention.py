@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer import MLATransformerConfig
+from copy import copy
+from dataclasses import dataclass
+
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention as UpstreamSelfAttention
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
 from mtpctl.kernels.qkv import HeadLayout, HeadNorm, Heads, apply_rotary, split_heads
 from mtpctl.model.layers import ReplicatedLinear, RMSNorm, norm_offset
 from mtpctl.model.packing import Packing
-from mtpctl.model.rope import Rope
+from mtpctl.model.rope import Rope, Rotary
 
 
 class SelfAttention(UpstreamSelfAttention):
@@ -37,12 +41,16 @@ class SelfAttention(UpstreamSelfAttention):
             self.num_attention_heads_per_partition // groups,
             self.hidden_size_per_attention_head,
             gated=config.attention_output_gate,
+            value_width=self.val_hidden_size,
         )
         norm, k_norm = self.q_layernorm, self.k_layernorm
         qk_norm = None
         if isinstance(norm, RMSNorm):
             qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
-        return split_heads(mixed.squeeze(1), layout, qk_norm, packing.rotary)
+        return split_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
+
+    def _rotary(self, packing: Packing) -> Rotary | None:
+        return packing.rotary
 
     def _shared_heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
         """Heads if tensor-parallel ranks share a key-value head. Upstream selects and norms this rank's queries."""
@@ -52,6 +60,61 @@ class SelfAttention(UpstreamSelfAttention):
         if packing.rotary is not None:
             queries, keys = (apply_rotary(x, *packing.rotary) for x in (queries, keys))
         return Heads(queries, keys, values, gates[0] if gated else queries[:, :0])
+
+
+@dataclass(frozen=True)
+class ValueForm:
+    """How a layer of `WindowAttention` differs from grouped-query attention.
+
+    kv_heads: number of key-value heads. value_width, value_scale: width and factor of values. is_window: whether the layer uses the rotary
+    embedding of window layers.
+    """
+
+    kv_heads: int
+    value_width: int
+    value_scale: float
+    is_window: bool
+
+
+class WindowAttention(SelfAttention):
+    """Grouped-query attention whose values have another width than keys, and a factor, in models with window layers (MiMo-V2-Flash).
+
+    The window and the sinks are in `core_attention`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: object, form: ValueForm, **kwargs: object
+    ) -> None:
+        config = copy(config)
+        config.num_query_groups = form.kv_heads
+        super().__init__(config, submodules, *args, **kwargs)
+        self.form, self.val_hidden_size = form, form.value_width
+        column, row = submodules.linear_qkv, submodules.linear_proj
+        keys, values = form.kv_heads * self.hidden_size_per_attention_head, form.kv_heads * form.value_width
+        shared = {"config": config, "bias": False, "is_expert": False, "tp_group": self.pg_collection.tp}
+        self.linear_qkv = column(
+            config.hidden_size,
+            self.query_projection_size + keys + values,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **shared,
+        )
+        self.linear_proj = row(
+            config.num_attention_heads * form.value_width,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **shared,
+        )
+
+    def _heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
+        heads = super()._heads(hidden_states, packing)
+        return heads if self.form.value_scale == 1 else heads._replace(values=heads.values * self.form.value_scale)
+
+    def _rotary(self, packing: Packing) -> Rotary | None:
+        return packing.window_rotary if self.form.is_window else packing.rotary
 
 
 class PackedRotary:

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerL
 
 from mtpctl.errors import UserError
 from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
-from mtpctl.model.attention import LatentAttention, SelfAttention
+from mtpctl.model.attention import LatentAttention, SelfAttention, ValueForm, WindowAttention
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.dflash import BlockAttention, BlockDrafter
@@ -34,7 +34,7 @@ from mtpctl.model.eagle3 import BoundaryStates, Eagle3Layer, PairedColumnParalle
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
 from mtpctl.model.layers import ColumnParallelLinear, GatedMlp, GatedRMSNorm, LayerNormColumnParallelLinear, RMSNorm, RowParallelLinear
-from mtpctl.model.rope import rope_of
+from mtpctl.model.rope import rope_of, window_rope_of
 from mtpctl.model.router import DecoderLayer, Router, number_moe_layers, use_softmax_scores
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
@@ -111,7 +111,7 @@ def complete_config(
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    if shape.delta:
+    if shape.delta or shape.window:
         # Checkpoints do not stack layers of different kinds.
         settings["hetereogenous_dist_checkpoint"] = True
     if config.moe_router_num_groups == 1:
@@ -149,6 +149,9 @@ def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
 
 
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:
+    if shape.window:
+        # Their ranks cannot share a key-value head.
+        return {"attention heads": shape.heads, "full layers' key-value heads": shape.kv_heads, "window layers'": shape.window.kv_heads}
     counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
@@ -168,7 +171,7 @@ def layer_spec(
     kind: LayerKind = "full_attention",
     module: type[TransformerLayer] = TransformerLayer,
 ) -> ModuleSpec:
-    """One transformer layer: grouped-query, latent or linear attention, and a dense MLP or, if `sparse`, a mixture of experts."""
+    """One transformer layer: grouped-query, window, latent or linear attention, and a dense MLP or, if `sparse`, a mixture of experts."""
     experts = sparse and shape.moe is not None
     return ModuleSpec(
         module=module,
@@ -199,6 +202,8 @@ def _experts() -> MlpBuilder:
 def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:
     if kind == "linear_attention":
         return _delta_net()
+    if shape.window is not None:
+        return _window_attention(shape, kind)
     return _latent_attention(shape.latent) if shape.latent else _attention(config)
 
 
@@ -213,6 +218,22 @@ def _attention(config: TransformerConfig, *, eagle3: bool = False) -> ModuleSpec
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _window_attention(shape: ModelShape, kind: LayerKind) -> ModuleSpec:
+    window = shape.window if kind == "sliding_attention" else None
+    form = ValueForm(shape.kv_heads_of(kind), shape.value_dim, shape.value_scale, is_window=window is not None)
+    return ModuleSpec(
+        module=WindowAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "form": form},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=LayerNormColumnParallelLinear,
+            core_attention=partial(PackedAttention, window=window.size, sinks=window.sinks) if window else PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
+            k_layernorm=IdentityOp,
         ),
     )
 
@@ -259,7 +280,7 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
     if shape.dflash is not None:
         params = {"dflash": shape.dflash, "layer": _block_layer()}
         return MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=BlockDrafter, params=params)])
-    inner = layer_spec(config, shape, sparse=shape.eagle3 is None and not shape.mtp.dense)
+    inner = layer_spec(config, shape, sparse=shape.eagle3 is None and not shape.mtp.dense, kind=shape.mtp_kind)
     if shape.eagle3 is not None:
         inner.submodules.self_attention = _attention(config, eagle3=True)
     layer = ModuleSpec(
@@ -314,7 +335,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         position_embedding_type="rope",
         mtp_block_spec=mtp_spec(config, shape),
     )
-    model.use_rope(rope_of(shape).on(torch.device(torch.cuda.current_device())))
+    device, window_rope = torch.device(torch.cuda.current_device()), window_rope_of(shape)
+    model.use_rope(rope_of(shape).on(device), None if window_rope is None else window_rope.on(device))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
     if shape.moe is not None and shape.moe.softmax_bias:

@@ -125,6 +125,7 @@ class MtpModel(GPTModel):
     boundary_states: BoundaryStates | None = None
     block_drafter: BlockDrafter | None = None
     rope: Rope
+    window_rope: Rope | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -145,9 +146,9 @@ class MtpModel(GPTModel):
         if self.mtp_process:
             self.decoder.final_layernorm.register_forward_pre_hook(self._save_prenorm)
 
-    def use_rope(self, rope: Rope) -> None:
-        """Use this rotary embedding in every attention layer."""
-        self.rope = rope
+    def use_rope(self, rope: Rope, window_rope: Rope | None = None) -> None:
+        """Use this rotary embedding in every attention layer, except in window layers if they have their own."""
+        self.rope, self.window_rope = rope, window_rope
         for module in self.modules():
             if isinstance(module, LatentAttention):
                 module.use_rope(rope)
@@ -161,7 +162,7 @@ class MtpModel(GPTModel):
         depths: number of MTP depths to compute; with 0, the MTP head is not used.
         """
         position_ids = packing.position_ids
-        packing.rotary = self._rotary(position_ids)
+        packing.rotary, packing.window_rotary = self._rotary(position_ids), self._window_rotary(position_ids)
         embedded = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
         padding = self._padding(packing)
         if self.boundary_states is not None and depths:
@@ -188,6 +189,9 @@ class MtpModel(GPTModel):
     def _rotary(self, position_ids: Tensor) -> Rotary | None:
         return None if self.config.multi_latent_attention else self.rope.rotary(position_ids)
 
+    def _window_rotary(self, position_ids: Tensor) -> Rotary | None:
+        return None if self.window_rope is None else self.window_rope.rotary(position_ids)
+
     def _mtp(self, state: Tensor, input_ids: Tensor, packing: Packing, depths: int) -> list[Tensor]:
         """States of the first `depths` depths, as inputs of the LM head.
 
@@ -206,7 +210,10 @@ class MtpModel(GPTModel):
             if self.mtp_masks_first_embedding and (depth == 0 or not repeated):
                 first = self._sequence_part(position_ids == 0)
                 embedded = embedded.masked_fill(first[:, None, None], 0.0)
-            here = packing.at_depth(position_ids + depth, self._rotary(position_ids + depth), earlier) if repeated else packing
+            here = packing
+            if repeated:
+                positions = position_ids + depth
+                here = packing.at_depth(positions, self._rotary(positions), earlier, self._window_rotary(positions))
             head_state, state = layers[min(depth, len(layers) - 1)](state, embedded, here, self._padding(packing))
             states.append(head_state)
         return states

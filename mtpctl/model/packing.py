@@ -62,7 +62,7 @@ class Packing(PackedSeqParams):
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: queries and keys of each part on this rank. sample_lengths: of all samples of the row. ranks: CP ranks that share the row.
     padding_tokens: number of padding tokens at the end of the row.
-    rotary: rotation of queries and keys; None for latent attention, which rotates them itself.
+    rotary: rotation of queries and keys; None for latent attention, which rotates them itself. window_rotary: that of layers with a window.
     earlier: keys and values of earlier depths, while the depths of a repeated MTP layer are computed.
     routes: uint8 or int16 [t, MoE layers, k], experts to replay for tokens with `routed` [t] set. None: routers select all experts.
     recorded: None, or a dictionary in which each MoE layer of this rank stores its tokens' experts [t, k] under its index.
@@ -77,6 +77,7 @@ class Packing(PackedSeqParams):
     ranks: int = 1
     padding_tokens: int = 0
     rotary: Rotary | None = None
+    window_rotary: Rotary | None = None
     earlier: EarlierDepths | None = None
     routes: Tensor | None = None
     routed: Tensor | None = None
@@ -200,9 +201,9 @@ class Packing(PackedSeqParams):
             for g in _groups(*self.lengths, widths)
         ]
 
-    def at_depth(self, position_ids: Tensor, rotary: Rotary | None, earlier: EarlierDepths) -> Packing:
+    def at_depth(self, position_ids: Tensor, rotary: Rotary | None, earlier: EarlierDepths, window_rotary: Rotary | None = None) -> Packing:
         """The same tokens at other positions, for attention that appends to `earlier` depths."""
-        return replace(self, position_ids=position_ids, rotary=rotary, earlier=earlier)
+        return replace(self, position_ids=position_ids, rotary=rotary, window_rotary=window_rotary, earlier=earlier)
 
     def with_rotary(self, rotary: Rotary | None) -> Packing:
         """The same tokens with another rotation of queries and keys."""

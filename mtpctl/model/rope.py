@@ -47,6 +47,11 @@ class Rope:
         return position_ids[:, None].float() * self.inverse_frequencies
 
 
+def window_rope_of(shape: ModelShape) -> Rope | None:
+    """The rotary embedding of a model's window layers, None if it has none."""
+    return None if shape.window is None else rope_of(replace(shape, rope_theta=shape.window.rope_theta))
+
+
 def rope_of(shape: ModelShape) -> Rope:
     """The rotary embedding of a model, with the scaling of its config."""
     dims = shape.latent.rope_dim if shape.latent else int(shape.head_dim * shape.rotary_fraction)

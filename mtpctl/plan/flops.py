@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from mtpctl.families.shape import ModelShape
+from mtpctl.families.shape import LayerKind, ModelShape
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations per weight and token: one multiplication and one addition in each of the three products."""
@@ -27,11 +27,11 @@ def card_peak(card: str) -> float | None:
     return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
 
 
-def attention_weights(shape: ModelShape) -> int:
-    """Matrix weights of one layer's full attention, grouped-query or latent."""
+def attention_weights(shape: ModelShape, kind: LayerKind = "full_attention") -> int:
+    """Matrix weights of one layer's softmax attention, grouped-query or latent."""
     if (latent := shape.latent) is None:
-        queries = shape.heads * (2 if shape.gated_attention else 1)
-        return shape.hidden * shape.head_dim * (shape.heads + queries + 2 * shape.kv_heads)
+        queries, kv_heads = shape.heads * (2 if shape.gated_attention else 1), shape.kv_heads_of(kind)
+        return shape.hidden * (shape.head_dim * (queries + kv_heads) + shape.value_dim * (shape.heads + kv_heads))
     width = shape.heads * (latent.nope_dim + latent.rope_dim)
     queries = shape.hidden * width if latent.q_rank is None else latent.q_rank * (shape.hidden + width)
     keys_and_values = shape.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * shape.heads * (
@@ -63,16 +63,18 @@ def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
 def trunk_weights(shape: ModelShape) -> int:
     """Weights of the decoder layers that a token uses: of the experts, only those that it is routed to."""
     dense = shape.moe.dense_layers if shape.moe else range(shape.layers)
-    weights = shape.full_attention_layers * attention_weights(shape)
-    if linear := shape.layers - shape.full_attention_layers:
-        weights += linear * delta_weights(shape)
+    weights = sum(delta_weights(shape) if kind == "linear_attention" else attention_weights(shape, kind) for kind in shape.layer_kinds)
     return weights + sum(mlp_weights(shape, sparse=layer not in dense) for layer in range(shape.layers))
 
 
-def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
-    """Forward operations of one layer's causal attention over samples of these lengths; causal masking halves them."""
-    values = shape.latent.value_dim if shape.latent else shape.head_dim
-    return sum(2 * shape.heads * (shape.head_dim + values) * length * length // 2 for length in lengths)
+def attention_flops(shape: ModelShape, lengths: Sequence[int], kind: LayerKind = "full_attention") -> int:
+    """Forward operations of one layer's softmax attention over samples of these lengths; causal masking halves full attention."""
+    pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)
+    if kind == "sliding_attention" and shape.window is not None:
+        # The first tokens of a sample have fewer keys.
+        sizes = [(length, min(length, shape.window.size)) for length in lengths]
+        return sum(pair * (length * size - size * (size - 1) // 2) for length, size in sizes)
+    return sum(pair * length * length // 2 for length in lengths)
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool) -> int:
@@ -82,12 +84,13 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     head computes no gradient of the LM head's weight. Of the experts, only those that a token is routed to count.
     """
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
-    tokens, full = sum(lengths), shape.full_attention_layers + len(mtp_rows)
-    weights = trunk_weights(shape)
+    tokens, weights = sum(lengths), trunk_weights(shape)
+    kinds = [*shape.layer_kinds, *[shape.mtp_kind] * len(mtp_rows)]
     sparse = shape.moe is not None and not (shape.mtp is not None and shape.mtp.dense)
-    mtp_layer = attention_weights(shape) + mlp_weights(shape, sparse=sparse) + 2 * shape.hidden * shape.hidden
+    mtp_layer = attention_weights(shape, shape.mtp_kind) + mlp_weights(shape, sparse=sparse) + 2 * shape.hidden * shape.hidden
     weights += len(mtp_rows) * mtp_layer
-    flops = whole * tokens * weights + 3 * full * attention_flops(shape, lengths)
+    flops = whole * tokens * weights
+    flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - {"linear_attention"})
     flops += whole * rows * shape.hidden * shape.vocab
     draft = whole - _WEIGHT_GRADIENT if isolated else whole
     return flops + sum(draft * n * shape.hidden * shape.vocab for n in mtp_rows)

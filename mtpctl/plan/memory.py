@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtpctl.families.shape import ModelShape
+from mtpctl.families.shape import LayerKind, ModelShape
 from mtpctl.plan.buckets import adapted_weights
 from mtpctl.plan.placement import engine_memory_share, shares_card
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
@@ -65,9 +65,10 @@ class TrainerMemory:
 class EngineMemory:
     """Bytes on one rank of a rollout engine.
 
-    kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state of one
-    sequence, which does not depend on its length. states: the state of all sequences in flight, which is part of the cache. reserve: memory
-    of an engine that shares its card for everything else (`engine_reserve`); vLLM measures that of an engine that has the card to itself.
+    kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state and the
+    windows of one sequence, which do not depend on its length. states: the state of all sequences in flight, which is part of the cache.
+    reserve: memory of an engine that shares its card for everything else (`engine_reserve`); vLLM measures that of an engine that has the
+    card to itself.
     """
 
     weights: int
@@ -117,7 +118,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
     weights = stage.parameters * width
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
     cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
-    state = _sequence_state(recipe, shape, width)
+    state = _sequence_state(recipe, shape, width) + _window_cache(shape, rollout.tp, width, drafting=drafting)
     if cache is None and recipe.device == "cpu":
         context = min(rollout.context or shape.max_positions, shape.max_positions)
         cache = max(CPU_KV_CACHE_BYTES, context * per_token + state)
@@ -202,10 +203,23 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
     """Bytes of one token's key-value cache on one rank. Latent attention's cache is replicated on all ranks."""
-    layers = shape.full_attention_layers + (shape.mtp_layers if drafting else 0)
+    layers = _layers(shape, "full_attention", drafting=drafting)
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
-    return layers * 2 * max(1, shape.kv_heads // tp) * shape.head_dim * width
+    return layers * max(1, shape.kv_heads // tp) * (shape.head_dim + shape.value_dim) * width
+
+
+def _window_cache(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
+    """Bytes of the key-value cache of one sequence's windows on one rank, in all layers that have one."""
+    if (window := shape.window) is None:
+        return 0
+    token = max(1, window.kv_heads // tp) * (shape.head_dim + shape.value_dim) * width
+    return _layers(shape, "sliding_attention", drafting=drafting) * window.size * token
+
+
+def _layers(shape: ModelShape, kind: LayerKind, *, drafting: bool) -> int:
+    """Number of layers of this kind of attention, with the MTP layers if the engine drafts."""
+    return shape.layer_kinds.count(kind) + (shape.mtp_layers if drafting and shape.mtp_kind == kind else 0)
 
 
 def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
@@ -222,7 +236,7 @@ def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
     fp32 = dtype == "float32" or (dtype == "auto" and delta.fp32_state)
     convolved = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1 + drafts)
     state = delta.value_heads * delta.value_dim * delta.key_dim
-    layers = shape.layers - shape.full_attention_layers
+    layers = shape.layer_kinds.count("linear_attention")
     copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
     return copies * layers * (convolved * width + state * (4 if fp32 else width)) // rollout.tp
 
@@ -230,10 +244,12 @@ def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
 def _attention_width(shape: ModelShape) -> float:
     if shape.latent:
         return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    q, kv = shape.heads * shape.head_dim, max(map(shape.kv_heads_of, shape.layer_kinds)) * shape.head_dim
+    # Narrower values are padded for the kernel, and the narrower output is copied.
+    copied = shape.heads * shape.value_dim if shape.value_dim != shape.head_dim else 0
     # QK norms save the tensor that the heads are split from. An output gate saves itself and its input.
     mixed = q + 2 * kv + (q if shape.gated_attention else 0)
-    return 2 * q + 2 * kv + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
+    return 2 * q + 2 * kv + copied + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
 
 
 def _ffn_width(shape: ModelShape) -> float:
@@ -353,8 +369,9 @@ def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
             "linear_kv_up_proj": (latent.kv_rank, kv),
             "linear_proj": (hidden, shape.heads * latent.value_dim),
         }
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {"linear_qkv": (hidden, q * (2 if shape.gated_attention else 1) + 2 * kv), "linear_proj": (hidden, q)}
+    kv = shape.kv_heads_of(shape.layer_kinds[layer]) * (shape.head_dim + shape.value_dim)
+    queries = shape.heads * shape.head_dim * (2 if shape.gated_attention else 1)
+    return {"linear_qkv": (hidden, queries + kv), "linear_proj": (hidden, shape.heads * shape.value_dim)}
 
 
 @dataclass(frozen=True, slots=True)

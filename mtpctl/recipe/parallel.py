@@ -38,6 +38,10 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
     A vocabulary that tp does not divide is padded. If there are fewer key-value heads than ranks, neighboring ranks share one.
     """
     counts = {"attention heads": shape.heads, KV_HEADS: shape.kv_heads}
+    if shape.window:
+        # Ranks cannot share a key-value head of these models.
+        counts = {"attention heads": shape.heads, "key-value heads of full attention": shape.kv_heads}
+        counts["key-value heads of window attention"] = shape.window.kv_heads
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
     counts |= {"ffn width": shape.ffn} if shape.ffn else {}

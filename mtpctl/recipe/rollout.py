@@ -397,8 +397,9 @@ def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
 def check_tp(tp: int, shape: ModelShape) -> Complaints:
     """Report a tensor-parallel size that does not split the attention heads."""
     yield from check_divides(tp, {"attention heads": shape.heads}, "rollout.tp")
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        yield f"rollout.tp: {tp} neither divides {shape.kv_heads} key-value heads nor is a multiple of them"
+    for kv_heads in sorted({shape.kv_heads, shape.kv_heads_of("sliding_attention")}):
+        if kv_heads % tp and tp % kv_heads:
+            yield f"rollout.tp: {tp} neither divides {kv_heads} key-value heads nor is a multiple of them"
 
 
 def check_engine_device(recipe: Recipe) -> Complaints:

@@ -121,6 +121,8 @@ def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         return
     if not rollout.traits.adapters:
         yield "sync.sections: adapter works with rollout.engine: vllm; replace it by target, which sends merged weights"
+    if shape is not None and shape.window is not None:
+        yield f"sync.sections: vLLM has no adapters for {shape.family}; replace adapter by target, which sends merged weights"
     limit = rollout.engine_args.get("max_lora_rank", VLLM_ADAPTER_RANKS[-1])
     if isinstance(limit, int) and lora.rank > limit:
         source = "vLLM" if "max_lora_rank" not in rollout.engine_args else "rollout.engine_args.max_lora_rank"

@@ -154,6 +154,39 @@ def test_ernie(tmp_path: Path, case: str) -> None:
     check(tmp_path, drafter, blank_first=True, passes_prenorm=True)
 
 
+class WindowDrafter(Drafter):
+    """A layer with a sliding window and its own rotary embedding."""
+
+    def _through(self, x: Tensor) -> Tensor:
+        positions = torch.arange(len(x))
+        back = positions[:, None] - positions
+        mask = torch.zeros(back.shape).masked_fill((back < 0) | (back >= self.config.sliding_window), float("-inf"))[None, None]
+        embeddings = self.model.model.rotary_emb(x[None], positions[None], "sliding_attention")
+        out: Tensor = self.layer(x[None], attention_mask=mask, position_ids=positions[None], position_embeddings=embeddings)[0]
+        return out
+
+
+@pytest.mark.parametrize("case", ["mimo-v2-flash", "mimo-v2-flash-groups"])
+def test_mimo_v2_flash(tmp_path: Path, case: str) -> None:
+    """A dense layer with a window, sinks, and the key-value heads of the trunk's window layers."""
+    from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashDecoderLayer
+
+    model = hf_model(*CASES[case], tmp_path)
+    config = model.config
+    window_layers = zip(config.layer_types, config.mlp_layer_types, strict=True)
+    drafter = WindowDrafter(model, MiMoV2FlashDecoderLayer(config, list(window_layers).index(("sliding_attention", "dense"))))
+    renamed = {"self_attn.sinks": "self_attn.attention_sink_bias", "post_attention_layernorm.weight": "pre_mlp_layernorm.weight"}
+    pieces = {
+        "enorm.weight": drafter.embedding_norm,
+        "hnorm.weight": drafter.hidden_norm,
+        "eh_proj.weight": drafter.projection,
+        "final_layernorm.weight": drafter.final_norm,
+    }
+    inside = {renamed.get(name, name): value for name, value in layer_tensors(drafter.layer).items()}
+    add_to_folder(tmp_path, {f"model.mtp.layers.0.{name}": value for name, value in (pieces | inside).items()}, num_nextn_predict_layers=1)
+    check(tmp_path, drafter, blank_first=False)
+
+
 QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen3_5"), "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5Moe")}
 
 

@@ -93,6 +93,42 @@ ERNIE4_5_MOE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 
+MIMO_V2_FLASH = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "v_head_dim": 10,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 12,
+    "swa_v_head_dim": 10,
+    "sliding_window": 5,
+    "sliding_window_size": 5,
+    "attention_chunk_size": 5,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "moe_layer_freq": [0, 1, 0, 1],
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+    "attention_value_scale": 0.707,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "rope_theta": 50000.0,
+    "swa_rope_theta": 1000.0,
+    "partial_rotary_factor": 0.334,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.334},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.334},
+    },
+    "layernorm_epsilon": 1e-5,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+
 QWEN3_NEXT = QWEN3_MOE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,
@@ -137,6 +173,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5-moe-interval": (
         "Ernie4_5_Moe",
         ERNIE4_5_MOE | {"moe_layer_interval": 2, "moe_layer_end_index": 2, "moe_num_shared_experts": 0, "tie_word_embeddings": True},
+    ),
+    "mimo-v2-flash": ("MiMoV2Flash", MIMO_V2_FLASH),
+    "mimo-v2-flash-groups": (
+        "MiMoV2Flash",
+        MIMO_V2_FLASH | {"n_group": 3, "topk_group": 1, "v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None},
     ),
     "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "glm4-moe-lite-one-group": (

@@ -118,6 +118,39 @@ GLM4_MOE_LITE: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",
 }
+MIMO_V2_FLASH: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "rms_norm_eps"},
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "num_hidden_layers": 3,
+    "v_head_dim": 32,
+    "swa_num_attention_heads": 3,
+    "swa_num_key_value_heads": 3,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 32,
+    "hybrid_layer_pattern": [0, 1, 1],
+    "sliding_window": 7,
+    "sliding_window_size": 7,
+    "attention_chunk_size": 7,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "attention_value_scale": 0.707,
+    "swa_rope_theta": 1000.0,
+    "partial_rotary_factor": 0.334,
+    "layernorm_epsilon": 1e-6,
+    "moe_layer_freq": [0, 1, 1],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "n_group": 2,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": None,
+    "n_shared_experts": None,
+    "num_nextn_predict_layers": 1,
+}
 ERNIE4_5_MOE: dict[str, Any] = {
     **SIZES,
     "architectures": ["Ernie4_5_MoeForCausalLM"],
@@ -175,6 +208,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "glm4-moe": GLM4_MOE,
     "glm4-moe-lite": GLM4_MOE_LITE,
     "ernie4.5-moe": ERNIE4_5_MOE,
+    "mimo-v2-flash": MIMO_V2_FLASH,
     "llama with EAGLE-3": LLAMA_EAGLE3,
     "qwen3 with EAGLE-3": QWEN3_EAGLE3,
     "qwen3-moe with EAGLE-3": QWEN3_MOE_EAGLE3,
@@ -189,8 +223,10 @@ _PUBLISHED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_no
 ON_CARDS = TOYS | {
     "deepseek-v3": DEEPSEEK_V3 | _PUBLISHED_HEADS,
     "glm4-moe-lite": GLM4_MOE_LITE | _PUBLISHED_HEADS | {"qk_nope_head_dim": 192, "v_head_dim": 256},
+    "mimo-v2-flash": MIMO_V2_FLASH | {"head_dim": 96, "swa_head_dim": 96, "v_head_dim": 64, "swa_v_head_dim": 64},
 }
-"""The same for a card, where vLLM's latent attention takes the published widths of a head and 16 heads or more."""
+"""The same for a card, where vLLM's latent attention takes the published widths of a head and 16 heads or more, and values may be narrower
+than keys."""
 
 SERVED = [
     (family, dtype)

@@ -26,6 +26,7 @@ HEADLESS: dict[str, dict[str, Any]] = {
         if "DFlash" not in name
     },
 }
+HEADLESS["mimo-v2-flash"]["num_nextn_predict_layers"] = 0  # without the field it has three
 KINDS = dict.fromkeys(HEADLESS, "mtp") | dict.fromkeys(("llama", "qwen3", "qwen3-moe"), "eagle3")
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mtpctl.families.reading import shape_of
-from mtpctl.model.rope import rope_of
+from mtpctl.model.rope import rope_of, window_rope_of
 from tests.fakes.toys import SIZES, TOYS
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{family: config for family, config in TOYS.items() if "drafter" not in config},
+    **{family: config for family, config in TOYS.items() if "drafter" not in config and "swa_rope_theta" not in config},
     "qwen2": {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     "llama": {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -108,6 +108,23 @@ def test_a_converted_config_keeps_the_positions_of_its_source() -> None:
 
     config = {**CONFIGS["llama"], "rope_scaling": LINEAR}
     assert written_config(config, torch.bfloat16, mtp_layers=0)["max_position_embeddings"] == config["max_position_embeddings"]
+
+
+def test_window_layers_have_their_own_rotary_embedding() -> None:
+    from transformers.models.mimo_v2_flash.configuration_mimo_v2_flash import MiMoV2FlashConfig
+    from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashRotaryEmbedding
+
+    config = deepcopy(TOYS["mimo-v2-flash"])
+    shape = shape_of(config)
+    thetas = {"full_attention": config["rope_theta"], "sliding_attention": config["swa_rope_theta"]}
+    parameters = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334} for kind, theta in thetas.items()}
+    kinds = list(shape.layer_kinds)
+    reference = MiMoV2FlashRotaryEmbedding(MiMoV2FlashConfig(**config, rope_parameters=parameters, layer_types=kinds))
+    window = window_rope_of(shape)
+    assert window is not None
+    torch.testing.assert_close(rope_of(shape).inverse_frequencies, reference.full_attention_inv_freq, rtol=2e-6, atol=0)
+    torch.testing.assert_close(window.inverse_frequencies, reference.sliding_attention_inv_freq, rtol=2e-6, atol=0)
+    assert shape_of({**config, "rope_parameters": parameters, "layer_types": kinds}) == shape
 
 
 @pytest.mark.parametrize("family", CONFIGS)

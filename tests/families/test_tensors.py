@@ -59,6 +59,30 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+WINDOWS: dict[str, Any] = {
+    **{name: value for name, value in ROUTED.items() if name not in ("n_shared_experts", "first_k_dense_replace")},
+    "head_dim": 32,
+    "v_head_dim": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 24,
+    "sliding_window": 9,
+    "sliding_window_size": 9,
+    "hybrid_layer_pattern": [0, 1, 0],
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "moe_layer_freq": [0, 1, 1],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "add_swa_attention_sink_bias": True,
+    "rope_theta": 5000000.0,
+    "swa_rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "layernorm_epsilon": 1e-5,
+}
 
 VISION: dict[str, Any] = {
     "depth": 1,
@@ -85,6 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_Moe",
         {**ERNIE, "moe_layer_start_index": 0, "moe_layer_interval": 2, "tie_word_embeddings": False},
     ),
+    "mimo-v2-flash": ("MiMoV2Flash", WINDOWS),
     "qwen3-next": ("Qwen3Next", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
     "qwen3.5": ("Qwen3_5Text", {"head_dim": 32, **DELTA}),
     "qwen3.5-moe": ("Qwen3_5MoeText", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
@@ -257,6 +282,29 @@ def test_parameters_of_ernie_equal_those_that_transformers_and_vllm_allocate() -
     assert counts["total"] - counts["mtp"] == sum(parameter.numel() for parameter in trunk.parameters()) == 21_825_437_888
     hidden = trunk.config.hidden_size
     assert counts["mtp"] == sum(parameter.numel() for parameter in layer.parameters()) + 2 * hidden + 2 * hidden**2
+
+
+def test_parameters_of_mimo_v2_flash_equal_those_that_transformers_and_vllm_allocate() -> None:
+    """The published sizes: the trunk of transformers; and for each of vLLM's MTP layers a window layer with a dense MLP, three norms and a
+    projection. Xiaomi states 309B."""
+    import torch
+    import transformers
+    from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashDecoderLayer
+
+    fields = hub_config("XiaomiMiMo/MiMo-V2-Flash")
+    counts = count_parameters(shape_of(fields))
+    with torch.device("meta"):
+        config = transformers.MiMoV2FlashConfig(**fields)
+        trunk = transformers.AutoModelForCausalLM.from_config(config)
+        config.mlp_layer_types = ["dense"] * 48
+        layer = MiMoV2FlashDecoderLayer(config, config.layer_types.index("sliding_attention"))
+    # The router's bias is a buffer of transformers.
+    biases = sum(buffer.numel() for name, buffer in trunk.named_buffers() if name.endswith("e_score_correction_bias"))
+    trunk_size = sum(parameter.numel() for parameter in trunk.parameters()) + biases
+    assert counts["total"] - counts["mtp"] == trunk_size
+    assert round(trunk_size / 1e9) == 309
+    hidden = config.hidden_size
+    assert counts["mtp"] == 3 * (sum(parameter.numel() for parameter in layer.parameters()) + 3 * hidden + 2 * hidden**2)
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 7])

@@ -7,8 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.flops import attention_flops, card_peak, step_flops
+from mtpctl.families.tensors import tensor_shapes
+from mtpctl.plan.flops import attention_flops, attention_weights, card_peak, step_flops
 
 CONFIG = Qwen2Config(
     vocab_size=96,
@@ -63,3 +65,20 @@ def test_an_isolated_drafter_computes_no_gradient_of_the_head() -> None:
 )
 def test_card_peaks_are_found_by_name(card: str, peak: float | None) -> None:
     assert card_peak(card) == peak
+
+
+def test_window_attention_counts_its_own_weights_and_pairs_within_the_window() -> None:
+    shape, lengths = shape_of(hub_config("XiaomiMiMo/MiMo-V2-Flash")), [1, 100, 128, 129, 1000]
+    pairs = sum(min(token + 1, 128) for length in lengths for token in range(length))
+    assert attention_flops(shape, lengths, "sliding_attention") == 2 * 64 * (192 + 128) * pairs
+    tensors = tensor_shapes(shape)
+    for layer, kind in ((0, "full_attention"), (1, "sliding_attention")):
+        matrices = [size for name, size in tensors.items() if name.startswith(f"model.layers.{layer}.self_attn.") and len(size) == 2]
+        assert attention_weights(shape, kind) == sum(rows * columns for rows, columns in matrices)  # type: ignore[arg-type]
+
+
+def test_only_layers_with_softmax_attention_have_pairs_of_tokens() -> None:
+    shape = shape_of(hub_config("XiaomiMiMo/MiMo-V2-Flash"))
+    one, two = (step_flops(shape, lengths, 0, [0, 0, 0], isolated=True) for lengths in ([2048], [1024, 1024]))
+    by_kind = {kind: attention_flops(shape, [2048], kind) - attention_flops(shape, [1024, 1024], kind) for kind in set(shape.layer_kinds)}
+    assert one - two == 3 * (9 * by_kind["full_attention"] + (39 + 3) * by_kind["sliding_attention"])

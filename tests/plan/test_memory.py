@@ -263,6 +263,14 @@ def test_kv_cache_bytes_per_token() -> None:
     assert engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
 
 
+def test_windows_take_cache_for_each_sequence_instead_of_each_token() -> None:
+    shape = shape_of(hub_config("XiaomiMiMo/MiMo-V2-Flash"))
+    assert kv_bytes_per_token(shape, 2, 2, drafting=True) == 9 * 2 * (192 + 128) * 2
+    memory = engine_memory(recipe("rollout.tp=4", name="mimo_v2_flash_mtp"), shape)
+    assert memory.sequence_state == (39 + 3) * 128 * 2 * (192 + 128) * 2
+    assert memory.states == 64 * memory.sequence_state
+
+
 def test_the_default_cache_on_a_cpu_fits_one_sample_of_full_length() -> None:
     recipe = load_recipe("tiny_mtp", sets=["rollout.kv_cache_bytes=null"]).recipe
     short = engine_memory(recipe, shape_of(recipe.model.config or {}))

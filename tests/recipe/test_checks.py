@@ -62,6 +62,7 @@ def test_our_overlays_fit(path: Path) -> None:
     # Toys of a family go on top of `toy`; what is not named here fits the small model.
     of = {"h200": "mimo7b_mtp", "qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_qwen3_5": "qwen3_5_35b_a3b_mtp"}
     of |= {"toy_glm4_7_flash": "glm4_7_flash_mtp", "toy_glm4": "glm4_5_air_mtp", "toy_ernie4_5": "ernie4_5_21b_a3b_mtp"}
+    of["toy_mimo_v2"] = "mimo_v2_flash_mtp"
     recipe = next((name for start, name in of.items() if path.stem.startswith(start)), "mimo_small_mtp")
     below = ["toy"] if path.stem.startswith("toy_") else []
     validate(load_recipe(recipe, overlays=[*below, path]).recipe)
@@ -73,6 +74,7 @@ MOE_RECIPES = [
     ["glm4_5_air_mtp"],
     ["glm4_7_flash_mtp"],
     ["ernie4_5_21b_a3b_mtp"],
+    ["mimo_v2_flash_mtp"],
 ]
 
 
@@ -83,7 +85,8 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
     check_fits(recipe, shape)
     assert trainer_memory(recipe, shape).total <= 0.9 * recipe.cluster.gpu_gib * GIB
     assert engine_memory(recipe, shape).kv_tokens >= 4 * recipe.rollout.context
-    assert place(recipe).gpus == recipe.cluster.gpus_per_node
+    hosts = 2 if names == ["mimo_v2_flash_mtp"] else 1
+    assert place(recipe).gpus == hosts * recipe.cluster.gpus_per_node
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.fakes.tiny import GENTLE, assert_close, drawn_routes, engine, gradien
 from tests.fakes.toys import TOYS, toy_folder
 from tests.fakes.trainer_cases import MODELS
 
-FAMILIES = ["qwen3-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "glm4-moe", "glm4-moe-lite", "ernie4.5-moe"]
+FAMILIES = ["qwen3-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "glm4-moe", "glm4-moe-lite", "mimo-v2-flash", "ernie4.5-moe"]
 
 
 def model(family: str, path: Path) -> HfFolder:

@@ -93,6 +93,7 @@ def install() -> None:
         cpu_kernels.install_short_queries,
         drafter.install_drafter,
         drafter.install_depths,
+        drafter.install_mimo_v2_layers,
         verification.install_verification,
         pauses.install_partial_outputs,
         draft_counts.install_draft_counts,

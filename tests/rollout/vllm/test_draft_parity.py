@@ -72,7 +72,7 @@ def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_pa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["mimo", "deepseek-v3", "glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("family", ["mimo", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "mimo-v2-flash"])
 def test_each_of_several_layers_drafts_its_depth_on_a_card(family: str, tmp_path: Path) -> None:
     """Trainer and rounding as above; vLLM serves several layers at their depths on a card alone, and its attention there is not in fp32."""
     sizes = {"initializer_range": 0.1, "num_nextn_predict_layers": DRAFTS, "num_hidden_layers": DRAFTS}

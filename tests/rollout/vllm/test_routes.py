@@ -35,7 +35,10 @@ QWEN3_MOE: dict[str, Any] = {
 }
 MODELS = {
     "qwen3-moe": QWEN3_MOE,
-    **{name: TOYS[name] for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "ernie4.5-moe")},
+    **{
+        name: TOYS[name]
+        for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "ernie4.5-moe", "mimo-v2-flash")
+    },
 }
 PROMPT = 150
 """Tokens of the longest prompt."""

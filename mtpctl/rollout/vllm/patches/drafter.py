@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.families.reading import mtp_layers_of
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
+    from transformers import PretrainedConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
     from vllm.model_executor.models.mimo_mtp import MiMoMTP
+    from vllm.model_executor.models.mimo_v2_mtp import MiMoV2MultiTokenPredictor
     from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.engine.core import EngineCore
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from mtpctl.rollout.vllm.scheduler import SwitchingScheduler
+
+_UPSTREAM_OVERRIDE = "_mtpctl_hf_config_override"
+"""Attribute of vLLM's `SpeculativeConfig` for its own `hf_config_override`."""
 
 TIMED_STEPS = 256
 """Number of recent steps whose drafting times are stored, for each number of drafts."""
@@ -226,6 +232,59 @@ def install_depths() -> None:
 
     assign(MiMoMTP, forward=forward)
     assign(DeepSeekMTP, __call__=call)
+
+
+@patch
+def install_mimo_v2_layers() -> None:
+    """Load all MTP layers of MiMo-V2-Flash, and run the layer of each depth.
+
+    A published folder has three. vLLM builds the first alone, drafts every token with it, and skips the weights of the others. The symptoms
+    are a weight update with tensors that the drafter does not have, and later drafts that are accepted less often than the trainer expects.
+
+    With the patch the drafter has as many layers as the config states, or three if it states none, as the published one. `MiMoV2MTP`
+    already selects the layer of the requested depth from those that it has. The first model runner, which CPUs use, drafts with the first
+    layer alone, and supports only drafters whose layers share one group of the key-value cache. There the other layers have weights but no
+    cache.
+    """
+    from vllm.config import SpeculativeConfig
+    from vllm.model_executor.models import mimo_v2_mtp
+    from vllm.platforms import current_platform
+
+    predictor = mimo_v2_mtp.MiMoV2MultiTokenPredictor
+    if mimo_v2_mtp._MIMO_V2_FLASH_NUM_MTP_LAYERS != 1:
+        raise UpstreamMoved(f"{__name__}: vLLM serves several MTP layers of MiMo-V2-Flash; remove the patch")
+    build = predictor.__init__
+
+    def init(self: MiMoV2MultiTokenPredictor, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        build(self, vllm_config=vllm_config, prefix=prefix)
+        assert vllm_config.speculative_config is not None
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        name = f"{prefix}.mtp.layers".removeprefix(".")
+        for layer in range(self.num_mtp_layers, config.num_nextn_predict_layers):
+            self.mtp.layers[str(layer)] = mimo_v2_mtp.MiMoV2MTPLayer(
+                config, f"{name}.{layer}", vllm_config.cache_config, vllm_config.quant_config
+            )
+            if current_platform.is_cpu():
+                del vllm_config.compilation_config.static_forward_context[f"{name}.{layer}.self_attn.attn"]
+        self.num_mtp_layers = len(self.mtp.layers)
+
+    assign(SpeculativeConfig, **{_UPSTREAM_OVERRIDE: SpeculativeConfig.hf_config_override})
+    assign(SpeculativeConfig, hf_config_override=staticmethod(with_mimo_v2_layers))
+    assign(predictor, __init__=init)
+
+
+def with_mimo_v2_layers(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """vLLM's config of a drafter, with the number of MTP layers of MiMo-V2-Flash. A function of a module, because vLLM pickles it."""
+    from vllm.config import SpeculativeConfig
+
+    is_target = "MiMoV2FlashForCausalLM" in (hf_config.architectures or [])
+    layers = mtp_layers_of(hf_config.to_dict()) if is_target else 0
+    # In a process that only unpickles configs the patch may not be in place.
+    upstream = getattr(SpeculativeConfig, _UPSTREAM_OVERRIDE, SpeculativeConfig.hf_config_override)
+    result: PretrainedConfig = upstream(hf_config)
+    if layers:
+        result.update({"n_predict": layers, "num_nextn_predict_layers": layers})
+    return result
 
 
 def _takes_later_depths(forward: Callable[..., Any]) -> bool:

@@ -56,7 +56,7 @@ def test_every_patch_rejects_another_release() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 22 and results.keys() > CPU_ONLY
+    assert len(results) == 23 and results.keys() > CPU_ONLY
     for name, result in results.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
             assert result == "False"
@@ -80,12 +80,13 @@ def test_every_patch_rejects_another_release() -> None:
         ),
         (cpu_kernels.install_biased_router, f"{cpu_kernels.__name__}._ignores_bias", lambda router: False, "remove the patch"),
         (weights.install_gemm, "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", None, "is gone"),
+        (drafter.install_mimo_v2_layers, "vllm.model_executor.models.mimo_v2_mtp._MIMO_V2_FLASH_NUM_MTP_LAYERS", 3, "remove the patch"),
         (drafter.install_depths, f"{drafter.__name__}._takes_later_depths", lambda forward: True, "takes later depths by itself"),
     ],
     ids=lambda value: value.name.rpartition(".")[2] if isinstance(value, Patch) else "",
 )
 def test_fault_that_is_gone_upstream_is_reported(
-    patch: Patch, attribute: str, replacement: Callable[..., Any] | None, message: str, monkeypatch: pytest.MonkeyPatch
+    patch: Patch, attribute: str, replacement: Callable[..., Any] | int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install()
     if replacement is None:
