@@ -10,6 +10,7 @@ tokens/s, the share of accepted drafts by position, and the mean tokens per step
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import multiprocessing
@@ -115,32 +116,17 @@ def row(name: str, measured: Measured, baseline: Measured) -> str:
     return f"| {name} | {measured.in_flight} | {speed:,.0f} | {speed / before:.2f} | {rates} | {per_step:.2f} |"
 
 
-def main() -> None:
-    options_parser = parser(__doc__)
-    options_parser.add_argument("--model", required=True, help="folder with a drafter")
-    options_parser.add_argument("--prompts", required=True, type=Path, help="rows (.jsonl) with a prompt column")
-    options_parser.add_argument("--column", default="prompt")
-    options_parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
-    options_parser.add_argument("--in-flight", type=int, nargs="+", default=[8, 64])
-    options_parser.add_argument("--requests", type=int, default=256)
-    options_parser.add_argument("--tokens", type=int, default=128)
-    options_parser.add_argument("--temperature", type=float, default=1.0)
-    options_parser.add_argument("--context", type=int, default=512)
-    options_parser.add_argument("--gpu-memory", type=float, default=0.5)
-    arguments = options_parser.parse_args()
+def options_of(arguments: argparse.Namespace, model: str) -> Options:
+    """The options of a script with `add_load_options`, for a model folder."""
     import torch
 
-    cuda = torch.cuda.is_available()
-    tokenizer = load_tokenizer(Path(arguments.model))
-    rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
-    chat = (Path(arguments.model) / "chat_template.jinja").is_file()
-    prompts = [
-        tokenizer.chat([{"role": "user", "content": each[arguments.column]}]) if chat else tokenizer.encode(each[arguments.column])
-        for each in rows
-    ]
-    options = Options(
-        model=arguments.model,
-        prompts=prompts,
+    cuda, folder = torch.cuda.is_available(), Path(model)
+    tokenizer = load_tokenizer(folder)
+    questions = [json.loads(line)[arguments.column] for line in arguments.prompts.read_text().splitlines()]
+    chat = (folder / "chat_template.jinja").is_file()
+    return Options(
+        model=model,
+        prompts=[tokenizer.chat([{"role": "user", "content": each}]) if chat else tokenizer.encode(each) for each in questions],
         ends=[tokenizer.eos_id],
         in_flight=arguments.in_flight,
         requests=arguments.requests,
@@ -151,11 +137,35 @@ def main() -> None:
         precision="bf16" if cuda else "fp32",
         gpu_memory=arguments.gpu_memory,
     )
+
+
+def add_load_options(options_parser: argparse.ArgumentParser) -> None:
+    options_parser.add_argument("--prompts", required=True, type=Path, help="rows (.jsonl) with a prompt column")
+    options_parser.add_argument("--column", default="prompt")
+    options_parser.add_argument("--in-flight", type=int, nargs="+", default=[8, 64])
+    options_parser.add_argument("--requests", type=int, default=256)
+    options_parser.add_argument("--tokens", type=int, default=128)
+    options_parser.add_argument("--temperature", type=float, default=1.0)
+    options_parser.add_argument("--context", type=int, default=512)
+    options_parser.add_argument("--gpu-memory", type=float, default=0.5)
+
+
+def print_heading(options: Options) -> None:
     print_environment()
-    lengths = [len(prompt) for prompt in prompts]
-    print(f"{len(prompts)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {arguments.temperature:g}\n")
+    lengths = [len(prompt) for prompt in options.prompts]
+    print(f"{len(lengths)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {options.temperature:g}\n")
     print("| drafts | in flight | tokens/s | against none | accepted by position, per step | tokens per step |")
     print("|---|---|---|---|---|---|", flush=True)
+
+
+def main() -> None:
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--model", required=True, help="folder with a drafter")
+    options_parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
+    add_load_options(options_parser)
+    arguments = options_parser.parse_args()
+    options = options_of(arguments, arguments.model)
+    print_heading(options)
     plain = in_separate_process(options, 0, "greedy")
     for each in plain:
         print(row("none", each, each), flush=True)
