@@ -2,9 +2,11 @@
 
     python benchmarks/moe_step.py Qwen/Qwen3-30B-A3B --layers 6 --profile step.json
     python benchmarks/moe_step.py Qwen/Qwen3.5-35B-A3B --layers 8 --no-peer
+    python benchmarks/moe_step.py XiaomiMiMo/MiMo-V2-Flash --layers 6 --experts 32 --no-peer
 
 Weights are random, bf16; 8 samples fill the tokens. Both compute the loss of every token. transformers materialises all logits and
-accumulates gradients in bf16. `--profile` writes a trace of two steps for chrome://tracing.
+accumulates gradients in bf16. `--experts` reduces the number of experts, for example to those of one rank; a token still goes to as many.
+`--profile` writes a trace of two steps for chrome://tracing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from harness import parser, print_environment
 from mtpctl.bench.report import spread
 from mtpctl.bench.train_step import create_config_folder, matmul_tflops, named_config, samples, with_layers
+from mtpctl.families.reading import EXPERT_COUNTS
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
@@ -95,6 +98,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("model")
     arguments.add_argument("--layers", type=int, required=True)
+    arguments.add_argument("--experts", type=int, help="number of routed experts, if not the model's")
     arguments.add_argument("--tokens", type=int, default=8192)
     arguments.add_argument("--peer", action=BooleanOptionalAction, default=True, help="measure transformers as well")
     arguments.add_argument("--profile", type=Path, metavar="FILE")
@@ -103,6 +107,8 @@ def main() -> None:
         arguments.error("needs a GPU")
     torch.set_num_threads(1)  # As Ray sets it for trainers: small host operations are slower with more threads.
     config = with_layers(named_config(options.model), options.layers)
+    if options.experts:
+        config |= {key: options.experts for key in EXPERT_COUNTS if key in config}
     rate = matmul_tflops(torch.device("cuda"), 8192)
     print_environment()
     print(f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n")

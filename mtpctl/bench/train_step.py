@@ -326,13 +326,17 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
     return [Sequence(row, prompt, [1] * (length - prompt)) for row in ids]
 
 
+PER_LAYER = ("layer_types", "hybrid_layer_pattern", "moe_layer_freq")
+"""Config fields that may be lists with an entry for each decoder layer."""
+
+
 def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
     """Reduce a config to its first `layers` decoder layers. Raises UserError if the model has fewer."""
     whole = shape_of(config).layers
     if layers > whole:
         raise UserError(f"--layers: the model has {whole}, got {layers}")
-    kinds = config.get("layer_types")
-    return {**config, "num_hidden_layers": layers, **({"layer_types": kinds[:layers]} if isinstance(kinds, list) else {})}
+    lists = {key: value[:layers] for key in PER_LAYER if isinstance(value := config.get(key), list)}
+    return {**config, "num_hidden_layers": layers, **lists}
 
 
 def named_config(model: str) -> dict[str, object]:

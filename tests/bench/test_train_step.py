@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.train_step import Load, create_config_folder, layout, measure, table
+from mtpctl.bench.train_step import Load, create_config_folder, layout, measure, table, with_layers
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
+from mtpctl.families.configs import hub_config
+from mtpctl.families.reading import shape_of
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from tests.fakes.tiny import MIMO
@@ -39,3 +41,9 @@ def test_ranks_compute_what_one_computes(tmp_path: Path, ranks: tuple[int, int, 
     assert result.loss == pytest.approx(single[1].loss, rel=tolerance)
     assert result.ranks == 2 and result.least_ms <= result.median_ms <= result.most_ms and result.share > 0
     assert f"| {'cp' if ranks[1] > 1 else 'ep'} 2 | 2 | one pass |" in table(parallel, [result], rate)
+
+
+def test_fewer_layers_keep_the_kinds_of_the_first_ones() -> None:
+    whole = shape_of(hub_config("XiaomiMiMo/MiMo-V2-Flash"))
+    shape = shape_of(with_layers(hub_config("XiaomiMiMo/MiMo-V2-Flash"), 6))
+    assert shape.layers == 6 and shape.layer_kinds == whole.layer_kinds[:6] and shape.moe is not None and shape.moe.dense_layers == {0}

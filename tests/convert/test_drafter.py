@@ -22,7 +22,7 @@ from mtpctl.recipe.model import MtpConfig
 from tests.fakes.convert_models import change_config, converted
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import engine
-from tests.fakes.toys import GLM4_MOE, LLAMA_EAGLE3, MIMO, QWEN3_5, QWEN3_MOE_EAGLE3, SIZES, toy_folder
+from tests.fakes.toys import GLM4_MOE, LLAMA_EAGLE3, MIMO, MIMO_V2_FLASH, QWEN3_5, QWEN3_MOE_EAGLE3, SIZES, toy_folder
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[dict[str, Any], Kind]] = {
     "qwen3-moe with DFlash": (without(QWEN3_MOE_EAGLE3, "drafter"), "dflash"),
     "qwen2": (QWEN2, "mtp"),
     "glm4-moe": (without(GLM4_MOE, "num_nextn_predict_layers"), "mtp"),
+    "mimo-v2-flash": (MIMO_V2_FLASH | {"num_nextn_predict_layers": 0}, "mtp"),
     "qwen3.5": (without(QWEN3_5, "mtp_num_hidden_layers"), "mtp"),
 }
 

@@ -43,9 +43,10 @@ def test_update_matches_the_converted_folder(tmp_path: Path, inputs: Callable[[P
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
-def test_weights_match_the_source_of_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["glm4-moe", "mimo-v2-flash"])
+def test_weights_match_the_source_of_the_folder(tmp_path: Path, case: str) -> None:
     """Bit for bit, with FP8 multiplied by its scales."""
-    model("glm4-moe", tmp_path)
+    model(case, tmp_path)
     meant = quantize(tmp_path)
     with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as trainer:
         exported = dict(trainer.export())

@@ -223,7 +223,7 @@ _PUBLISHED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_no
 ON_CARDS = TOYS | {
     "deepseek-v3": DEEPSEEK_V3 | _PUBLISHED_HEADS,
     "glm4-moe-lite": GLM4_MOE_LITE | _PUBLISHED_HEADS | {"qk_nope_head_dim": 192, "v_head_dim": 256},
-    "mimo-v2-flash": MIMO_V2_FLASH | {"head_dim": 96, "swa_head_dim": 96, "v_head_dim": 64, "swa_v_head_dim": 64},
+    "mimo-v2-flash": MIMO_V2_FLASH | {"head_dim": 192, "swa_head_dim": 192, "v_head_dim": 128, "swa_v_head_dim": 128},
 }
 """The same for a card, where vLLM's latent attention takes the published widths of a head and 16 heads or more, and values may be narrower
 than keys."""
