@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,12 @@ def first_task(name: str, model: str, task: str, machine: Machine, templates: Pa
 
 
 def _check_task(task: str) -> None:
-    if find_spec("reasoning_gym") is None:
-        raise EnvironmentMissing("init: the template reasoning-gym needs the package reasoning-gym; install mtpctl[tasks]")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
-        from reasoning_gym.factory import DATASETS
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+            from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise EnvironmentMissing(f"init: the template reasoning-gym needs mtpctl[tasks]; install it ({error})") from error
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, 1)
         raise UserError(f"--task: reasoning-gym has no dataset {task}; " + (f"did you mean {near[0]}?" if near else "try chain_sum"))

@@ -16,7 +16,6 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.jobs import first_recipe
 from mtpctl.jobs.first_recipe import FirstTask, first_task
 from mtpctl.plan.first_settings import Machine
 from mtpctl.recipe.checks import validate
@@ -140,9 +139,13 @@ def test_mistakes_are_one_line_and_write_nothing(
     assert not (tmp_path / "sums").exists()
 
 
-def test_missing_package_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_recipe, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMissing, match=r"needs the package reasoning-gym; install mtpctl\[tasks\]"):
+@pytest.mark.parametrize("package", ["reasoning_gym", "pytz"])
+def test_missing_package_is_named(package: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """reasoning-gym itself, or a package that it imports."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("reasoning_gym", package)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(EnvironmentMissing, match=rf"needs mtpctl\[tasks\]; install it \(.*{package}"):
         task_of(model, Machine(2))
 
 

@@ -91,10 +91,10 @@ def install() -> None:
         cpu_kernels.install_rotary,
         cpu_kernels.install_context_norms,
         cpu_kernels.install_short_queries,
+        verification.install_verification,  # before the next one, which reads keyword arguments that this one binds
         drafter.install_drafter,
         drafter.install_depths,
         drafter.install_mimo_v2_layers,
-        verification.install_verification,
         pauses.install_partial_outputs,
         draft_counts.install_draft_counts,
         logprobs.install_logprobs,

@@ -108,6 +108,7 @@ def _patch_propose(owner: type, without_drafts: Propose) -> None:
     if "num_speculative_tokens" not in inspect.signature(upstream).parameters:
         raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
 
+    @wraps(upstream)
     def propose(self: Drafter, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = kwargs.get("num_speculative_tokens")
         dynamic = self.speculative_config.uses_dynamic_speculative_decoding()

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 
 import torch
 import triton
@@ -15,17 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpctl.rollout.vllm.patches.verification import step_seeds, verify_with_fresh_noise
+from tests.fakes import interpreted_triton
 
 REQUESTS, DRAFTS, VOCAB, TEMPERATURE = 24, 3, 7, 0.7
-
-
-class LibDevice:
-    """The function of CUDA's library that the kernels use, which the interpreter does not have."""
-
-    @staticmethod
-    @triton.jit
-    def log1p(x):  # type: ignore[no-untyped-def]
-        return tl.log(1.0 + x)
 
 
 @triton.jit
@@ -39,14 +29,6 @@ def numbers(seeds: Tensor, positions: Tensor) -> Tensor:
     out = torch.empty(len(seeds))
     draw_kernel[(len(seeds),)](out, seeds, positions)
     return out
-
-
-def upstream() -> ModuleType:
-    """vLLM's module, which a CPU's vLLM would import without Triton."""
-    module = ModuleType("vllm.triton_utils")
-    vars(module).update(HAS_TRITON=True, triton=triton, tl=tl, tldevice=LibDevice, aggregate=lambda cls: cls)
-    sys.modules["vllm.triton_utils"] = module
-    return importlib.import_module("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
 
 
 def accepted_by_the_rule(target: Tensor, draft: Tensor, tokens: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +56,8 @@ def accepted_by_the_rule(target: Tensor, draft: Tensor, tokens: Tensor, chance: 
 
 def main() -> None:
     g = torch.Generator().manual_seed(0)
-    rejection_sample = upstream().rejection_sample
+    interpreted_triton.install()
+    rejection_sample = importlib.import_module("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils").rejection_sample
     target_logits = 1.5 * torch.randn(REQUESTS, DRAFTS + 1, VOCAB, generator=g)
     draft_logits = target_logits[:, :DRAFTS] + 1.2 * torch.randn(REQUESTS, DRAFTS, VOCAB, generator=g)
     target, draft = ((logits.double() / TEMPERATURE).softmax(2) for logits in (target_logits, draft_logits))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ CPU_ONLY = {
 }
 
 
+def test_all_patches_apply_together_as_on_a_gpu() -> None:
+    """A patch that wraps what another one has wrapped still finds its arguments."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "tests.rollout.vllm.patches.gpu_patches"]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.returncode == 0 and "all patches apply" in done.stdout, done.stderr[-3000:]
+
+
 def test_every_patch_rejects_another_release() -> None:
     # In a separate process: a patch that is already in place would not be applied again.
     environment = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR"}
@@ -71,7 +81,12 @@ def test_every_patch_rejects_another_release() -> None:
         (sampling.install_sampler, f"{sampling.__name__}._loses_result", lambda upstream: False, "remove the patch"),
         (sampling.install_seeds, f"{sampling.__name__}._has_offset", lambda: True, "remove the patch"),
         (cpu_kernels.install_rotary, "vllm._custom_ops.rotary_embedding", lambda *_: None, "no longer shows the fault"),
-        (cpu_kernels.install_context_norms, "vllm._custom_ops.rms_norm", lambda out, *_: out[0].zero_(), "no longer shows the fault"),
+        (
+            cpu_kernels.install_context_norms,
+            "vllm._custom_ops.rms_norm",
+            lambda out, *_: [part.fill_(i) for i, part in enumerate(out)],
+            "no longer shows the fault",
+        ),
         (
             cpu_kernels.install_experts,
             "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend",
