@@ -31,7 +31,7 @@ from mtpctl.checkpoint.listing import (
     save_listing,
     write_latest,
 )
-from mtpctl.checkpoint.object_store import FIELD, Absent, ObjectStore
+from mtpctl.cluster.object_store import FIELD, Absent, ObjectStore
 from mtpctl.errors import UserError
 
 CHECKPOINTS = "checkpoints"

@@ -233,6 +233,8 @@ def sync_weights(
     for name in transport or ():
         if name not in TRANSPORTS:
             raise UserError(f"--transport: must be one of {', '.join(TRANSPORTS)}, got {name}")
+        if name == "storage":
+            raise UserError("--transport: storage is as fast as its url; measure another transport")
         if shared and TRANSPORTS[name].one_process_a_card:
             raise UserError(f"--transport: {name} does not support two processes on a card; with --shared measure another")
     import asyncio

@@ -11,7 +11,7 @@ from pathlib import Path
 from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
 from mtpctl.checkpoint.listing import Damaged
-from mtpctl.checkpoint.object_store import FIELD, ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import FIELD, ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved
@@ -147,6 +147,12 @@ class Copies:
 def store_of(recipe: Recipe) -> ObjectStore | None:
     """The object store for the recipe's copies; None if none is configured. Raises the errors of `ObjectStore`."""
     return None if recipe.copy_url is None else ObjectStore(recipe.copy_url)
+
+
+def check_sync_url(recipe: Recipe) -> None:
+    """Check that weight versions can be written to `sync.url`. Raises UserError, EnvironmentMissing or StoreFailed."""
+    if recipe.sync_url is not None and "rl" in recipe.train.stages:
+        ObjectStore(recipe.sync_url, "sync.url").check()
 
 
 def check_copies(recipe: Recipe) -> None:

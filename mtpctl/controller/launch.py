@@ -16,7 +16,7 @@ from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import Daemons, check_capacity, cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost, start_copier
+from mtpctl.controller.copies import Copies, check_copies, check_sync_url, fetch_if_lost, start_copier
 from mtpctl.controller.draft import SAMPLES, DraftStage
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, prepare, store_in
@@ -54,6 +54,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     """Run the recipe. Returns the exit code: 0, or the exit code for the signal that stopped the run."""
     totals: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
     check_copies(recipe)
+    check_sync_url(recipe)
     report = partial(print, flush=True)
     fetched = fetch_if_lost(recipe, report)
     earlier = RunDirectory(recipe.run_path)

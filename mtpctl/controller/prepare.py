@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, read_listing, write_listing
+from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.controller.preflight import try_code
 from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens
 from mtpctl.data.inspection import leak_warning
@@ -248,13 +249,15 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
 
     If replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts share.
     """
+    url = recipe.sync_url
+    remote = None if url is None else ObjectStore(url, "sync.url")
     if recipe.rollout.elastic and recipe.cluster.address is not None:
-        return VersionStore(folder / "versions")
+        return VersionStore(folder / "versions", remote)
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     if recipe.sync.delta:
         # Changes since the versions with all buckets are stored too.
         size += size // 4
-    return VersionStore(default_root(name_of(folder), size, folder / "versions"))
+    return VersionStore(default_root(name_of(folder), size, folder / "versions"), remote)
 
 
 def local_folder(named: str, field: str) -> Path:

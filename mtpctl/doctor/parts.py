@@ -169,13 +169,13 @@ def families(folder: Path) -> dict[str, object]:
 
 
 def transports(folder: Path) -> dict[str, object]:
-    """Send a tensor through `shm`, and check the requirements of the CUDA transports."""
+    """Send a tensor through `shm` and `storage`, and check the requirements of the CUDA transports."""
     import torch
 
     rows = []
     for name, transport in TRANSPORTS.items():
         if not transport.cuda:
-            reason = _send_through_shm(folder / "versions")
+            reason = _send_through_files(folder / "versions", f"file://{folder / 'storage'}" if name == "storage" else None)
         elif not torch.cuda.is_available():
             reason = "needs CUDA"
         elif name == "nccl" and not torch.distributed.is_nccl_available():
@@ -186,15 +186,17 @@ def transports(folder: Path) -> dict[str, object]:
     return {"transports": rows}
 
 
-def _send_through_shm(fallback: Path) -> str:
+def _send_through_files(fallback: Path, url: str | None) -> str:
     """Publish a tensor, and read it as a receiver does. Returns the reason for a failure, or an empty string."""
     import torch
 
+    from mtpctl.cluster.object_store import ObjectStore
     from mtpctl.sync.sender import Publisher
     from mtpctl.sync.store import VersionStore, default_root
     from mtpctl.sync.transports.base import open_reader
 
-    store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback))
+    remote = None if url is None else ObjectStore(url, "sync.url")
+    store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback), remote)
     try:
         sent = torch.arange(1 << 16, dtype=torch.float32)
         manifest = Publisher(store, bucket_bytes=1 << 16).publish([("weight", sent)], 1)

@@ -76,7 +76,7 @@ def _sections(recipe: Recipe) -> Complaints:
     yield from reward.check_reward(recipe.reward, recipe.data.checker)
     yield from cluster.check_address(recipe.cluster)
     yield from schema.check_run_dir(recipe)
-    yield from schema.check_copy_url(recipe)
+    yield from schema.check_urls(recipe)
 
 
 def _sections_of_model(recipe: Recipe, shape: ModelShape) -> Complaints:

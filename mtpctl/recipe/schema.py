@@ -21,7 +21,7 @@ from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
-from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, SyncConfig
+from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, StorageConfig, SyncConfig
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import Replay, TrainConfig
 
@@ -174,6 +174,12 @@ class Recipe(Section):
         return Path(self._filled(self.run_dir)).expanduser()
 
     @property
+    def sync_url(self) -> str | None:
+        """`sync.url` with `{name}` and `{seed}` replaced; None for transports without a URL."""
+        url = self.sync.url if isinstance(self.sync, StorageConfig) else None
+        return None if url is None else self._filled(url)
+
+    @property
     def copy_url(self) -> str | None:
         """`train.checkpoint_copy` with `{name}` and `{seed}` replaced."""
         return None if self.train.checkpoint_copy is None else self._filled(self.train.checkpoint_copy)
@@ -194,11 +200,18 @@ def check_run_dir(recipe: Recipe) -> Complaints:
         yield f"run_dir: {recipe.run_path} is a file; name a folder"
 
 
-def check_copy_url(recipe: Recipe) -> Complaints:
-    """Report a `train.checkpoint_copy` that is not a URL, or has an unknown placeholder."""
-    field, url = "train.checkpoint_copy", recipe.train.checkpoint_copy
-    if url is None:
-        return
+def check_urls(recipe: Recipe) -> Complaints:
+    """Report a `train.checkpoint_copy` or `sync.url` that is not a URL, or has an unknown placeholder."""
+    if recipe.train.checkpoint_copy is not None:
+        yield from _check_url("train.checkpoint_copy", recipe.train.checkpoint_copy)
+    if isinstance(recipe.sync, StorageConfig):
+        if recipe.sync.url is None:
+            yield "sync.url: the transport storage needs a folder; write s3://BUCKET/FOLDER, or set sync.transport: nccl"
+        else:
+            yield from _check_url("sync.url", recipe.sync.url)
+
+
+def _check_url(field: str, url: str) -> Complaints:
     if unknown := _unknown_placeholders(url):
         yield f"{field}: {unknown[0]} is not a placeholder; only {{name}} and {{seed}} are replaced"
     elif not re.fullmatch(r"[a-z][a-z0-9+.-]*://\S+", url):

@@ -36,7 +36,7 @@ class SyncBase(Section):
     deadline_s: PositiveFloat = Field(120.0, description="Timeout of a sync, in seconds.")
     delta: bool = Field(
         False,
-        description="Send only elements that changed since the previous version; for nccl between hosts, and shm on a shared file system.",
+        description="Send only elements that changed since the previous version; for nccl, storage, and shm on a shared file system.",
     )
     release_kv: bool = Field(False, description="Free the KV cache of the engines during a sync.")
     on_collapse: Literal["warn", "error"] = Field(
@@ -56,7 +56,16 @@ class NcclConfig(SyncBase):
     transport: Literal["nccl"] = Field("nccl", description="NCCL between any hosts. Default unless cluster.device is cpu, which uses shm.")
 
 
-SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig, Field(discriminator="transport")]
+class StorageConfig(SyncBase):
+    transport: Literal["storage"] = Field("storage", description="Files in object storage, which each host downloads; CPU and GPU.")
+    url: str | None = Field(
+        None,
+        description="Folder for the weight versions of this run alone: s3://BUCKET/FOLDER or another URL of fsspec. `{name}` and "
+        "`{seed}` are replaced.",
+    )
+
+
+SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig | StorageConfig, Field(discriminator="transport")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,7 @@ TRANSPORTS = {
     "shm": Transport(pushes=False, cuda=False),
     "ipc": Transport(pushes=True, cuda=True),
     "nccl": Transport(pushes=True, cuda=True, one_process_a_card=True),
+    "storage": Transport(pushes=False, cuda=False),
 }
 """Transports by `sync.transport`. Each has a module of the same name in `mtpctl.sync.transports`."""
 

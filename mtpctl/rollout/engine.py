@@ -30,7 +30,8 @@ from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, TargetDirty, VersionConflict
-from mtpctl.sync.update import SyncReport, update_target
+from mtpctl.sync.remote import prefetch
+from mtpctl.sync.update import SyncReport, manifests_to, update_target
 
 CONTROL_DEADLINE_S = 120.0
 
@@ -246,10 +247,13 @@ class Engine(ABC):
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
         """Pause, apply the engine's sections of `manifest` (`draft` only if it drafts), optionally verify them, and resume.
 
-        A paused engine stays paused. Raises what `update_target` raises. After a SyncError the engine continues with its old weights.
+        Files in object storage are downloaded before the pause. A paused engine stays paused. Raises what `update_target` raises. After a
+        SyncError the engine continues with its old weights.
         """
         if self._target.updating is not None:
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
+        if manifest.transport == "storage":
+            await asyncio.to_thread(prefetch, manifests_to(manifest, self._target.version))
         started, was_paused = time.monotonic(), self._paused
         self._patience_s = max(CONTROL_DEADLINE_S, deadline_s)
         try:

@@ -134,6 +134,11 @@ def buckets_from(data: list[JsonObject]) -> tuple[Bucket, ...]:
     return tuple(Bucket(bucket["index"], tuple(map(entry_from, bucket["entries"]))) for bucket in data)
 
 
+def bucket_file(section: str, bucket: Bucket) -> str:
+    """The name of a bucket's file, for transports with files."""
+    return f"{section}-{bucket.index:05d}.bin"
+
+
 @lru_cache(maxsize=8)
 def layout(buckets: tuple[Bucket, ...]) -> tuple[str, str]:
     """The JSON form of a section's buckets and a short hash of it. Receivers get the JSON once, and later only the hash."""

@@ -9,6 +9,8 @@ continues, and threads write that copy to the store. Until they are done, the ne
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,17 +21,20 @@ from typing import Unpack
 import torch
 from torch.distributed import TCPStore
 
+from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.plan.buckets import Bucket
 from mtpctl.plan.changes import MAX_SHARE
 from mtpctl.sync.host_copy import Changes, HostCopy
 from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
+from mtpctl.sync.remote import host_folder, upload
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.transports.base import PushWriter, Sent, open_writer
 from mtpctl.sync.transports.control import Address, Control
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer
+from mtpctl.sync.transports.storage import NAME as STORAGE
 
 WRITERS = 8
 """Maximum number of threads that write to the store. There is one per `CORES_A_WRITER` CPU cores."""
@@ -39,7 +44,7 @@ PAUSE_S = 1.0
 
 
 class Publisher(Packer):
-    """Publishes versions into a `VersionStore` on this host.
+    """Publishes versions into a `VersionStore`: on this host, or with a remote store through files that are uploaded.
 
     With `delta`, a version has only what changed since the previous one, unless that is more than `MAX_SHARE` of the whole, or the previous
     version failed. When the changes since the last version with all buckets exceed this share, a version has both, which bounds what a
@@ -54,6 +59,8 @@ class Publisher(Packer):
         # The version in the copy, None if there is none or it may be a mix, and the bytes of changes since the last complete version.
         self._copied: int | None = None
         self._changed_bytes = 0
+        self._upload: Upload | None = None
+        self._token = secrets.token_hex(4)
 
     def publish(self, export: Export, version: int, *, checksums: bool = False) -> Manifest:
         """Pack and publish one version. Receivers see the previous version until this returns.
@@ -69,18 +76,24 @@ class Publisher(Packer):
             exported = list(tensors)
             self.plan((spec_of(name, tensor) for name, tensor in exported), _tied(exported))
             tensors = iter(exported)
+        if self._upload is not None:
+            self._upload.check()
         folder = self.store.prepare(version)
+        files = folder.absolute() if self.store.remote is None else self._scratch(version)
         try:
-            manifest = Manifest(version, SHM, str(Path(folder).absolute()), {}, str(self.store.root.absolute()))
+            manifest = Manifest(version, SHM, str(files), {}, str(self.store.root.absolute()))
             if self._copy is None:
-                sums = self.pack(version, tensors, Writer(folder), checksums=checksums)
+                sums = self.pack(version, tensors, Writer(files), checksums=checksums)
                 manifest = replace(manifest, sections=self.section_plans(sums))
             else:
                 manifest = self._write_changes(manifest, tensors, self._copy, checksums=checksums)
+            if self.store.remote is not None:
+                manifest = self._upload_files(manifest, self.store.remote, folder)
             self.store.commit(manifest)
             self._copied = version
         except BaseException:
             self._copied = None
+            shutil.rmtree(files, ignore_errors=True)
             self.store.discard(version)
             raise
         return manifest
@@ -96,7 +109,7 @@ class Publisher(Packer):
                 manifest = replace(manifest, base=base, sections=self.section_plans(sums, changes, delta=True))
                 self.pack_blobs(manifest.version, changes, manifest.sections, writer)
                 self._changed_bytes += manifest.nbytes
-                if self._changed_bytes < MAX_SHARE * complete:
+                if self._changed_bytes < MAX_SHARE * complete or (self._upload is not None and self._upload.running):
                     return manifest
                 writer.folder /= COMPLETE
                 writer.folder.mkdir()
@@ -108,6 +121,50 @@ class Publisher(Packer):
                 writer.put(section, bucket, copy.buckets[section, bucket.index], lambda: None)
         self._changed_bytes = 0
         return manifest if manifest.base is not None else replace(manifest, sections=self.section_plans(sums, changes))
+
+    def _scratch(self, version: int) -> Path:
+        """An empty folder for the files of a version until they are uploaded."""
+        nbytes = 2 * sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
+        return host_folder(f"upload-{self._token}-{version}", nbytes)
+
+    def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
+        """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""
+        files, name = Path(manifest.address), f"{folder.name}-{self._token}"
+        upload(remote, sorted(files.glob("*.bin")), name)
+        if (files / COMPLETE).exists():
+            self._upload = Upload(remote, files, name, folder)
+        else:
+            shutil.rmtree(files)
+        return replace(manifest, transport=STORAGE, address=f"{remote.url}/{name}")
+
+
+class Upload:
+    """Uploads all buckets of a version, in a thread. Then the version counts as one with all buckets."""
+
+    def __init__(self, remote: ObjectStore, files: Path, name: str, folder: Path) -> None:
+        """`files`: the version's files, which are deleted at the end. `name`, `folder`: its folders in the remote and the version store."""
+        self._remote, self._files, self._name, self._folder = remote, files, name, folder
+        self._failure: BaseException | None = None
+        self._thread = Thread(target=self._run, name="upload", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise the error of a failed upload."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            upload(self._remote, sorted((self._files / COMPLETE).iterdir()), f"{self._name}/{COMPLETE}")
+            (self._folder / COMPLETE).mkdir()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            shutil.rmtree(self._files)
 
 
 def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from dataclasses import replace
@@ -20,8 +21,10 @@ from pathlib import Path
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.local import on_one_host
+from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sync.protocol import Manifest, VersionConflict
+from mtpctl.sync.remote import forget, retried
 
 VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"
@@ -55,10 +58,13 @@ def _unusable(folder: Path, error: OSError) -> EnvironmentMissing:
 
 
 class VersionStore:
-    """Versions in one folder. One process writes, any number of processes read."""
+    """Versions in one folder. One process writes, any number of processes read.
 
-    def __init__(self, root: Path | str) -> None:
-        self.root = Path(root)
+    With `remote`, as for the transport `storage`, the buckets are there, and the folder has only manifests.
+    """
+
+    def __init__(self, root: Path | str, remote: ObjectStore | None = None) -> None:
+        self.root, self.remote = Path(root), remote
 
     def folder(self, version: int) -> Path:
         """The folder of the buckets of `version`, which may not exist."""
@@ -86,7 +92,7 @@ class VersionStore:
             return [self.open(number) for number in reversed(numbers[:-1])]
         first, *later = [self.open(number) for number in reversed(numbers)]
         if first.base is not None:
-            first = replace(first.complete(), address=str(Path(first.address) / COMPLETE))
+            first = replace(first.complete(), address=f"{first.address}/{COMPLETE}")
         return [first, *later]
 
     def _bases(self, version: int, live: int | None = None) -> list[int]:
@@ -136,6 +142,13 @@ class VersionStore:
         (folder / _MANIFEST).unlink(missing_ok=True)
         if folder.exists():
             shutil.rmtree(folder)
+        self._remove_remote(rf"{folder.name}-\w+")
+
+    def _remove_remote(self, pattern: str) -> None:
+        """Remove the buckets of versions whose folders match the regular expression. Raises StoreFailed."""
+        if (remote := self.remote) is not None:
+            names = retried(lambda: remote.names(""))
+            retried(lambda: remote.remove(name for name in names if re.fullmatch(pattern, name.partition("/")[0])))
 
     def claim(self) -> None:
         """Create an empty folder that is marked with this process as its owner, so that it can be removed if the process is killed.
@@ -145,6 +158,7 @@ class VersionStore:
         """
         if self.root.parent != SHARED_MEMORY:
             self.close()
+        self._remove_remote(r"v\d{8}-\w+")
         try:
             claimed = leftovers.claim(self.root)
         except OSError as error:
@@ -153,6 +167,9 @@ class VersionStore:
             raise EnvironmentMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
 
     def close(self) -> None:
-        """Delete the folder with all versions. Idempotent."""
+        """Delete the folder with all versions. Idempotent. Raises StoreFailed if their buckets cannot be removed from the remote store."""
         if self.root.exists():
             leftovers.delete(self.root)
+            self._remove_remote(r"v\d{8}-\w+")
+            if self.remote is not None:
+                forget(self.remote.url)

@@ -87,6 +87,13 @@ async def cancel_on_error[T](manifest: Manifest, update: Awaitable[T]) -> T:
         raise
 
 
+def manifests_to(manifest: Manifest, live: int) -> list[Manifest]:
+    """The versions to apply to a target with version `live`: this one, or if it has changes since another one, those that lead there."""
+    if manifest.base is None or live in (manifest.base, manifest.version) or manifest.transport in PUSHED:
+        return [manifest]
+    return VersionStore(manifest.store).chain(manifest.version, live)
+
+
 async def update_target(
     target: WeightTarget,
     manifest: Manifest,
@@ -111,10 +118,9 @@ async def update_target(
     if verify:
         _published_checksums(manifest, holds)
 
-    if manifest.base is not None and target.version not in (manifest.base, manifest.version) and manifest.transport not in PUSHED:
-        *before, manifest = VersionStore(manifest.store).chain(manifest.version, target.version)
-        for earlier in before:
-            await update_target(target, earlier, deadline_s=deadline_s, holds=holds)
+    *before, manifest = manifests_to(manifest, target.version)
+    for earlier in before:
+        await update_target(target, earlier, deadline_s=deadline_s, holds=holds)
 
     async def within[T](step: Awaitable[T]) -> T:
         return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))

@@ -94,6 +94,7 @@ class WeightExporter:
 
     def _new_sender(self, store: str) -> Publisher | Sender:
         """Create the sender for the recipe's transport. The first version must have all sections."""
+        from mtpctl.cluster.object_store import ObjectStore
         from mtpctl.families.tensors import section_of
         from mtpctl.plan.buckets import ADAPTER_PREFIX
         from mtpctl.sync.packing import PackingOptions
@@ -107,7 +108,9 @@ class WeightExporter:
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
         }
         if sync.transport not in PUSHED:
-            return Publisher(VersionStore(store), delta=sync.delta, pinned=self.engine.device.type == "cuda", **options)
+            url = self.recipe.sync_url
+            versions = VersionStore(store, None if url is None else ObjectStore(url, "sync.url"))
+            return Publisher(versions, delta=sync.delta, pinned=self.engine.device.type == "cuda", **options)
         device = self.engine.device
         return Sender(VersionStore(store), sync.transport, device, deadline_s=sync.deadline_s, delta=sync.delta, **options)
 

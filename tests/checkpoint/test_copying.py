@@ -12,7 +12,7 @@ import pytest
 from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
 from mtpctl.checkpoint.listing import LISTING, read_listing, write_latest, write_listing
-from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import UserError
 from tests.fakes.checkpoint_folders import write_checkpoint
 

@@ -17,7 +17,7 @@ import pytest
 
 from mtpctl.checkpoint.copying import newest_copy
 from mtpctl.checkpoint.finding import newest, publish_checkpoint
-from mtpctl.checkpoint.object_store import ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.controller import copies as module
 from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost
 from mtpctl.controller.state import RunState

@@ -94,7 +94,7 @@ def test_start_over_is_refused_while_the_run_is_writing(recipe: Recipe) -> None:
 
 def test_start_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) -> None:
     from mtpctl.checkpoint.copying import CopyWriter
-    from mtpctl.checkpoint.object_store import ObjectStore
+    from mtpctl.cluster.object_store import ObjectStore
 
     url = f"file://{tmp_path}/copy"
     CopyWriter(ObjectStore(url), recipe.run_path, 2).copy(recipe.run_path / "checkpoints" / "rl-000004")

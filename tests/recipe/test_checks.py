@@ -226,6 +226,8 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["data.eval_path=/nowhere/e.jsonl"], "data.eval_path: "),
         (["data.task.min_digits=4", "data.task.max_digits=3"], "data.task.min_digits: must be at most max_digits: 3, got 4"),
         (["sync.transport=ipc"], "sync.transport: ipc needs CUDA; set shm"),
+        (["sync.transport=storage"], "sync.url: the transport storage needs a folder; write s3://BUCKET/FOLDER"),
+        (["sync.transport=storage", "sync.url=/mnt/weights"], "sync.url: /mnt/weights is not a URL; write s3://BUCKET/FOLDER"),
         (["sync.transport=ipc", "sync.delta=true"], "sync.delta: ipc copies between cards of one host faster than changes are found"),
         (
             ["sync.transport=nccl", "cluster.device=cuda", "logprob={standalone: true, gpus: 0.25}"],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mtpctl.cluster.leftovers import SHARED_MEMORY
 from tests.sync.test_adapter_run import SETTINGS, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -18,8 +19,11 @@ DELTA = {name: value for name, value in SETTINGS.items() if name not in ("train.
 ELEMENTS = 1_969_920
 
 
-def test_run_with_changes_survives_a_lost_engine_and_a_resume(tmp_path: Path) -> None:
-    start = Start(tmp_path / "run", tmp_path / "first.log", DELTA)
+@pytest.mark.parametrize("transport", ["shm", "storage"])
+def test_run_with_changes_survives_a_lost_engine_and_a_resume(tmp_path: Path, transport: str) -> None:
+    bucket = tmp_path / "bucket"
+    settings = DELTA | {"sync.transport": transport} | ({"sync.url": f"file://{bucket}/{{name}}"} if transport == "storage" else {})
+    start = Start(tmp_path / "run", tmp_path / "first.log", settings)
     start.wait_for(2)
     # Its successor reads a complete version and the changes after it.
     start.engine().kill()
@@ -27,7 +31,7 @@ def test_run_with_changes_survives_a_lost_engine_and_a_resume(tmp_path: Path) ->
     start.wait_for(done + 3)
     start.stop()
     first = len(start.steps())
-    again = Start(tmp_path / "run", tmp_path / "second.log", DELTA)
+    again = Start(tmp_path / "run", tmp_path / "second.log", settings)
     again.wait_for(first + 2)
     again.stop()
 
@@ -39,3 +43,5 @@ def test_run_with_changes_survives_a_lost_engine_and_a_resume(tmp_path: Path) ->
     assert all(0 < row[share] < 0.1 for row in rows for share in shares)
     # A complete sync sends 2 bytes an element.
     assert max(row["sync/gb_per_s"] * row["sync/seconds"] for row in rows) < 0.2 * 2 * ELEMENTS / 1e9
+    assert not list(bucket.rglob("*.bin")), "a run that ends removes its versions"
+    assert not list(SHARED_MEMORY.glob("mtpctl-upload-*"))

@@ -12,7 +12,7 @@ import torch
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.plan.buckets import Bucket
-from mtpctl.sync.protocol import SyncError
+from mtpctl.sync.protocol import SyncError, bucket_file
 from mtpctl.sync.transports.base import BucketReader, BucketWriter
 
 NAME = "shm"
@@ -21,7 +21,7 @@ PIECE = 16 << 20
 
 
 def _path(folder: Path, section: str, bucket: Bucket) -> Path:
-    return folder / f"{section}-{bucket.index:05d}.bin"
+    return folder / bucket_file(section, bucket)
 
 
 def _full(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:

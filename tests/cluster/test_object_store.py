@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.object_store import Absent, ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
 from tests.fakes.s3_server import BUCKET, S3Server, serving
 

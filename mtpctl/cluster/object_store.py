@@ -34,13 +34,16 @@ class Refused(StoreFailed):
 class ObjectStore:
     """The folder at `url`. Names are relative to it, with `/` as separator. Every method raises StoreFailed if the store fails."""
 
-    def __init__(self, url: str) -> None:
-        """Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is unreachable."""
+    def __init__(self, url: str, field: str = FIELD) -> None:
+        """`field`: the recipe key of the URL, for messages.
+
+        Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is unreachable.
+        """
         # Most runs have no store, so the import is deferred.
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
 
-        self.url = url.rstrip("/")
+        self.url, self._field = url.rstrip("/"), field
         scheme = url.partition("://")[0]
         # Listings are not cached, because another machine may write to the store.
         options = {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
@@ -49,11 +52,11 @@ class ObjectStore:
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
             problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or remove the key"
-            raise EnvironmentMissing(f"{FIELD}: {problem}") from error
+            raise EnvironmentMissing(f"{self._field}: {problem}") from error
         except OSError as error:
-            raise EnvironmentMissing(f"{FIELD}: {url} is not reached: {error}") from error
+            raise EnvironmentMissing(f"{self._field}: {url} is not reached: {error}") from error
         except ValueError as error:
-            raise UserError(f"{FIELD}: {url} is of no scheme that fsspec knows; write s3://…, gs://… or file:///…") from error
+            raise UserError(f"{self._field}: {url} is of no scheme that fsspec knows; write s3://…, gs://… or file:///…") from error
 
     def read(self, name: str) -> bytes | None:
         """The contents of an object; None if it does not exist."""
@@ -102,9 +105,9 @@ class ObjectStore:
             self.read(_PROBE)
             self.remove([_PROBE])
         except Absent as error:
-            raise UserError(f"{FIELD}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
+            raise UserError(f"{self._field}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
         except Refused as error:
-            raise EnvironmentMissing(f"{FIELD}: {self.url} may not be written with the credentials here ({error.reason})") from error
+            raise EnvironmentMissing(f"{self._field}: {self.url} may not be written with the credentials here ({error.reason})") from error
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -1,0 +1,124 @@
+"""Uploads the files of weight versions to object storage, and downloads them once per host, for the transport `storage`.
+
+All receivers of a host share the folder of downloaded files, which is in shared memory if they fit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mtpctl.cluster import leftovers
+from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
+from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
+from mtpctl.sync.protocol import Manifest, SyncError, bucket_file
+
+FIELD = "sync.url"
+CONNECTIONS = 8
+"""Files that are transferred at once."""
+ATTEMPTS, PAUSE_S = 4, 1.0
+"""Attempts of a transfer, and the seconds before the second one, which double."""
+_ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
+"""An address: the store's URL and the folder of a version. Its name has the sender's token, so that no file of another run is reused."""
+
+
+def retried[T](call: Callable[[], T]) -> T:
+    """The result of `call`, which is repeated if the store fails. Raises StoreFailed after `ATTEMPTS`, or if an object does not exist."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except Absent:
+            raise
+        except StoreFailed:
+            time.sleep(PAUSE_S * 2**attempt)
+    return call()
+
+
+def upload(store: ObjectStore, files: Sequence[Path], folder: str) -> None:
+    """Upload files into a folder of the store. Raises StoreFailed."""
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        list(pool.map(lambda file: retried(lambda: store.put(file, f"{folder}/{file.name}")), files))
+
+
+def host_folder(name: str, nbytes: int) -> Path:
+    """A folder of this host that is marked with the process that creates it: in shared memory if `nbytes` fit, else on disk."""
+    fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes
+    roots = [SHARED_MEMORY, Path(tempfile.gettempdir())] if fits else [Path(tempfile.gettempdir()), SHARED_MEMORY]
+    folders = [root / f"{PREFIX}{name}" for root in roots]
+    folder = next((folder for folder in folders if folder.exists()), folders[0])
+    if not folder.exists():
+        with suppress(OSError):  # another process was faster
+            leftovers.make_marked(folder)
+    return folder
+
+
+def cache_of(url: str, nbytes: int = 0) -> Path:
+    """The folder of this host for versions of the store at `url`."""
+    return host_folder(f"fetched-{zlib.crc32(url.encode()):08x}", nbytes)
+
+
+def forget(url: str) -> None:
+    """Delete what this host has downloaded from the store at `url`."""
+    shutil.rmtree(cache_of(url), ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Exclude other processes from a folder."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def fetch(address: str, cache: Path, names: Sequence[str]) -> Path:
+    """Download the files that are missing. Returns their folder. Raises SyncError."""
+    matched = _ADDRESS.fullmatch(address)
+    assert matched is not None, address
+    folder = cache / matched["version"]
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in names if not (folder / name).exists()]
+    if not missing:
+        return folder
+    store = ObjectStore(matched["url"], FIELD)
+
+    def get(name: str) -> None:
+        # Renamed when complete, so that a killed download leaves no file under this name.
+        part = folder / f".{name}"
+        retried(lambda: store.get(f"{matched['version']}/{name}", part))
+        part.rename(folder / name)
+
+    try:
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(get, missing))
+    except (StoreFailed, OSError) as error:
+        raise SyncError(f"{address}: the weights cannot be downloaded: {error}") from error
+    return folder
+
+
+def url_of(address: str) -> str:
+    """The URL of the store of a version's address."""
+    matched = _ADDRESS.fullmatch(address)
+    assert matched is not None, address
+    return matched["url"]
+
+
+def prefetch(manifests: Sequence[Manifest]) -> None:
+    """Download these versions of one store, and delete others that this host has downloaded. Raises SyncError."""
+    nbytes = sum(manifest.nbytes for manifest in manifests)
+    cache = cache_of(url_of(manifests[0].address), nbytes)
+    with locked(cache):
+        used = set()
+        for manifest in manifests:
+            names = [bucket_file(section, bucket) for section, plan in manifest.sections.items() for bucket in plan.sent]
+            used.add(fetch(manifest.address, cache, names).relative_to(cache).parts[0])
+        for version in cache.glob("v*"):
+            if version.name not in used:
+                shutil.rmtree(version)

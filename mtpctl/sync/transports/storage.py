@@ -1,0 +1,33 @@
+"""Buckets as objects in object storage, or on another file system of fsspec.
+
+The sender writes a version as `shm` does, and uploads the files. Receivers map the files that their host has downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mtpctl.plan.buckets import Bucket
+from mtpctl.sync.protocol import bucket_file
+from mtpctl.sync.remote import cache_of, fetch, locked, url_of
+from mtpctl.sync.transports import shm
+
+NAME = "storage"
+
+
+class Reader(shm.Reader):
+    """Maps the buckets of one version, which are downloaded unless this host has them; `address` is the URL of its folder."""
+
+    def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
+        super().__init__(address, device)
+        self._address = address
+
+    def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        cache = cache_of(url_of(self._address), sum(bucket.nbytes for bucket in buckets))
+        # Mapped within the lock, because another receiver deletes versions that it does not need.
+        with locked(cache):
+            self.folder = fetch(self._address, cache, [bucket_file(section, bucket) for bucket in buckets])
+            mapped = [(bucket, self._read(section, bucket)) for bucket in buckets]
+        yield from mapped
