@@ -186,6 +186,11 @@ class ModelShape:
     dflash: DFlashShape | None = None
 
     @property
+    def drafter_layers(self) -> int:
+        """Number of the drafter's layers with a key-value cache."""
+        return self.mtp_layers if self.dflash is None else self.dflash.layers
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         """The boundaries at which a drafter in its own folder reads the trunk's states; empty for other drafters."""
         drafter = self.eagle3 or self.dflash

@@ -85,12 +85,24 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     """
     whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     tokens, weights = sum(lengths), trunk_weights(shape)
-    kinds = [*shape.layer_kinds, *[shape.mtp_kind] * len(mtp_rows)]
-    sparse = shape.moe is not None and not (shape.mtp is not None and shape.mtp.dense)
-    mtp_layer = attention_weights(shape, shape.mtp_kind) + mlp_weights(shape, sparse=sparse) + 2 * shape.hidden * shape.hidden
-    weights += len(mtp_rows) * mtp_layer
+    passes, drafter = _drafter(shape, len(mtp_rows))
+    kinds = [*shape.layer_kinds, *[shape.mtp_kind] * passes]
+    weights += drafter
     flops = whole * tokens * weights
     flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - {"linear_attention"})
     flops += whole * rows * shape.hidden * shape.vocab
     draft = whole - _WEIGHT_GRADIENT if isolated else whole
     return flops + sum(draft * n * shape.hidden * shape.vocab for n in mtp_rows)
+
+
+def _drafter(shape: ModelShape, depths: int) -> tuple[int, int]:
+    """For each token, how often a layer of the drafter runs, and the weights that are used in all."""
+    if (dflash := shape.dflash) is None or not depths:
+        sparse = shape.moe is not None and not (shape.mtp is not None and shape.mtp.dense)
+        layer = attention_weights(shape, shape.mtp_kind) + mlp_weights(shape, sparse=sparse)
+        return depths, depths * (layer + 2 * shape.hidden * shape.hidden)
+    passes = dflash.layers * (depths + 1)
+    layer = attention_weights(shape) + 3 * shape.hidden * dflash.ffn
+    # Each layer's queries, keys and values of the context, and the projection to it.
+    context = dflash.layers * shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    return passes, passes * layer + context + len(dflash.boundaries) * shape.hidden * shape.hidden

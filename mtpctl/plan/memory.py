@@ -218,8 +218,8 @@ def _window_cache(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> 
 
 
 def _layers(shape: ModelShape, kind: LayerKind, *, drafting: bool) -> int:
-    """Number of layers of this kind of attention, with the MTP layers if the engine drafts."""
-    return shape.layer_kinds.count(kind) + (shape.mtp_layers if drafting and shape.mtp_kind == kind else 0)
+    """Number of layers of this kind of attention, with those of the drafter if the engine drafts."""
+    return shape.layer_kinds.count(kind) + (shape.drafter_layers if drafting and shape.mtp_kind == kind else 0)
 
 
 def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
@@ -267,6 +267,13 @@ def _depths(recipe: Recipe, shape: ModelShape) -> int:
     return shape.mtp_layers * recipe.mtp.repeat if recipe.mtp.mode != "off" else 0
 
 
+def _drafter_passes(recipe: Recipe, shape: ModelShape) -> int:
+    """How often the trainer computes a layer of the drafter for each token."""
+    depths = _depths(recipe, shape)
+    # A block has one input more than it has drafts.
+    return shape.dflash.layers * (depths + 1) if shape.dflash is not None and depths else depths
+
+
 def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, training: str) -> TrainerMemory:
     train, parallel = recipe.train, recipe.train.parallel
     width = WEIGHT_BYTES[train.precision]
@@ -296,16 +303,16 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
         gradients=gradients,
         optimizer=0 if train.offload.optimizer else state,
         reference=moved * width if training == "rl" and train.rl.kl_coef else 0,
-        activations=_activations(recipe, shape, index, stage, _depths(recipe, shape) if trains_mtp else 0, training),
+        activations=_activations(recipe, shape, index, stage, _drafter_passes(recipe, shape) if trains_mtp else 0, training),
         workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
         step=step,
         host=(state if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
     )
 
 
-def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, depths: int, training: str) -> int:
+def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, passes: int, training: str) -> int:
     train, parallel = recipe.train, recipe.train.parallel
-    layers = (0 if training == "draft" else len(stage.layers)) + (depths if stage.has_head else 0)
+    layers = (0 if training == "draft" else len(stage.layers)) + (passes if stage.has_head else 0)
     width, transient = activation_width(shape, parallel), transient_width(shape, parallel)
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     saved = width * layers if train.recompute != "full" else entry * layers

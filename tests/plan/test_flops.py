@@ -11,6 +11,7 @@ from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
 from mtpctl.plan.flops import attention_flops, attention_weights, card_peak, step_flops
+from tests.fakes.toys import LLAMA_DFLASH
 
 CONFIG = Qwen2Config(
     vocab_size=96,
@@ -50,6 +51,19 @@ def test_an_isolated_drafter_computes_no_gradient_of_the_head() -> None:
     shape = shape_of(CONFIG.to_dict())
     joint, isolated = (step_flops(shape, [LENGTH], LENGTH, [20], isolated=each) for each in (False, True))
     assert joint - isolated == 2 * 20 * shape.hidden * shape.vocab
+
+
+def test_every_input_of_a_block_uses_all_matrices_of_a_block_drafter() -> None:
+    """The context uses the projection to it and those to queries, keys and values."""
+    shape = shape_of(LLAMA_DFLASH)
+    sizes = {name: size[0] * size[1] for name, size in tensor_shapes(shape).items() if name.startswith("drafter.") and len(size) == 2}
+    matrices, qkv, fc = (
+        sum(size for name, size in sizes.items() if any(part in name for part in parts))
+        for parts in (("layers.",), ("q_proj", "k_proj", "v_proj"), ("fc",))
+    )
+    drafted, plain = (step_flops(shape, [10], 0, rows, isolated=True) for rows in ([0, 0, 0], []))
+    pairs = 3 * (4 * 2) * attention_flops(shape, [10])
+    assert drafted - plain == 6 * 10 * (4 * matrices + qkv + fc) + pairs
 
 
 @pytest.mark.parametrize(

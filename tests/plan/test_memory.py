@@ -28,6 +28,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.fits import check_fits
+from tests.fakes.toys import LLAMA_DFLASH
 
 MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 
@@ -210,6 +211,16 @@ def test_depths_that_share_a_layer_each_have_activations() -> None:
     one, three = (trainer_memory(recipe(*settings, f"mtp.repeat={n}"), MIMO) for n in (1, 3))
     assert three.weights == one.weights
     assert three.activations - one.activations == 2 * 8192 * 2 * LAYER
+
+
+def test_each_input_of_a_block_has_activations_in_each_layer_of_a_block_drafter() -> None:
+    settings = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=1024"]
+    shape = shape_of(LLAMA_DFLASH)
+    one, three = (trainer_memory(recipe(*settings, f"mtp.repeat={n}"), shape) for n in (1, 3))
+    width = activation_width(shape, ParallelConfig())
+    assert three.activations - one.activations == pytest.approx(2 * 2 * 1024 * width * 2)
+    cache = [kv_bytes_per_token(shape, 1, 2, drafting=drafting) for drafting in (True, False)]
+    assert cache == [(4 + 2) * 2 * 32 * 2, 4 * 2 * 32 * 2]
 
 
 def test_a_step_of_an_offloaded_optimizer_needs_masters_and_a_slice_of_moments() -> None:
