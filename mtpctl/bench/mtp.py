@@ -25,11 +25,12 @@ ARMS = (
 TRAINED = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
 
 
-def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int) -> list[Arm]:
+def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int, is_block: bool = False) -> list[Arm]:
     """An arm for each combination of loss, draft method and number of draft tokens, with the drafter trained and synced.
 
     layers: MTP layers of the model. A single layer is repeated for every draft token. In that case baselines are added that train it for
-    the first draft token only, with cross-entropy and greedy drafts.
+    the first draft token only, with cross-entropy and greedy drafts. is_block: whether the drafter drafts blocks, which are served as they
+    are trained, without baselines.
     """
     as_served = [
         Arm(
@@ -55,7 +56,7 @@ def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence
             (*TRAINED, *plain, f"rollout.speculation.num_tokens={count}"),
         )
         for count in counts
-        if layers == 1 and count > 1
+        if layers == 1 and count > 1 and not is_block
     ]
     return as_served + first_only
 

@@ -64,11 +64,13 @@ def mtp(
     if loss or draft_method or k:
         base = experiment.load("arms", 0)
         speculation = base.rollout.speculation
+        layers, is_block = _drafter_of(base)
         arms = bench.drafter_arms(
             loss or [base.mtp.loss],
             draft_method or [speculation.draft_method],
             k or [speculation.num_tokens],
-            layers=_mtp_layers(base),
+            layers=layers,
+            is_block=is_block,
         )
     outcomes = _outcomes(experiment, select_arms(arms, arm), seed, measured_only, together=together)
     results, environment = bench.summarise(outcomes, last), machines([o.versions for o in outcomes])
@@ -153,12 +155,16 @@ def compare(
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
 
 
-def _mtp_layers(recipe: RecipeTree) -> int:
+def _drafter_of(recipe: RecipeTree) -> tuple[int, bool]:
+    """The number of MTP layers, and whether the drafter drafts blocks."""
     from mtpctl.families.reading import shape_of
     from mtpctl.recipe.model import hf_config
 
     config = hf_config(recipe.model, fetch=False)
-    return shape_of(config).mtp_layers if config is not None else 1
+    if config is None:
+        return 1, False
+    shape = shape_of(config)
+    return shape.mtp_layers, shape.dflash is not None
 
 
 def _outcomes(

@@ -72,6 +72,8 @@ def test_arms_combine_loss_draft_method_and_number_of_drafts() -> None:
     assert (arms[-1].name, first.mtp.loss, first.mtp.repeat, first.rollout.speculation.num_tokens) == ("first-k3", "ce", 1, 3)
     (several_layers,) = drafter_arms(["tv"], ["greedy"], [3], layers=3)
     assert "mtp.repeat=1" in several_layers.sets
+    (block,) = drafter_arms(["tv"], ["greedy"], [3], layers=1, is_block=True)
+    assert "mtp.repeat=3" in block.sets
 
 
 @pytest.mark.parametrize(("drafted", "code"), [(1000.0, 0), (0.0, 6)])
