@@ -76,6 +76,7 @@ def mean_of_local_means(case: Case, convention: Convention, monkeypatch: pytest.
     return Result(losses, gradients)
 
 
+@pytest.mark.slow
 def test_megatron_core_normalizes_by_local_counts_and_rolls_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """If an upgrade fixes a case, update the table of docs/benchmarks/mtp-conformance.md."""
     code, (default, per_token) = results("benchmarks/conformance/megatron_core.py")
