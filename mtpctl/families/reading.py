@@ -356,11 +356,6 @@ def unsupported_by_vllm_cpu(shape: ModelShape, dtype: str) -> Iterator[str]:
             f"model config: kv_lora_rank and qk_rope_head_dim add up to {width}, but vLLM on a CPU supports only latent attention of "
             f"{CPU_LATENT}; set them to {CPU_LATENT - 64} and 64, or use a GPU"
         )
-    if shape.window is not None and shape.value_dim != shape.head_dim:
-        yield (
-            f"model config: v_head_dim {shape.value_dim} differs from head_dim {shape.head_dim}, which vLLM on a CPU does not support; "
-            "make them equal, or use a GPU"
-        )
 
 
 def check_importable(config: Mapping[str, object]) -> None:

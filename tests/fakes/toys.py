@@ -151,6 +151,8 @@ MIMO_V2_FLASH: dict[str, Any] = {
     "n_shared_experts": None,
     "num_nextn_predict_layers": 1,
 }
+NARROW_VALUES = {"v_head_dim": 20, "swa_v_head_dim": 20}
+"""Fields of a MiMo-V2-Flash whose values are narrower than keys, as in the published one. Stock vLLM does not serve it on a CPU."""
 ERNIE4_5_MOE: dict[str, Any] = {
     **SIZES,
     "architectures": ["Ernie4_5_MoeForCausalLM"],

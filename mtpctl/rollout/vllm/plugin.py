@@ -89,6 +89,7 @@ def install() -> None:
         cpu_kernels.install_experts,
         cpu_kernels.install_biased_router,
         cpu_kernels.install_rotary,
+        cpu_kernels.install_narrow_values,
         cpu_kernels.install_context_norms,
         cpu_kernels.install_short_queries,
         verification.install_verification,  # before the next one, which reads keyword arguments that this one binds

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.engine_drafts import DRAFTS, Drafting
-from tests.fakes.toys import ON_CARDS, SERVED, TOYS, toy_folder
+from tests.fakes.toys import NARROW_VALUES, ON_CARDS, SERVED, TOYS, toy_folder
 
 LARGEST = 1e-5
 """Difference of any logit in fp32."""
@@ -69,6 +69,18 @@ def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_pa
     own = [distance(mine, theirs) for mine, theirs in shared(exact, list(rounded.unbind(1)))]
     print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
     assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)
+
+
+@pytest.mark.slow
+def test_depths_with_narrow_values_are_the_drafts_of_the_engine(tmp_path: Path) -> None:
+    """MiMo-V2-Flash as published, with padded values in vLLM."""
+    folder = toy_folder(TOYS["mimo-v2-flash"] | NARROW_VALUES | {"initializer_range": 0.1}, tmp_path / "model", 0, "fp32")
+    ids, draftings = drafted(folder, "fp32", tmp_path)
+    assert len(draftings) > 5
+    exact = trained(folder, ids, draftings, "fp32", tmp_path)
+    served = [torch.stack([each.logits[depth] for each in draftings]).float() for depth in range(DRAFTS)]
+    off = [float((mine - theirs).abs().max()) for mine, theirs in shared(exact, served)]
+    assert max(off) <= LARGEST, off
 
 
 @pytest.mark.gpu

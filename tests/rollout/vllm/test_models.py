@@ -17,7 +17,7 @@ from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes.engines import Loop, cpu_settings
-from tests.fakes.toys import SERVED, SIZES, TOYS, toy_folder
+from tests.fakes.toys import NARROW_VALUES, SERVED, SIZES, TOYS, toy_folder
 
 MOE: dict[str, Any] = {
     "num_experts": 4,
@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
     "qwen3-moe": ({**SIZES, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, 0, "fp32"),
     "tied": ({**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}, 0, "fp32"),
     **{f"{family} {dtype}": (TOYS[family], 1, dtype) for family, dtype in SERVED},
+    "mimo-v2-flash with narrow values fp32": (TOYS["mimo-v2-flash"] | NARROW_VALUES, 1, "fp32"),
 }
 """Config, draft tokens a step, precision."""
 SLOW = {name for name in MODELS if " with " in name} - {"llama with EAGLE-3 fp32", "qwen3-moe with EAGLE-3 bf16", "llama with DFlash fp32"}

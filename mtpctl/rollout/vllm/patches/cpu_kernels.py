@@ -1,4 +1,4 @@
-"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, norms, linear attention with short queries, experts."""
+"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, norms, linear attention, values, experts."""
 
 from __future__ import annotations
 
@@ -200,6 +200,36 @@ def convolve(
         outputs.append(functional.conv1d(window[None], taps_D1W, bias_D, groups=len(window))[0].T)
         buffer_DS[:, : window.shape[1] - 1] = window[:, 1:]
     return torch.cat(outputs).to(inputs_TD.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- values narrower than keys
+
+
+@cpu_patch
+def install_narrow_values() -> None:
+    """Pad values that are narrower than keys (MiMo-V2-Flash) for the CPU's attention kernel, which has one width.
+
+    For such layers vLLM selects a Triton kernel, which a CPU does not have: the engine fails in its first step. Zeros beyond the width of
+    values give columns of zeros in the output, which are dropped.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models import mimo_v2
+
+    if getattr(mimo_v2, "Attention", None) is not Attention:
+        raise UpstreamMoved(f"{__name__}: {mimo_v2.__name__}.Attention is gone; find how the model selects its attention kernel on a CPU")
+
+    class PaddedAttention(Attention):
+        def __init__(self, num_heads: int, head_size: int, *args: Any, head_size_v: int, attn_backend: Any, **kwargs: Any) -> None:
+            super().__init__(num_heads, head_size, *args, **kwargs)
+            self.value_width = head_size_v
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            padding = self.head_size - self.value_width
+            padded = functional.pad(value.unflatten(-1, (-1, self.value_width)), (0, padding)).flatten(-2)
+            heads = super().forward(query, key, padded, *args, **kwargs).unflatten(-1, (-1, self.head_size))
+            return heads[..., : self.value_width].flatten(-2)
+
+    assign(mimo_v2, Attention=PaddedAttention)
 
 
 # ------------------------------------------------------------------------------------------------------ experts with LoRA

@@ -66,7 +66,7 @@ def test_every_patch_rejects_another_release() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 23 and results.keys() > CPU_ONLY
+    assert len(results) == 24 and results.keys() > CPU_ONLY
     for name, result in results.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
             assert result == "False"
@@ -93,6 +93,7 @@ def test_every_patch_rejects_another_release() -> None:
             None,
             "is gone",
         ),
+        (cpu_kernels.install_narrow_values, "vllm.model_executor.models.mimo_v2.Attention", None, "is gone"),
         (cpu_kernels.install_biased_router, f"{cpu_kernels.__name__}._ignores_bias", lambda router: False, "remove the patch"),
         (weights.install_gemm, "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", None, "is gone"),
         (drafter.install_mimo_v2_layers, "vllm.model_executor.models.mimo_v2_mtp._MIMO_V2_FLASH_NUM_MTP_LAYERS", 3, "remove the patch"),
