@@ -6,7 +6,8 @@
 The weights have the shapes of RECIPE's model, in bf16 with random values; a share of them changes from version to version. The trainer's
 end finds the changes and writes them to a version store in shared memory (`encode`). The link copies the store's files to another folder
 at the given rate; 0: as fast as memory. The receiver's end writes them into live weights on the device (`apply`), which are compared bit by
-bit. `--layers` cuts the model. On a CPU this needs memory for seven copies of the weights.
+bit. `--layers` cuts the model. It needs host memory for four
+copies of the weights, three of them in shared memory, and two more on the device.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ def main() -> None:
                 link = copy_over_link(Path(manifest.address), arrived, options.gbit)
                 apply = receiver.apply(replace(manifest, address=str(arrived)))
                 shutil.rmtree(arrived)
+                if kind == "complete":
+                    sender.store.discard(version)
                 assert all(torch.equal(receiver.live[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items()), (
                     "not bit-equal"
                 )

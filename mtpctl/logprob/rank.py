@@ -292,8 +292,10 @@ class ScoreRank:
             if name in delta.changes:
                 weight = weight.detach().contiguous().clone()
                 apply(delta.changes[name], self._blobs.pop(name), weight)
-            for alias in names.intersection((name, *entries[name].aliases)):
-                stream.add(alias, weight)
+            # In the same order on all ranks, because loading is collective.
+            for alias in (name, *entries[name].aliases):
+                if alias in names:
+                    stream.add(alias, weight)
         if self._blobs:
             raise SyncError(f"this log-prob replica has no tensors {', '.join(sorted(self._blobs)[:8])}, which have changed")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mtpctl.cluster.local import cluster
@@ -204,6 +205,41 @@ def test_ranks_merge_an_adapter_each_into_its_part(
         os.kill((await pids(split.replicas.slots[0].replica))[1], signal.SIGKILL)
         b = await split.score(asked)
         assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.restarts == 1
+        await single.close()
+        await split.close()
+
+    run(ask(), 270)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_write_changes_each_into_its_part(layout: dict[str, int], run: Loop, ray_cluster: None, tmp_path: Path) -> None:
+    """With a tied head, which another pipeline stage has a copy of."""
+    model = create_hf_folder({**CONFIG, "tie_word_embeddings": True}, tmp_path / "model", seed=3).path
+    weights = load_file(model / "model.safetensors")
+    same = {"lm_head.weight": "model.embed_tokens.weight"}
+    sends = Publisher(VersionStore(tmp_path / "versions"), bucket_bytes=1 << 16, delta=True)
+    sent = {name: value for name, value in weights.items() if name not in same}
+    sends.plan_from(iter(sent.items()), same)
+    generator = torch.Generator().manual_seed(0)
+
+    async def ask() -> None:
+        single, split = [await started(model, 1, sends.store, parallel=ParallelConfig(**one)) for one in ({}, layout)]
+        (asked,) = requests(1)
+        last = (await single.score(asked)).logprobs
+        for version in (1, 2, 3):
+            for tensor in sent.values():
+                mask = torch.rand(tensor.shape, generator=generator) < 0.02
+                tensor[mask] = -2 * tensor[mask]
+            manifest = sends.publish(iter(sent.items()), version, checksums=True)
+            assert manifest.base == (version - 1 or None)
+            for server in (single, split):
+                (report,) = await server.update(manifest, verify=True)
+                assert report.verified == len(sent)
+            a, b = await asyncio.gather(single.score(asked), split.score(asked))
+            assert a.version == b.version == version and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+            assert a.logprobs != pytest.approx(last, abs=1e-3)
+            last = a.logprobs
         await single.close()
         await split.close()
 
