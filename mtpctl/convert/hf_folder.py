@@ -192,8 +192,8 @@ def carry(source: Path, target: Path) -> None:
 def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
     """The config of a folder with weights of `dtype` and `mtp_layers` MTP layers.
 
-    mtp_layers: 0 also leaves out an EAGLE-3 drafter, which counts as one. max_position_embeddings is corrected for models whose published
-    config is known to be wrong. quantization_config is removed, because the weights are dequantized.
+    mtp_layers: 0 also leaves out a drafter in a subfolder, which counts as one. max_position_embeddings is corrected for models whose
+    published config is known to be wrong. quantization_config is removed, because the weights are dequantized.
     """
     result = {name: value for name, value in config.items() if name != "quantization_config"}
     section = _section_with(result, "max_position_embeddings")
@@ -225,7 +225,7 @@ def _section_with(config: HfConfig, key: str) -> HfConfig:
 
 
 def write_config(config: HfConfig, folder: Path) -> None:
-    """Write config.json, and that of an EAGLE-3 drafter to its subfolder."""
+    """Write config.json, and that of an EAGLE-3 or DFlash drafter to its subfolder."""
     config = dict(config)
     drafter = config.pop(DRAFTER, None)
     for part, fields in ((folder, config), (folder / DRAFTER, drafter)):
@@ -236,7 +236,7 @@ def write_config(config: HfConfig, folder: Path) -> None:
 
 
 def split_drafter[T](tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Divide the tensors of a model into those of its folder and those of its EAGLE-3 drafter's subfolder, under their stored names."""
+    """Divide the tensors of a model into those of its folder and those of its drafter's subfolder, under their stored names."""
     prefix = f"{DRAFTER}."
     target = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
     return target, {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

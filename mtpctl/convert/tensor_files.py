@@ -78,7 +78,7 @@ class Entry:
 
 
 class FolderWeights:
-    """Names, shapes and tensors of a folder with one weight file, or with shards and an index, and of the EAGLE-3 drafter next to them.
+    """Names, shapes and tensors of a folder with one weight file, or with shards and an index, and of the drafter next to them.
 
     The drafter's tensors have the prefix `drafter.`.
 

@@ -331,7 +331,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def read_config(folder: Path, field: str = "model.path", name: str = "config.json") -> dict[str, object]:
-    """The fields of a folder's config.json, with the config of its EAGLE-3 drafter under `drafter`.
+    """The fields of a folder's config.json, with the config of the drafter in its subfolder under `drafter`.
 
     field: name of the path in errors. name: name of the file. Raises UserError if the file is missing, or is not a JSON object.
     """
