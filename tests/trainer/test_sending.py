@@ -16,6 +16,7 @@ from mtpctl.sync.protocol import PlanMismatch, Section
 from mtpctl.trainer.sending import WeightExporter
 from tests.fakes import adapters
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, tiny_config
+from tests.fakes.pushing import Receiver
 
 CONFIG = tiny_config(vocab_size=32)
 BASE = random_tensors(CONFIG, 0)
@@ -85,3 +86,28 @@ def test_adapter_base_is_sent_once_and_its_config_always(tmp_path: Path) -> None
         assert "q_proj" in manifest.sections["adapter"].config["target_modules"]
     assert first.sections["draft"].checksums == second.sections["draft"].checksums
     assert first.sections["adapter"].checksums != second.sections["adapter"].checksums
+
+
+def test_pushed_changes_are_found_when_planning_and_every_rank_exports_alike(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in BASE.items()}
+    first, second = Engine(tensors), Engine(tensors)
+    options = {"transport": "nccl", "delta": True}
+    sender, other, receiver = source(first, sync=options), source(second, rank=1, sync=options), Receiver()
+    complete = 0
+    for version in (1, 2, 3):
+        manifest = sender.plan_weights(version, str(tmp_path), ["engine 0"], False, WHOLE)
+        assert manifest is not None and manifest.base == (version - 1 or None)
+        complete = complete or manifest.nbytes
+        receiver.take(manifest)
+        sent = sender.transfer_weights()
+        assert sent is not None and sent.nbytes == manifest.nbytes <= (complete if version == 1 else 0.2 * complete)
+        taken = receiver.taken()
+        assert all(torch.equal(torch.tensor(taken[name], dtype=torch.bfloat16), tensor) for name, tensor in tensors.items())
+        sender.persist_weights()
+        other.plan_weights(version, str(tmp_path), ["engine 0"], False, WHOLE)
+        other.transfer_weights()
+        other.persist_weights()
+        assert first.yielded == second.yielded
+        for tensor in tensors.values():
+            tensor.view(-1)[version::100] += 1
+    receiver.end()
