@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from mtpctl.sync.engine_target import EngineTarget
+from mtpctl.sync.packing import spec_of
 from mtpctl.sync.protocol import Manifest, SyncError, TargetDirty, VersionConflict
 from mtpctl.sync.receiver import UpdateStep
-from mtpctl.sync.sender import Publisher
+from mtpctl.sync.sender import Publisher, Sender
 from mtpctl.sync.store import COMPLETE, VersionStore
-from mtpctl.sync.update import SyncReport, update_target
+from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 from tests.fakes import adapters
 from tests.fakes.module_engine import ModuleEngine, Tensors, engine_target
+from tests.fakes.pushing import CONTEXT, in_process
 
 TARGET = {"model.embed.weight": (331, 17), "model.layers.0.w": (129, 65), "model.layers.1.w": (70, 13), "model.norm.weight": (67,)}
 DRAFT = {"model.mtp_layers.0.w": (53, 31), "model.mtp_layers.0.norm.weight": (5,)}
@@ -68,8 +71,8 @@ def new_engine(seed: int = 9) -> ModuleEngine:
 class Faults:
     """Loses, repeats and reorders steps of an update. `count`: how many so far."""
 
-    def __init__(self, seed: int) -> None:
-        self.random, self.count, self.on = random.Random(seed), 0, False
+    def __init__(self, seed: int, kinds: Sequence[str] = ("lost", "repeated", "late", "out of order")) -> None:
+        self.random, self.count, self.on, self.kinds = random.Random(seed), 0, False, kinds
         self._before: UpdateStep | None = None
 
     def __call__(self, step: UpdateStep) -> list[UpdateStep]:
@@ -78,7 +81,7 @@ class Faults:
             return [step]
         self.on = False
         self.count += 1
-        kind = self.random.choice(["lost", "repeated", "late", "out of order"])
+        kind = self.random.choice(self.kinds)
         if kind == "lost":
             return []
         if kind == "repeated":
@@ -133,6 +136,87 @@ def test_200_syncs(tmp_path: Path) -> None:
     update(target, publish.publish(trainer.step().items(), 201, checksums=True), verify=True)
     assert target.version == 201 and same(engine.live(), trainer.copy())
     assert min(counts.values()) >= 1 and faults.count >= 20, (counts, faults.count)
+
+
+def _send_versions(pipe: Any, root: Path) -> None:
+    """The sender's process. Orders: `step`; `send` with a version and its receivers; `persist`."""
+    trainer = Trainer()
+    sender = Sender(VersionStore(root), "nccl", "cpu", host="127.0.0.1", deadline_s=30.0, delta=True, bucket_bytes=3000)
+    sender.plan(spec_of(name, tensor) for name, tensor in trainer.tensors.items())
+    tensors = trainer.copy()
+    while (order := pipe.recv()) is not None:
+        match order:
+            case "step":
+                tensors = trainer.step()
+            case ("send", version, members):
+                pipe.send(sender.announce(version, members, sender.plan_from(tensors.items(), checksums=True)))
+                try:
+                    sender.send(tensors.items())
+                    pipe.send("")
+                except SyncError as error:
+                    pipe.send(str(error))
+            case "persist":
+                sender.persist(tensors.items())
+                sender.flush()
+                pipe.send("")
+    sender.close()
+
+
+def push(pipe: Any, target: EngineTarget, manifest: Manifest) -> bool:
+    """Apply a version that is being sent. Returns False if a participant failed."""
+    applied = True
+    try:
+        asyncio.run(cancel_on_error(manifest, update_target(target, manifest, verify=True, deadline_s=30)))
+    except (SyncError, TargetDirty):
+        applied = False
+    assert pipe.poll(60)
+    return not pipe.recv() and applied
+
+
+def test_200_pushed_syncs(tmp_path: Path) -> None:
+    """As a run does it: a failed transfer is repeated, and a receiver that restarts is first updated from the store.
+
+    Steps are lost. A repeated one would wait for its deadline, because both ends of a pushed transfer take part in each.
+    """
+    trainer, chance, faults = Trainer(), random.Random(3), Faults(4, ("lost",))
+    pipe, theirs = CONTEXT.Pipe()
+    process = in_process(_send_versions, theirs, tmp_path)
+    engine, started = new_engine(), 0
+    target, before = engine_target(engine), trainer.copy()
+    counts = dict.fromkeys(["failed", "restarted", "complete", "changes"], 0)
+    for version in range(1, 201):
+        pipe.send("step")
+        tensors, applied = trainer.step(), False
+        if chance.random() < 0.1 and version > 1:
+            started += 1
+            engine = new_engine(version)
+            target = engine_target(engine)
+            update(target, VersionStore(tmp_path).open(version - 1))
+            counts["restarted"] += 1
+        for attempt in range(2):
+            pipe.send(("send", version, [f"engine {started}"]))
+            assert pipe.poll(60)
+            manifest = pipe.recv()
+            assert manifest.base is None or (manifest.base == version - 1 == target.version and not attempt)
+            engine.disturb, faults.on = faults, not attempt and chance.random() < 0.5
+            applied = push(pipe, target, manifest)
+            faults.on = False
+            if applied:
+                break
+            counts["failed"] += 1
+            if target.dirty:
+                started += 1
+                engine = new_engine(version)
+                target = engine_target(engine)
+            assert target.version < version and (not target.version or same(engine.live(), before))
+        assert applied and target.version == version and same(engine.live(), tensors)
+        counts["complete" if manifest.base is None else "changes"] += 1
+        pipe.send("persist")
+        assert pipe.poll(60) and not pipe.recv()
+        before = tensors
+    pipe.send(None)
+    process.join(20)
+    assert min(counts.values()) >= 10 and counts["changes"] > 100, counts
 
 
 def test_one_percent_of_changes_needs_at_most_4_percent_of_the_bytes(tmp_path: Path) -> None:
