@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from mtpctl.convert.hf_folder import write_config
 from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import LoraConfig
@@ -24,6 +25,7 @@ from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError,
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters
 from tests.fakes.adapters import BASE
+from tests.fakes.toys import LLAMA_DFLASH, QWEN3_MOE_DFLASH
 
 
 def plan_of(delta: adapters.Tensors, tmp_path: Path, **config: Any) -> SectionPlan:
@@ -255,13 +257,20 @@ def test_an_engine_starts_with_the_smallest_sufficient_adapter_rank() -> None:
     assert "enable_lora" not in engine_settings(rollout, model="m", precision="fp32", device="cpu").args
 
 
-def test_an_engine_adapts_only_the_target_layers_unless_they_have_experts() -> None:
-    def modules(*targets: str) -> object:
-        adapter = LoraConfig(targets=list(targets))
-        return engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu", adapter=adapter).args.get("lora_target_modules")
+def test_an_engine_adapts_only_the_target_layers_unless_they_may_have_experts(tmp_path: Path) -> None:
+    def modules(model: Path | str, *targets: str) -> object:
+        options: dict[str, Any] = {"precision": "fp32", "device": "cpu", "adapter": LoraConfig(targets=list(targets))}
+        return engine_settings(VllmConfig(), model=str(model), **options).args.get("lora_target_modules")
 
-    assert modules("linear_qkv", "linear_proj") == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert modules("linear_qkv", "linear_fc1") is None
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    for folder, config in ((dense, LLAMA_DFLASH), (sparse, QWEN3_MOE_DFLASH)):
+        folder.mkdir()
+        write_config(config, folder)
+    for model in ("m", dense, sparse):
+        assert modules(model, "linear_qkv", "linear_proj") == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    for model in ("m", sparse):
+        assert modules(model, "linear_qkv", "linear_fc1") is None
+    assert modules(dense, "linear_qkv", "linear_fc1") == ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
 
 
 def test_a_paused_engine_releases_its_cache_once_and_restores_it_on_resume() -> None:

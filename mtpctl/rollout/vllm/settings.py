@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpctl.errors import UserError
-from mtpctl.families.reading import DRAFTER
+from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES, ENGINE_STEP_TOKENS
 from mtpctl.plan.placement import ENGINE_MEMORY
-from mtpctl.recipe.model import DTYPES, engine_method
+from mtpctl.recipe.model import DTYPES, engine_method, read_config
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.plugin import AT_ONCE, OURS, TRANSFER_BACKEND
@@ -143,8 +143,9 @@ def engine_settings(
     if adapter is not None:
         room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-        if not EXPERT_TARGETS & set(adapter.targets):
-            # By default vLLM allocates adapters in every layer, including experts.
+        if not EXPERT_TARGETS & set(adapter.targets) or not _may_have_experts(Path(model)):
+            # By default vLLM allocates adapters in every layer, including experts. It also wraps the embedding, which a drafter shares, and
+            # then applies the target's rows of the batch to the drafter's.
             args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
     if release_kv:
         args["enable_sleep_mode"] = True
@@ -227,3 +228,8 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
         # Idle threads sleep immediately; spinning would take cores from a trainer on the same machine.
         variables |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     return variables
+
+
+def _may_have_experts(folder: Path) -> bool:
+    """Whether the model has experts, according to its config; True for a model whose folder is not on this machine."""
+    return not folder.is_dir() or shape_of(read_config(folder)).moe is not None
