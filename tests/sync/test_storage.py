@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.remote import cache_of, prefetch
+from mtpctl.sync.remote import prefetch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.update import manifests_to
@@ -70,7 +71,7 @@ def test_a_late_receiver_begins_with_all_buckets(store: VersionStore, tmp_path: 
     assert complete >= 1 and store.versions()[0] > 1
     store.close()
     assert not list((tmp_path / "bucket").rglob("*.bin"))
-    assert not cache_of(f"file://{tmp_path}/bucket").joinpath("lock").exists()
+    assert not (SHARED_MEMORY / f"mtpctl-fetched-{zlib.crc32(f'file://{tmp_path}/bucket'.encode()):08x}").exists()
 
 
 def test_what_was_downloaded_before_is_not_read_again(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
