@@ -6,6 +6,7 @@ environment are unchanged, whatever their release.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ def register() -> None:
     vLLM swallows errors of a plugin's import, but not of this call, so all imports are in this function.
     """
     if os.environ.get(OURS):
+        fork_workers(multiprocessing.current_process().name)
         install()
         return
     from vllm.engine.arg_utils import EngineArgs
@@ -53,6 +55,17 @@ def register() -> None:
 
     setattr(create_model_config, _WRAPPED, True)
     assign(EngineArgs, create_model_config=create_model_config)
+
+
+def fork_workers(process: str) -> None:
+    """Let an engine core fork its workers, so that they need not import vLLM again, which takes about ten seconds.
+
+    Forking is vLLM's default. But our cores are spawned by Ray actors, which must not fork, and cores inherit that setting. If a core has
+    used CUDA, vLLM spawns its workers nevertheless. OpenMP's threads do not survive a fork, so a core with several keeps the setting.
+    process: the name of this process.
+    """
+    if process.startswith("EngineCore") and os.environ.get("OMP_NUM_THREADS") == "1":
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def install() -> None:

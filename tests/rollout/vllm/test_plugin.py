@@ -29,6 +29,16 @@ def test_the_pinned_release_is_installed() -> None:
     assert installed() == PINNED
 
 
+@pytest.mark.parametrize(
+    ("process", "threads", "method"), [("EngineCore", "1", "fork"), ("EngineCore", "8", "spawn"), ("MainProcess", "1", "spawn")]
+)
+def test_only_cores_with_one_thread_fork_workers(process: str, threads: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    plugin.fork_workers(process)
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == method
+
+
 PROGRAM = """
 import json, sys
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

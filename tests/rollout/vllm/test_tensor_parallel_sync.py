@@ -37,7 +37,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_two_ranks_serve_the_same_weights_for_any_bucket_size(family: str, run: Loop, tmp_path: Path) -> None:
+def test_two_ranks_serve_the_same_weights_for_any_bucket_size(
+    family: str, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The core forks its ranks.
     config, dtype = MODELS[family]
     folders = [toy_folder(config, tmp_path / str(seed), seed, dtype) for seed in (0, 1)]
     tensors = [load_file(folder / "model.safetensors") for folder in folders]
