@@ -78,7 +78,7 @@ class Receiver:
         began = time.perf_counter()
         for section, plan in manifest.sections.items():
             self.steps.begin(begin_step(manifest, section, version=manifest.version, discard=False, known=self.known), self._match)
-            self.steps.receive(UpdateStep(action="buckets", section=section, first=0, count=len(plan.sent)))
+            self.steps.receive(UpdateStep(action="buckets", section=section, first=0, count=len(plan.wire_buckets)))
             self.steps.finish()
         synchronize()
         return time.perf_counter() - began

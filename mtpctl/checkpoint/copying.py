@@ -31,9 +31,10 @@ from mtpctl.checkpoint.listing import (
     save_listing,
     write_latest,
 )
-from mtpctl.cluster.object_store import FIELD, Absent, ObjectStore
+from mtpctl.cluster.object_store import Absent, ObjectStore, UrlField
 from mtpctl.errors import UserError
 
+FIELD = UrlField("train.checkpoint_copy", "remove the key")
 CHECKPOINTS = "checkpoints"
 _STATIC_FOLDERS = ("model", "tokenizer", "start", "reference")
 """Folders that do not change after a run has written them."""

@@ -231,10 +231,12 @@ def sync_weights(
     from mtpctl.recipe.sync import TRANSPORTS
 
     for name in transport or ():
-        if name not in TRANSPORTS:
-            raise UserError(f"--transport: must be one of {', '.join(TRANSPORTS)}, got {name}")
         if name == "storage":
-            raise UserError("--transport: storage is as fast as its url; measure another transport")
+            raise UserError(
+                "--transport: storage is not supported, because its speed depends on the object store; choose another transport"
+            )
+        if name not in TRANSPORTS:
+            raise UserError(f"--transport: must be one of {', '.join(each for each in TRANSPORTS if each != 'storage')}, got {name}")
         if shared and TRANSPORTS[name].one_process_a_card:
             raise UserError(f"--transport: {name} does not support two processes on a card; with --shared measure another")
     import asyncio

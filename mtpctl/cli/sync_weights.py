@@ -125,10 +125,7 @@ def _rendered(plan: Plan) -> str:
     if plan.bytes_once:
         lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
     if plan.delta is not None:
-        lines.append(
-            f"  later syncs send what changed: {plan.delta.nbytes / 1e6:,.1f} MB if {plan.delta.share:.0%} of the elements did"
-            + (f"; the trainer keeps a copy of {plan.delta.copy / 1e6:,.1f} MB in host memory" if plan.delta.copy else "")
-        )
+        lines.append(f"  {plan.delta.line(lambda nbytes: f'{nbytes / 1e6:,.1f} MB')}")
     for section, buckets in plan.sections.items():
         for bucket in buckets:
             ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 
-FIELD = "train.checkpoint_copy"
 _PROBE = ".mtpctl-probe"
+
+
+@dataclass(frozen=True, slots=True)
+class UrlField:
+    """The recipe key of a store's URL, and the fix if the store cannot be used, for messages."""
+
+    key: str
+    fix: str
+
+    def __str__(self) -> str:
+        return self.key
 
 
 class StoreFailed(RuntimeFailure):
@@ -34,11 +45,8 @@ class Refused(StoreFailed):
 class ObjectStore:
     """The folder at `url`. Names are relative to it, with `/` as separator. Every method raises StoreFailed if the store fails."""
 
-    def __init__(self, url: str, field: str = FIELD) -> None:
-        """`field`: the recipe key of the URL, for messages.
-
-        Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is unreachable.
-        """
+    def __init__(self, url: str, field: UrlField) -> None:
+        """Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is unreachable."""
         # Most runs have no store, so the import is deferred.
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
@@ -51,7 +59,7 @@ class ObjectStore:
             self._files, self._root = url_to_fs(self.url, **options)
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
-            problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or remove the key"
+            problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or {field.fix}"
             raise EnvironmentMissing(f"{self._field}: {problem}") from error
         except OSError as error:
             raise EnvironmentMissing(f"{self._field}: {url} is not reached: {error}") from error

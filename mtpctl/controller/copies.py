@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mtpctl.checkpoint.copying import CopyWriter, fetch, newest_copy
+from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
 from mtpctl.checkpoint.listing import Damaged
-from mtpctl.cluster.object_store import FIELD, ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
+from mtpctl.sync import remote
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 
 FIRST_S, MAX_S = 1.0, 60.0
@@ -146,13 +147,13 @@ class Copies:
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
     """The object store for the recipe's copies; None if none is configured. Raises the errors of `ObjectStore`."""
-    return None if recipe.copy_url is None else ObjectStore(recipe.copy_url)
+    return None if recipe.copy_url is None else ObjectStore(recipe.copy_url, FIELD)
 
 
 def check_sync_url(recipe: Recipe) -> None:
     """Check that weight versions can be written to `sync.url`. Raises UserError, EnvironmentMissing or StoreFailed."""
     if recipe.sync_url is not None and "rl" in recipe.train.stages:
-        ObjectStore(recipe.sync_url, "sync.url").check()
+        ObjectStore(recipe.sync_url, remote.FIELD).check()
 
 
 def check_copies(recipe: Recipe) -> None:

@@ -29,6 +29,7 @@ from mtpctl.recipe.model import LONG_CONTEXT, hf_config
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
+from mtpctl.sync.remote import FIELD
 from mtpctl.sync.store import VersionStore, default_root, name_of
 
 if TYPE_CHECKING:
@@ -250,12 +251,13 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     If replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts share.
     """
     url = recipe.sync_url
-    remote = None if url is None else ObjectStore(url, "sync.url")
+    remote = None if url is None else ObjectStore(url, FIELD)
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions", remote)
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     if recipe.sync.delta:
-        # Changes since the versions with all buckets are stored too.
+        # `default_root` multiplies the size by three versions, so this adds 3/4 of one for changes: those since the older complete version,
+        # which are less than half of one, and those of the complete versions themselves.
         size += size // 4
     return VersionStore(default_root(name_of(folder), size, folder / "versions"), remote)
 

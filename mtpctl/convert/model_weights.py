@@ -215,9 +215,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         known = {location.name for location in self._locations.values()} | self._unread | self._scales
         known |= {self._name_of(alias) for alias in self._aliases}
         if (mask := self.folder.path / DRAFTER / "mask_embedding.pt").exists():
-            raise UserError(
-                f"{mask}: is not supported: the drafter uses the embedding of its mask token; use a drafter of mtpctl add-drafter"
-            )
+            raise UserError(f"{mask}: separate mask embeddings are not supported; use a drafter of mtpctl add-drafter")
         for name in self.raw.entries:
             if name not in known and name.startswith(f"{DRAFTER}."):
                 raise UserError(

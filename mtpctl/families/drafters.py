@@ -62,7 +62,9 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
         if kind == "eagle3" and layers != 1:
             raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
         if kind == "dflash" and layers > shape.layers:
-            raise UserError(f"model.drafter.layers: {layers} is more than the model's {shape.layers} layers, which they are copied from")
+            raise UserError(
+                f"model.drafter.layers: {layers} exceeds the model's {shape.layers} layers, from which the drafter's layers are copied"
+            )
         result[DRAFTER] = _eagle3_config(config, shape) if kind == "eagle3" else _dflash_config(config, shape, layers)
     elif default_kind(config) == "mtp":
         result["architectures"] = [MTP_ARCHITECTURES.get(shape.architecture, shape.architecture)]
@@ -105,7 +107,7 @@ def _boundaries(shape: ModelShape) -> list[int]:
 
 
 def _layer_fields(config: Mapping[str, object], shape: ModelShape) -> dict[str, object]:
-    """The fields that the configs of all drafters in their own folder have."""
+    """The fields that the configs of all drafters in the subfolder `drafter/` have."""
     text = {**config, **mapping(config, "text_config")}
     result: dict[str, object] = {key: deepcopy(text[key]) for key in _COPIED if text.get(key) is not None}
     return result | {

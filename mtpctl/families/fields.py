@@ -264,7 +264,7 @@ def _check_window_fields(family: Family, fields: Fields) -> None:
                 raise UserError(f"model config: rope_parameters of {kind} differ from {key}, which vLLM reads; make them equal")
     if int(fields.whole("head_dim") * fields.number("partial_rotary_factor", 1.0)) % 2:
         raise UserError(
-            "model config: partial_rotary_factor makes the number of rotated dimensions odd; choose a factor with an even number"
+            "model config: partial_rotary_factor makes the number of rotated dimensions odd; choose a factor for which it is even"
         )
     if fields.whole("v_head_dim") > fields.whole("head_dim"):
         raise UserError(f"model config: v_head_dim above head_dim is not supported for {family.name}")
@@ -306,8 +306,9 @@ def _check_router(family: Family, fields: Fields) -> None:
         if (value := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
             raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; 'noaux_tc' is")
         if fields.whole("n_group", 1) > 1 and (experts := fields.whole("num_experts_per_tok")) // fields.whole("topk_group", 1) != 2:
-            # Engines rank groups by their two best experts; Megatron by num_experts_per_tok / topk_group of them.
-            raise UserError(f"model config: topk_group with num_experts_per_tok {experts} is not supported; {experts // 2} is")
+            # Engines rank groups by their two best experts; Megatron by num_experts_per_tok // topk_group of them.
+            groups = fields.whole("topk_group", 1)
+            raise UserError(f"model config: topk_group {groups} with num_experts_per_tok {experts} is not supported; {experts // 2} is")
         return
     for key in ("routed_scaling_factor", "n_group", "topk_group"):
         if (value := fields.raw.get(key)) not in (*OFF, 1):

@@ -49,7 +49,10 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:
-    """The number of MTP layers in a config; the family's default if it has no such field. A drafter in its own folder counts as one."""
+    """The number of MTP layers in a config; the family's default if it has no such field.
+
+    A drafter in the subfolder `drafter/` counts as one.
+    """
     if config.get(DRAFTER):
         return 1
     for part in (config, mapping(config, "text_config")):
@@ -132,7 +135,10 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
 
 
 def _with_drafter(config: Mapping[str, object], family: Family, shape: ModelShape) -> ModelShape:
-    """The shape with the drafter in its own folder. Raises UserError if the trainer does not compute it, or if it does not fit."""
+    """The shape with the drafter in the subfolder `drafter/`.
+
+    Raises UserError if the trainer does not compute it, or if it does not fit.
+    """
     stated = config[DRAFTER]
     is_dflash = isinstance(stated, Mapping) and stated.get("architectures") == [DFLASH_ARCHITECTURE]
     kind = "a DFlash" if is_dflash else "an EAGLE-3"
@@ -183,8 +189,9 @@ def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Sha
 def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashShape:
     drafter, own = Fields(config), mapping(config, "dflash_config")
     _check_fit({key: value for key, value in config.items() if key != "is_causal"}, shape, "qwen3", {})
-    if drafter.switch("is_causal", False) or not drafter.switch("is_neox_style", True):
-        raise UserError("drafter config: is_causal and is_neox_style are not supported; leave them out")
+    for key, value in (("is_causal", True), ("is_neox_style", False)):
+        if drafter.switch(key, not value) == value:
+            raise UserError(f"drafter config: {key}: {str(value).lower()} is not supported; leave it out")
     for key in own:
         # Values that change nothing are written by other trainers.
         if key not in ("mask_token_id", "target_layer_ids") and own[key]:
@@ -208,7 +215,7 @@ def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashSha
 def _check_fit(config: Mapping[str, object], shape: ModelShape, kind: str, defaults: Mapping[str, int]) -> None:
     """Raise UserError unless the drafter's sizes, norms and rotary embedding are the model's.
 
-    kind: the family of the drafter's layers. defaults: of its sizes, where engines have them.
+    kind: the family of the drafter's layers. defaults: engines' defaults for missing size fields.
     """
     drafter, family = Fields(config), next(family for family in FAMILIES if family.name == kind)
     sizes = {

@@ -66,7 +66,7 @@ class MtpConvention:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Shape:
-    """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in a folder next to the model.
+    """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in the subfolder `drafter/` of the model's folder.
 
     It is a Llama layer with the model's attention heads, whose attention reads token embedding and state side by side. `boundaries`: the
     decoder layers whose inputs it reads at the first depth; the number of layers names the last layer's output. `ffn`: width of its MLP.
@@ -78,7 +78,7 @@ class Eagle3Shape:
 
 @dataclass(frozen=True, slots=True)
 class DFlashShape:
-    """A DFlash drafter (arXiv 2602.06036), which is stored in a folder next to the model.
+    """A DFlash drafter (arXiv 2602.06036), which is stored in the subfolder `drafter/` of the model's folder.
 
     Its `layers` Qwen3 layers with the model's attention heads draft a block of tokens in one pass. The inputs are the embeddings of the
     last sampled token and, once for each draft, of `mask_token`. Every layer also attends to keys and values that it computes from the
@@ -192,7 +192,7 @@ class ModelShape:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The boundaries at which a drafter in its own folder reads the trunk's states; empty for other drafters."""
+        """The boundaries at which a drafter in the subfolder `drafter/` reads the trunk's states; empty for other drafters."""
         drafter = self.eagle3 or self.dflash
         return () if drafter is None else drafter.boundaries
 

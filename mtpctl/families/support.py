@@ -46,7 +46,8 @@ def drafting_of(config: Mapping[str, object], shape: ModelShape) -> Drafting:
     if shape.eagle3 is not None:
         return Drafting("an EAGLE-3 drafter", "its EAGLE-3 drafter", "")
     if shape.dflash is not None:
-        return Drafting(f"a DFlash drafter of {shape.dflash.layers} layers", "its DFlash drafter", "")
+        count = f"{shape.dflash.layers} layer{'s' * (shape.dflash.layers > 1)}"
+        return Drafting(f"a DFlash drafter with {count}", "its DFlash drafter", "")
     if not shape.mtp_layers:
         if default_kind(config) == "eagle3":
             return Drafting("none; mtpctl add-drafter creates an EAGLE-3 drafter", "the EAGLE-3 drafter of mtpctl add-drafter", "")

@@ -84,7 +84,7 @@ UNSUPPORTED = (
         "MiMo-V2 after MiMo-V2-Flash",
         ("mimo_v2", "mimo_v2_omni"),
         ("mimo-v2-pro", "mimo-v2-omni", "mimo-v2.5", "mimo-v2.6"),
-        "mapping for its fused weights of queries, keys and values",
+        "mapping for fused QKV weights",
         "MiMo-V2-Flash",
     ),
     Unsupported(

@@ -354,8 +354,7 @@ def _sync_lines(plan: Plan) -> Iterator[str]:
     if once := base_weight_bytes(recipe, plan.shape):
         yield f"           at the first sync also {format_bytes(once)} of base weights"
     if (delta := plan.delta) is not None:
-        copy = f"; trainer rank 0 keeps a copy of {format_bytes(delta.copy)} in host memory" if delta.copy else ""
-        yield f"           later syncs send what changed: {format_bytes(delta.nbytes)} if {delta.share:.0%} of the elements did{copy}"
+        yield f"           {delta.line(format_bytes)}"
     if (routes := route_bytes(recipe, plan.shape)) is not None:
         amounts = f"{routes.token} B a token, up to {format_bytes(routes.sample)} a sample and {format_bytes(routes.batch)} a batch"
         yield f"routes     train.moe.replay: {routes.replay}; {amounts}"

@@ -173,7 +173,8 @@ class ScoreRank:
         try:
             if self._manifest.base is not None and self._manifest.base != self.weights.current:
                 raise VersionConflict(
-                    f"weight version {version} has the changes since {self._manifest.base}, but this replica has {self.weights.current}"
+                    f"weight version {version} contains only the changes since version {self._manifest.base}, but this replica has version "
+                    f"{self.weights.current}"
                 )
             if section == "adapter":
                 if self.config.checkpoint is not None:
@@ -198,7 +199,7 @@ class ScoreRank:
         self._reader = reader
 
     def _names(self, plan: SectionPlan) -> set[str]:
-        """The tensors of the parameters that a section changes, which include unchanged ones that share a parameter with changed ones."""
+        """Names of the tensors to load for a section: with changes, all tensors of each parameter that has a changed one."""
         from mtpctl.convert.mappings import names_of
 
         sent = {n for e in plan.tensors().values() if plan.delta is None or e.name in plan.delta.changes for n in (e.name, *e.aliases)}
@@ -228,7 +229,7 @@ class ScoreRank:
         if not self._begun or list(indices) != due:
             raise SyncError(f"bucket {indices[0]} arrived instead of bucket {self._taken if self._begun else 'none'}")
         try:
-            for bucket, data in self._reader.stream(self._section, [self._plan.sent[index] for index in indices]):
+            for bucket, data in self._reader.stream(self._section, [self._plan.wire_buckets[index] for index in indices]):
                 if self._stream is None:
                     assert self._incoming_adapter is not None
                     self._incoming_adapter.receive(bucket, data)
@@ -261,7 +262,7 @@ class ScoreRank:
 
     def finish_update(self) -> None:
         """Close the section. The last section of the manifest makes the version current. Raises SyncError if buckets are missing."""
-        if not self._begun or self._taken < len(self._plan.sent):
+        if not self._begun or self._taken < len(self._plan.wire_buckets):
             raise SyncError("the section ended before all of its buckets came")
         if self._stream is not None:
             if self._plan.delta is not None:

@@ -63,7 +63,7 @@ class SelfAttention(UpstreamSelfAttention):
 
 
 @dataclass(frozen=True)
-class ValueForm:
+class WindowAttentionShape:
     """How a layer of `WindowAttention` differs from grouped-query attention.
 
     kv_heads: number of key-value heads. value_width, value_scale: width and factor of values. is_window: whether the layer uses the rotary
@@ -83,7 +83,7 @@ class WindowAttention(SelfAttention):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: object, form: ValueForm, **kwargs: object
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: object, form: WindowAttentionShape, **kwargs: object
     ) -> None:
         config = copy(config)
         config.num_query_groups = form.kv_heads

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerL
 
 from mtpctl.errors import UserError
 from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
-from mtpctl.model.attention import LatentAttention, SelfAttention, ValueForm, WindowAttention
+from mtpctl.model.attention import LatentAttention, SelfAttention, WindowAttention, WindowAttentionShape
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.dflash import BlockAttention, BlockDrafter
@@ -150,8 +150,12 @@ def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
 
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:
     if shape.window:
-        # Their ranks cannot share a key-value head.
-        return {"attention heads": shape.heads, "full layers' key-value heads": shape.kv_heads, "window layers'": shape.window.kv_heads}
+        # Window attention does not support ranks that share a key-value head.
+        return {
+            "attention heads": shape.heads,
+            "full layers' key-value heads": shape.kv_heads,
+            "window layers' key-value heads": shape.window.kv_heads,
+        }
     counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
@@ -224,7 +228,7 @@ def _attention(config: TransformerConfig, *, eagle3: bool = False) -> ModuleSpec
 
 def _window_attention(shape: ModelShape, kind: LayerKind) -> ModuleSpec:
     window = shape.window if kind == "sliding_attention" else None
-    form = ValueForm(shape.kv_heads_of(kind), shape.value_dim, shape.value_scale, is_window=window is not None)
+    form = WindowAttentionShape(shape.kv_heads_of(kind), shape.value_dim, shape.value_scale, is_window=window is not None)
     return ModuleSpec(
         module=WindowAttention,
         params={"attn_mask_type": AttnMaskType.causal, "form": form},

@@ -6,15 +6,17 @@ In training, the query of depth d at token i, from which an engine would draft, 
 
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
 
-The second part has a few keys per query. The parts are combined by their log-sum-exps. If a flash kernel's backward pass gets the combined
-output and log-sum-exp instead of the first part's, it returns the first part's gradients under the whole softmax (as in ring attention,
-arXiv 2310.01889).
+The second part has a few keys per query. For a DFlash block (`mtpctl.model.dflash`), the first part is the context up to token i, and the
+second part has all inputs of the block that begins after token i.
+
+The parts are combined by their log-sum-exps. If a flash kernel's backward pass gets the combined output and log-sum-exp instead of the
+first part's, it returns the first part's gradients under the whole softmax (as in ring attention, arXiv 2310.01889).
 
 A sink of a query head (arXiv 2309.17453; as in gpt-oss and MiMo-V2-Flash) is one more score in the softmax of each query, without a value.
 It is combined in the same way, so windows and sinks use the same kernel as full attention, without a mask.
 
-Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of queries and keys, w width of values, E depths after the first,
-including the current one.
+Shape legend: t tokens, s keys, h query heads, g key-value heads, d width of queries and keys, w width of values, E depths after the first
+including the current one, or inputs of a block.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from torch import Tensor
 from mtpctl.model.packing import Packing
 
 Later = tuple[Tensor, Tensor]
-"""Keys [E, t, g, d] and values [E, t, g, w] that only the queries of the same token attend to."""
+"""Keys [E, t, g, d] and values [E, t, g, w] that only the queries of the same token attend to: those of later depths, or of all inputs of a
+DFlash block."""
 
 
 def _causal_window(window: int | None) -> dict[str, int]:
@@ -116,10 +119,10 @@ def joined_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a depth after the first, or with sinks → [t, h, w].
+    """Attention of a depth after the first, of an input of a DFlash block, or with sinks → [t, h, w].
 
-    q [t, h, d]. k, v: keys and values of the first depth, passed to `prefix`. later: keys [E, t, g, d] and values [E, t, g, w] of the later
-    depths, the current depth last. sinks [h].
+    q [t, h, d]. k, v: keys and values of the first depth, or of the block's context, passed to `prefix`. later: see `Later`; of depths, the
+    current one is last. sinks [h].
     """
     return _JoinedAttention.apply(q, k, v, *(later or (None, None)), sinks, prefix, scale)
 

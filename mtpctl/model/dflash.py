@@ -2,7 +2,7 @@
 
 The trunk's states at several boundaries, projected to one state for each token, are the drafter's context: every layer computes keys and
 values from them. The block's inputs are the embeddings of the last sampled token and of one mask token for each draft. The inputs of a
-block attend to the context up to the block's first token and, in both directions, to one another.
+block attend to the context before the block and, in both directions, to one another.
 
 In training a block begins at every token, so a row of t tokens has t blocks, which do not see each other. Their inputs are computed offset
 by offset, as [t, 1, H] each.

@@ -229,7 +229,7 @@ def adapter_tensors(shape: ModelShape, rank: int, targets: Sequence[str], dtype:
 
 
 def _dtype(recipe: Recipe) -> str:
-    return DTYPES[recipe.train.precision if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
+    return DTYPES[recipe.sent_precision]
 
 
 def base_weight_bytes(recipe: Recipe, shape: ModelShape) -> int:

@@ -12,13 +12,13 @@ With 1% of the elements changed, `offsets` has 2% of a bf16 tensor's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from mtpctl.plan.buckets import DTYPE_BYTES, Bucket
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSHED, changes_every_element
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -28,7 +28,7 @@ Layout = Literal["whole", "bitmap", "offsets"]
 BLOCK = 1 << 16
 """Elements of a block of `offsets`: a position in it fits 16 bits."""
 EXPECTED_SHARE = 0.01
-"""Share of bf16 elements that an RL update changes at usual learning rates, for plans."""
+"""Share of bf16 elements that an RL update changes at usual learning rates, for plans. In fp32 it is 1."""
 MAX_SHARE = 0.5
 """Share of the full size above which a version is sent in full."""
 
@@ -64,13 +64,20 @@ def smallest(changed: int, numel: int, itemsize: int) -> Change:
 class DeltaPlan:
     """Planned sizes of syncs with `sync.delta`.
 
-    nbytes: bytes of a sync in which `share` of every tensor's elements changed. copy: bytes of the additional copy of the last version in
-    the host memory of trainer rank 0; transports that push have such a copy anyway, for the version store.
+    nbytes: bytes of a sync in which `share` of every tensor's elements changed; the full size if they exceed `MAX_SHARE` of it. copy: bytes
+    of the additional copy of the last version in the host memory of trainer rank 0; transports that push have such a copy anyway, for the
+    version store.
     """
 
     share: float
     nbytes: int
     copy: int
+
+    def line(self, size: Callable[[int], str]) -> str:
+        """The sizes in words, formatted by `size`."""
+        cause = "because all elements change in fp32" if self.share == 1 else f"if {self.share:.0%} of the elements change"
+        copy = f"; trainer rank 0 keeps a copy of {size(self.copy)} in host memory" if self.copy else ""
+        return f"later syncs send {size(self.nbytes)} {cause}{copy}"
 
 
 def plan_delta(recipe: Recipe, sections: Mapping[str, Sequence[Bucket]]) -> DeltaPlan | None:
@@ -78,7 +85,9 @@ def plan_delta(recipe: Recipe, sections: Mapping[str, Sequence[Bucket]]) -> Delt
     if not recipe.sync.delta:
         return None
     complete = sum(bucket.nbytes for buckets in sections.values() for bucket in buckets)
-    return DeltaPlan(EXPECTED_SHARE, delta_bytes(sections, EXPECTED_SHARE), 0 if recipe.sync.transport in PUSHED else complete)
+    share = 1.0 if changes_every_element(recipe) else EXPECTED_SHARE
+    changed = delta_bytes(sections, share)
+    return DeltaPlan(share, changed if changed <= MAX_SHARE * complete else complete, 0 if recipe.sync.transport in PUSHED else complete)
 
 
 def delta_bytes(sections: Mapping[str, Sequence[Bucket]], share: float) -> int:

@@ -96,7 +96,7 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
 
 
 def _drafter(shape: ModelShape, depths: int) -> tuple[int, int]:
-    """For each token, how often a layer of the drafter runs, and the weights that are used in all."""
+    """Per token: passes through a drafter layer, and weights used in total."""
     if (dflash := shape.dflash) is None or not depths:
         sparse = shape.moe is not None and not (shape.mtp is not None and shape.mtp.dense)
         layer = attention_weights(shape, shape.mtp_kind) + mlp_weights(shape, sparse=sparse)

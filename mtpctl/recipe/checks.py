@@ -1,4 +1,4 @@
-"""All checks of a recipe: errors, and cautions about settings that train badly.
+"""All checks of a recipe: errors, and cautions about valid settings that train badly or have no effect.
 
 Each check is in the module of its section. It yields one line per mistake, which begins with the recipe field and ends with the fix. No
 check starts a process, contacts the network or looks for a device.
@@ -92,9 +92,10 @@ def _sections_of_model(recipe: Recipe, shape: ModelShape) -> Complaints:
 
 
 def cautions_of(recipe: Recipe) -> Iterator[str]:
-    """Cautions about valid RL settings that are known to train badly, one line each; docs/async-tuning.md has the measurements."""
+    """Cautions about valid RL settings that train badly or have no effect, one line each; docs/async-tuning.md has measurements."""
     if "rl" not in recipe.train.stages:
         return
+    yield from sync.sync_cautions(recipe)
     section, correction = recipe.train.rl, recipe.train.rl.correction
     uncorrected = correction.mode == "off" and section.loss != "decoupled"
     if recipe.off_policy and recipe.old_logprobs == "recompute" and not recipe.logprob.standalone and uncorrected:

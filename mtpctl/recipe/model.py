@@ -149,7 +149,7 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if headless and "draft" in recipe.train.stages:
         yield "train.stages: draft trains a drafter, but the model has none; add one with model.drafter, or with mtpctl add-drafter"
     if shape is not None and shape.boundaries:
-        yield from _check_own_folder(recipe, shape)
+        yield from _check_separate_drafter(recipe, shape)
     if headless and k:
         yield f"rollout.speculation.num_tokens: {k} needs an MTP head, but the model has none; leave it out, or set it to 0"
     elif recipe.mtp.mode == "off" and k:
@@ -173,19 +173,19 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         )
 
 
-def _check_own_folder(recipe: Recipe, shape: ModelShape) -> Complaints:
+def _check_separate_drafter(recipe: Recipe, shape: ModelShape) -> Complaints:
     """Report what an EAGLE-3 or DFlash drafter does not support."""
     kind, speculation = TITLES["eagle3" if shape.dflash is None else "dflash"], recipe.rollout.speculation
     article = "an" if shape.dflash is None else "a"
     if recipe.mtp.mode == "joint":
         yield f"mtp.mode: joint is not supported with {article} {kind} drafter, whose loss does not reach the trunk; set it to isolated"
     if not recipe.rollout.traits.weightless_drafters:
-        yield f"rollout.engine: its {kind} drafter cannot be synced; set vllm"
+        yield f"rollout.engine: {recipe.rollout.engine} cannot receive {article} {kind} drafter; set vllm"
     if recipe.train.parallel.pp > 1:
         yield f"train.parallel.pp: {article} {kind} drafter reads states of several stages, which is not supported; set it to 1"
     if shape.dflash is None or recipe.mtp.mode == "off":
         return
-    # All inputs of a block attend to one another, so a block of another size has other drafts.
+    # All inputs of a block attend to one another, so a different number of masks changes every draft.
     if speculation.model_tokens not in (0, recipe.mtp.repeat):
         yield (
             f"rollout.speculation.num_tokens: {speculation.model_tokens}, but the DFlash drafter is trained for blocks of mtp.repeat "
@@ -194,7 +194,9 @@ def _check_own_folder(recipe: Recipe, shape: ModelShape) -> Complaints:
     if speculation.verification == "block" and speculation.model_tokens:
         yield "rollout.speculation.verification: block is not supported with a DFlash drafter; set token"
     if speculation.auto and speculation.model_tokens:
-        yield "rollout.speculation.auto: changes the number of drafts, which a DFlash drafter is not trained for; set it to false"
+        yield (
+            "rollout.speculation.auto: not supported with a DFlash drafter, which is trained for a fixed number of drafts; set it to false"
+        )
 
 
 def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:

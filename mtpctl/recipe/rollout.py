@@ -418,7 +418,7 @@ def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape
     if recipe.device != "cpu":
         return
     rollout, lora = recipe.rollout, recipe.train.lora
-    yield from unsupported_by_vllm_cpu(shape, recipe.train.precision if rollout.dtype == "auto" else rollout.dtype)
+    yield from unsupported_by_vllm_cpu(shape, recipe.sent_precision)
     if "linear_attention" in shape.layer_kinds and rollout.engine_args.get("enable_prefix_caching") and rollout.speculation.num_tokens:
         yield (
             "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with speculation; leave enable_prefix_caching "

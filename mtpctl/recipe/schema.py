@@ -184,6 +184,11 @@ class Recipe(Section):
         """`train.checkpoint_copy` with `{name}` and `{seed}` replaced."""
         return None if self.train.checkpoint_copy is None else self._filled(self.train.checkpoint_copy)
 
+    @property
+    def sent_precision(self) -> str:
+        """The precision of the weights that a sync sends, which is that of the engines."""
+        return self.train.precision if self.rollout.dtype == "auto" else self.rollout.dtype
+
     def _filled(self, text: str) -> str:
         return text.replace("{name}", self.name).replace("{seed}", str(self.seed))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -45,7 +45,9 @@ class SyncBase(Section):
 
 
 class ShmConfig(SyncBase):
-    transport: Literal["shm"] = Field("shm", description="Shared memory of one host; CPU and GPU.")
+    transport: Literal["shm"] = Field(
+        "shm", description="Files in shared memory of one host, or on a shared file system with several hosts; CPU and GPU."
+    )
 
 
 class IpcConfig(SyncBase):
@@ -60,8 +62,8 @@ class StorageConfig(SyncBase):
     transport: Literal["storage"] = Field("storage", description="Files in object storage, which each host downloads; CPU and GPU.")
     url: str | None = Field(
         None,
-        description="Folder for the weight versions of this run alone: s3://BUCKET/FOLDER or another URL of fsspec. `{name}` and "
-        "`{seed}` are replaced.",
+        description="Required with transport storage. URL of a folder that only this run uses for its weight versions: s3://BUCKET/FOLDER "
+        "or another fsspec URL. `{name}` and `{seed}` are replaced.",
     )
 
 
@@ -119,6 +121,20 @@ def check_transport(recipe: Recipe) -> Complaints:
             yield "sync.release_kv: a CPU engine cannot free its KV cache; set it to false"
         elif rollout.engine_args.get("enable_sleep_mode", True) is False:
             yield "sync.release_kv: needs vLLM's sleep mode; remove rollout.engine_args.enable_sleep_mode: false"
+
+
+def changes_every_element(recipe: Recipe) -> bool:
+    """Whether an update changes almost every trained element. Most bf16 values, in the trainer or in the engines, stay the same."""
+    return recipe.train.precision == "fp32" and recipe.sent_precision == "fp32"
+
+
+def sync_cautions(recipe: Recipe) -> Iterator[str]:
+    """Caution about changes that are as large as the weights."""
+    if recipe.sync.delta and changes_every_element(recipe):
+        yield (
+            "sync.delta: an update changes almost every trained element in fp32, so most syncs stay complete; set it to false, or "
+            "train.precision: bf16"
+        )
 
 
 def check_adapter_sync(recipe: Recipe, shape: ModelShape | None) -> Complaints:

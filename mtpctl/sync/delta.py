@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
 """Bytes that are compared as one integer. Most of them are equal, so that few are compared element by element."""
 _SPARSE = 16
-"""The layout `offsets` is smallest only if fewer than 1 of this number of elements changed: a position takes 16 bits, in a bitmap one."""
+"""`offsets` is smallest only if fewer than 1 in 16 elements changed: it needs 16 bits per changed element, a bitmap one bit per element."""
 
 
 @torch.no_grad()
@@ -34,9 +34,14 @@ def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor 
     if positions is not None:
         changed = len(positions)
     else:
-        chunk = CHUNK.get(new.device.type, CHUNK["cpu"])
+        chunk = _chunk(new)
         changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in zip(new.split(chunk), old.split(chunk), strict=True)]).sum())
     return smallest(changed, new.numel(), new.element_size()), positions
+
+
+def _chunk(tensor: torch.Tensor) -> int:
+    """Elements of `tensor` that are compared at once."""
+    return CHUNK.get(tensor.device.type, CHUNK["cpu"])
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +55,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor | None:
     """Positions of the elements that differ, ascending; None if there are more than `limit`."""
     per_word = _WORD // new.element_size()
-    whole, chunk = new.numel() // per_word * per_word, CHUNK.get(new.device.type, CHUNK["cpu"])
+    whole, chunk = new.numel() // per_word * per_word, _chunk(new)
     positions, count = [], 0
     for start in range(0, whole, chunk):
         a, b = new[start : min(start + chunk, whole)], old[start : min(start + chunk, whole)]
@@ -89,7 +94,7 @@ def encode(new: torch.Tensor, old: torch.Tensor, change: Change, positions: torc
 
 def _write_bitmap(new: torch.Tensor, old: torch.Tensor, blob: torch.Tensor, values: torch.Tensor) -> None:
     weights = 1 << torch.arange(8, device=blob.device, dtype=torch.uint8)
-    chunk, bits, done = CHUNK.get(new.device.type, CHUNK["cpu"]), 0, 0
+    chunk, bits, done = _chunk(new), 0, 0
     for a, b in zip(new.split(chunk), old.split(chunk), strict=True):
         mask = a != b
         packed = (torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
@@ -111,14 +116,15 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
 
     Raises ValueError if the blob does not have the size of its change.
     """
-    if blob.numel() != change.nbytes(dtype.itemsize):
-        raise ValueError(f"a blob of {blob.numel()} bytes is not {change}")
+    if blob.numel() != (expected := change.nbytes(dtype.itemsize)):
+        elements = f"{change.changed} of {change.numel} elements changed"
+        raise ValueError(f"expected {expected} bytes for layout {change.layout} with {elements}, got {blob.numel()}")
     values = blob[change.values_start :].view(dtype)
     if change.layout == "whole":
         return None, values
     if change.layout == "bitmap":
         bits = torch.arange(8, device=blob.device, dtype=torch.uint8)
-        chunk = CHUNK.get(blob.device.type, CHUNK["cpu"])
+        chunk = _chunk(blob)
         parts = blob[: -(-change.numel // 8)].split(chunk // 8)
         positions = [((part[:, None] >> bits) & 1).view(-1).nonzero().view(-1) + i * chunk for i, part in enumerate(parts)]
         return torch.cat(positions), values

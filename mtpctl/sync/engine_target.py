@@ -150,8 +150,10 @@ class EngineTarget:
         if version < state.version or (version <= state.loaded.get(section, -1) and not repeated):
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {state.version}")
         if plan.base is not None and not repeated and state.loaded.get(section) != plan.base:
-            have = state.loaded.get(section, "none")
-            raise VersionConflict(f"weight version {version} ({section}) has the changes since {plan.base}, but this engine has {have}")
+            have = f"version {state.loaded[section]}" if section in state.loaded else "none"
+            raise VersionConflict(
+                f"weight version {version} ({section}) contains only the changes since version {plan.base}, but this engine has {have}"
+            )
         if section not in plan.sections:
             raise PlanMismatch(f"version {version} has no section {section}")
         if section == "target" and "adapter" not in plan.sections and state.adapter not in (None, ZERO_ADAPTER):
@@ -184,7 +186,7 @@ class EngineTarget:
             return
         if not active.discards and active.section != "adapter":
             self.state.overwritten.add(active.section)
-        first = active.manifest.sections[active.section].sent.index(buckets[0])
+        first = active.manifest.sections[active.section].wire_buckets.index(buckets[0])
         step = UpdateStep(action="buckets", section=active.section, first=first, count=len(buckets))
         await self._in_session(self._client.step(step), "a weight update")
 
@@ -250,7 +252,7 @@ class EngineTarget:
             await self._within(self._client.start(draft=False), "opening a weight session")
             step = begin_step(plan, section, version=-number, discard=True, known=set())
             await self._in_session(self._client.step(step), "a weight update")
-            step = UpdateStep(action="buckets", section=section, first=0, count=len(part.sent))
+            step = UpdateStep(action="buckets", section=section, first=0, count=len(part.wire_buckets))
             await self._in_session(self._client.step(step), "a weight update")
             await self._within(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()

@@ -54,9 +54,9 @@ class HostCopy(BucketWriter):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes of one version: of each changed tensor, by section and name, with its blob in host memory.
+    """The changes of one version: a `Change` and its blob in host memory for each changed tensor, by section and name.
 
-    `base`: the version that they apply to. `fits`: whether the blobs are small enough to be sent; otherwise only `changes` is complete.
+    `base`: the version to which they apply. `fits`: whether the blobs are small enough to be sent; if not, blobs are missing.
     """
 
     base: int

@@ -143,7 +143,7 @@ class Packer:
         """Fill the writer's buffers with blobs, in the buckets of `plans`, which `section_plans` has planned for these changes."""
         for section, plan in plans.items():
             writer.begin(version, section)
-            packer = _SectionPacker(section, plan.sent)
+            packer = _SectionPacker(section, plan.wire_buckets)
             for name, blob in changes.blobs[section].items():
                 packer.add(spec_of(name, blob), blob, writer)
             packer.check_complete()

@@ -30,7 +30,7 @@ ABORTED_BY_SENDER = "the weight update was aborted by its sender"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The changes of one section since the previous version: of each changed tensor, and the buckets of their blobs (uint8 tensors)."""
+    """The changes of one section since the base version: a `Change` for each changed tensor, and the buckets of blobs (uint8)."""
 
     buckets: tuple[Bucket, ...]
     changes: dict[str, Change]
@@ -64,19 +64,19 @@ class SectionPlan:
         return sum(prod(entry.shape) for entry in self.tensors().values())
 
     @property
-    def sent(self) -> tuple[Bucket, ...]:
+    def wire_buckets(self) -> tuple[Bucket, ...]:
         """The buckets to transfer."""
         return self.buckets if self.delta is None else self.delta.buckets
 
     @property
     def largest(self) -> int:
         """Bytes of the largest bucket to transfer."""
-        return max((bucket.nbytes for bucket in self.sent), default=0)
+        return max((bucket.nbytes for bucket in self.wire_buckets), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes to transfer."""
-        return sum(bucket.nbytes for bucket in self.sent)
+        return sum(bucket.nbytes for bucket in self.wire_buckets)
 
     def tensors(self) -> dict[str, Entry]:
         """The first entry of every tensor, by name."""

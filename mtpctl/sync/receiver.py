@@ -40,19 +40,19 @@ class BucketReceiver(ABC):
     @torch.no_grad()
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Use a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError if it is out of order."""
-        if self.complete or bucket.index != self.plan.sent[self.received].index:
-            raise SyncError(f"expected bucket {self.received} of {len(self.plan.sent)}, received bucket {bucket.index}")
+        if self.complete or bucket.index != self.plan.wire_buckets[self.received].index:
+            raise SyncError(f"expected bucket {self.received} of {len(self.plan.wire_buckets)}, received bucket {bucket.index}")
         self._use(bucket, data)
         self.received += 1
 
     @property
     def complete(self) -> bool:
-        return self.received == len(self.plan.sent)
+        return self.received == len(self.plan.wire_buckets)
 
     def check_complete(self) -> None:
         """Raise SyncError unless every bucket was received."""
         if not self.complete:
-            raise SyncError(f"only {self.received} of {len(self.plan.sent)} buckets were received")
+            raise SyncError(f"only {self.received} of {len(self.plan.wire_buckets)} buckets were received")
 
     @abstractmethod
     def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
@@ -210,7 +210,7 @@ class StepReceiver:
         if active is None or active.section != step["section"]:
             current = "no section" if active is None else f"section {active.section}"
             raise SyncError(f"received buckets of section {step['section']} while {current} is being updated")
-        buckets = active.receiver.plan.sent[step["first"] : step["first"] + step["count"]]
+        buckets = active.receiver.plan.wire_buckets[step["first"] : step["first"] + step["count"]]
         for bucket, data in active.reader.stream(step["section"], buckets):
             active.receiver.receive(bucket, data)
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
-from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed, UrlField
 from mtpctl.sync.protocol import Manifest, SyncError, bucket_file
 
-FIELD = "sync.url"
+FIELD = UrlField("sync.url", "set another sync.transport")
 CONNECTIONS = 8
 """Files that are transferred at once."""
 ATTEMPTS, PAUSE_S = 4, 1.0
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
 """An address: the store's URL and the folder of a version. Its name has the sender's token, so that no file of another run is reused."""
 
 
-def retried[T](call: Callable[[], T]) -> T:
+def with_retries[T](call: Callable[[], T]) -> T:
     """The result of `call`, which is repeated if the store fails. Raises StoreFailed after `ATTEMPTS`, or if an object does not exist."""
     for attempt in range(ATTEMPTS - 1):
         try:
@@ -45,10 +45,10 @@ def retried[T](call: Callable[[], T]) -> T:
 def upload(store: ObjectStore, files: Sequence[Path], folder: str) -> None:
     """Upload files into a folder of the store. Raises StoreFailed."""
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        list(pool.map(lambda file: retried(lambda: store.put(file, f"{folder}/{file.name}")), files))
+        list(pool.map(lambda file: with_retries(lambda: store.put(file, f"{folder}/{file.name}")), files))
 
 
-def host_folder(name: str, nbytes: int) -> Path:
+def make_host_folder(name: str, nbytes: int) -> Path:
     """A folder of this host that is marked with the process that creates it: in shared memory if `nbytes` fit, else on disk."""
     fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes
     roots = [SHARED_MEMORY, Path(tempfile.gettempdir())] if fits else [Path(tempfile.gettempdir()), SHARED_MEMORY]
@@ -60,14 +60,14 @@ def host_folder(name: str, nbytes: int) -> Path:
     return folder
 
 
-def cache_of(url: str, nbytes: int = 0) -> Path:
+def open_cache(url: str, nbytes: int = 0) -> Path:
     """The folder of this host for versions of the store at `url`."""
-    return host_folder(f"fetched-{zlib.crc32(url.encode()):08x}", nbytes)
+    return make_host_folder(f"fetched-{zlib.crc32(url.encode()):08x}", nbytes)
 
 
 def forget(url: str) -> None:
     """Delete what this host has downloaded from the store at `url`."""
-    shutil.rmtree(cache_of(url), ignore_errors=True)
+    shutil.rmtree(open_cache(url), ignore_errors=True)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def fetch(address: str, cache: Path, names: Sequence[str]) -> Path:
     def get(name: str) -> None:
         # Renamed when complete, so that a killed download leaves no file under this name.
         part = folder / f".{name}"
-        retried(lambda: store.get(f"{matched['version']}/{name}", part))
+        with_retries(lambda: store.get(f"{matched['version']}/{name}", part))
         part.rename(folder / name)
 
     try:
@@ -113,11 +113,11 @@ def url_of(address: str) -> str:
 def prefetch(manifests: Sequence[Manifest]) -> None:
     """Download these versions of one store, and delete others that this host has downloaded. Raises SyncError."""
     nbytes = sum(manifest.nbytes for manifest in manifests)
-    cache = cache_of(url_of(manifests[0].address), nbytes)
+    cache = open_cache(url_of(manifests[0].address), nbytes)
     with locked(cache):
         used = set()
         for manifest in manifests:
-            names = [bucket_file(section, bucket) for section, plan in manifest.sections.items() for bucket in plan.sent]
+            names = [bucket_file(section, bucket) for section, plan in manifest.sections.items() for bucket in plan.wire_buckets]
             used.add(fetch(manifest.address, cache, names).relative_to(cache).parts[0])
         for version in cache.glob("v*"):
             if version.name not in used:

@@ -1,9 +1,9 @@
-"""The senders of weight updates: `Publisher` for transport `shm`, and `Sender` for the pushing transports `ipc` and `nccl`.
+"""The senders of weight updates: `Publisher` for transports `shm` and `storage`, and `Sender` for the pushing ones, `ipc` and `nccl`.
 
-A `Publisher` writes a version into the store of this host, and receivers read it at their own pace. A `Sender` is the trainer rank from
-which all receivers get their buckets. Its methods follow the states of a `WeightUpdate`: `announce` plans the version and names the group
-that receivers join; `send` packs and sends while they receive; `persist` exports the version again into host memory while generation
-continues, and threads write that copy to the store. Until they are done, the newest version in the store is the previous one.
+A `Publisher` writes a version into the version store, or uploads it, and receivers read it at their own pace. A `Sender` is the trainer
+rank from which all receivers get their buckets. Its methods follow the states of a `WeightUpdate`: `announce` plans the version and names
+the group that receivers join; `send` packs and sends while they receive; `persist` exports the version again into host memory while
+generation continues, and threads write that copy to the store. Until they are done, the newest version in the store is the previous one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mtpctl.plan.changes import MAX_SHARE
 from mtpctl.sync.host_copy import Changes, HostCopy
 from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
-from mtpctl.sync.remote import host_folder, upload
+from mtpctl.sync.remote import make_host_folder, upload
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.transports.base import PushWriter, Sent, open_writer
 from mtpctl.sync.transports.control import Address, Control
@@ -44,15 +44,15 @@ PAUSE_S = 1.0
 
 
 class Publisher(Packer):
-    """Publishes versions into a `VersionStore`: on this host, or with a remote store through files that are uploaded.
+    """Publishes versions into a `VersionStore`, or uploads them if the store has a remote.
 
-    With `delta`, a version has only what changed since the previous one, unless that is more than `MAX_SHARE` of the whole, or the previous
-    version failed. When the changes since the last version with all buckets exceed this share, a version has both, which bounds what a
-    receiver that starts later has to read.
+    With `delta`, a version has only the changes since the previous one, unless they exceed `MAX_SHARE` of the full size, or the previous
+    version could not be stored. The version with which the accumulated changes reach this share is stored complete as well. This bounds
+    the bytes that a receiver that starts later reads.
     """
 
     def __init__(self, store: VersionStore, *, delta: bool = False, pinned: bool = False, **options: Unpack[PackingOptions]) -> None:
-        """`pinned`: whether the copy of the last version, for `delta`, is in pinned memory."""
+        """`pinned`: with `delta`, keep the copy of the last version in pinned memory."""
         super().__init__(**options)
         self.store = store
         self._copy = HostCopy(pinned=pinned) if delta else None
@@ -125,7 +125,7 @@ class Publisher(Packer):
     def _scratch(self, version: int) -> Path:
         """An empty folder for the files of a version until they are uploaded."""
         nbytes = 2 * sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
-        return host_folder(f"upload-{self._token}-{version}", nbytes)
+        return make_host_folder(f"upload-{self._token}-{version}", nbytes)
 
     def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
         """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""
@@ -286,7 +286,7 @@ class Sender(Packer):
         writer, announced = self._current()
         for section, plan in announced.sections.items():
             writer.begin(-number, section)
-            for bucket in plan.sent:
+            for bucket in plan.wire_buckets:
                 writer.buffer(section, bucket)
                 writer.send(section, bucket)
         return writer.finish()

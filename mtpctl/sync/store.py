@@ -24,7 +24,7 @@ from mtpctl.cluster.local import on_one_host
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.sync.protocol import Manifest, VersionConflict
-from mtpctl.sync.remote import forget, retried
+from mtpctl.sync.remote import forget, with_retries
 
 VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"
@@ -147,8 +147,8 @@ class VersionStore:
     def _remove_remote(self, pattern: str) -> None:
         """Remove the buckets of versions whose folders match the regular expression. Raises StoreFailed."""
         if (remote := self.remote) is not None:
-            names = retried(lambda: remote.names(""))
-            retried(lambda: remote.remove(name for name in names if re.fullmatch(pattern, name.partition("/")[0])))
+            names = with_retries(lambda: remote.names(""))
+            with_retries(lambda: remote.remove(name for name in names if re.fullmatch(pattern, name.partition("/")[0])))
 
     def claim(self) -> None:
         """Create an empty folder that is marked with this process as its owner, so that it can be removed if the process is killed.

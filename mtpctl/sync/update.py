@@ -8,7 +8,7 @@
                  └ WeightUpdate ───────────────────────────────► ReplicaPool, LogprobServer: quiesce
                    │ Ray, all ranks                              │ Ray, all replicas
                    └ TrainerRank (a WeightExporter)                └ Engine, Replica: pause
-                     └ Sender (shm: Publisher)                     └ update_target: section after section
+                     └ Sender or Publisher                         └ update_target: section after section
                        └ BucketWriter                                └ EngineTarget ► receiver in each worker;
                                                                        ScoreRank
     plan       export once to plan the buckets;
@@ -20,8 +20,8 @@
     persist    export into host memory; threads write            a replica that starts later is updated from the
                that copy to the VersionStore                     store in the same way
 
-`ipc` and `nccl` push: the plan names the receivers, so it is made after they have quiesced. With `shm` the plan writes the buckets into the
-version store while generation continues, receivers read them there, and nothing is left to persist.
+`ipc` and `nccl` push: the plan names the receivers, so it is made after they have quiesced. With `shm` and `storage` the plan stores or
+uploads the buckets while generation continues, receivers read them later, and nothing is left to persist.
 
 A version is atomic in each target. An engine is paused from before its first section until after its last, so no token is sampled between
 target n+1 and drafter n. A target that fails returns to the previous version, or stops serving.
@@ -128,8 +128,8 @@ async def update_target(
     try:
         for name, section in manifest.sections.items():
             await within(target.begin_update(manifest, manifest.version, name))
-            if section.sent:
-                await within(target.receive(*section.sent))
+            if section.wire_buckets:
+                await within(target.receive(*section.wire_buckets))
             await within(target.finish_update())
     except BaseException as error:
         try:

@@ -52,8 +52,8 @@ class WeightExporter:
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """Return the manifest of `version`: its sections and buckets, and how receivers get them.
 
-        With the transport `shm`, the buckets are in `store` when this returns. With others, nothing has been sent yet, and `members` names
-        the receivers.
+        With the transports `shm` and `storage`, the buckets have been stored or uploaded when this returns. With `ipc` and `nccl`, nothing
+        has been sent yet, and `members` names the receivers.
         """
         self._sections = sections
         if self.rank == 0:
@@ -98,6 +98,7 @@ class WeightExporter:
         from mtpctl.families.tensors import section_of
         from mtpctl.plan.buckets import ADAPTER_PREFIX
         from mtpctl.sync.packing import PackingOptions
+        from mtpctl.sync.remote import FIELD
         from mtpctl.sync.sender import Publisher, Sender
         from mtpctl.sync.store import VersionStore
 
@@ -109,7 +110,7 @@ class WeightExporter:
         }
         if sync.transport not in PUSHED:
             url = self.recipe.sync_url
-            versions = VersionStore(store, None if url is None else ObjectStore(url, "sync.url"))
+            versions = VersionStore(store, None if url is None else ObjectStore(url, FIELD))
             return Publisher(versions, delta=sync.delta, pinned=self.engine.device.type == "cuda", **options)
         device = self.engine.device
         return Sender(VersionStore(store), sync.transport, device, deadline_s=sync.deadline_s, delta=sync.delta, **options)

@@ -176,7 +176,7 @@ def several_layers(folder: Path) -> tuple[list[str], str]:
 
 
 def too_many_layers(folder: Path) -> tuple[list[str], str]:
-    message = "model.drafter.layers: 5 is more than the model's 4 layers, which they are copied from"
+    message = "model.drafter.layers: 5 exceeds the model's 4 layers, from which the drafter's layers are copied"
     return ["model", "pair", "--data", "rows.jsonl", "--kind", "dflash", "--layers", "5"], message
 
 

@@ -168,13 +168,22 @@ def test_plan_of_an_adapter_sync_shows_the_base_weights_of_the_first(mtpctl: Any
     "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
 )
 def test_plan_of_a_delta_sync_shows_its_bytes_and_the_copy(mtpctl: Any, command: tuple[str, ...]) -> None:
-    assert "later syncs send what changed" not in mtpctl(*command).out
+    assert "later syncs send" not in mtpctl(*command).out
     bf16 = (*command, "--set", "sync.delta=true", "--set", "train.precision=bf16")
     message = mtpctl(*bf16).out
-    assert "later syncs send what changed: " in message and "if 1% of the elements did" in message and "keeps a copy of 3." in message
+    assert "later syncs send " in message and "if 1% of the elements change; trainer rank 0 keeps a copy of 3." in message
     plan = json.loads(mtpctl(*bf16, "--json").out)
     complete = sum(bucket["bytes"] for bucket in plan["buckets"].values()) if "buckets" in plan else plan["bytes"]
     assert plan["delta"]["copy"] == complete and 0.018 * complete < plan["delta"]["nbytes"] < 0.025 * complete
+    fp32 = mtpctl(*command, "--set", "sync.delta=true", "--set", "train.precision=fp32").out
+    assert "later syncs send 7." in fp32 and "because all elements change in fp32" in fp32
+
+
+def test_bench_of_syncs_lists_the_transports_that_it_measures(mtpctl: Any) -> None:
+    command = ("bench", "sync-weights", "--transport")
+    message = mtpctl(*command, "storage")
+    assert message.code == 2 and "storage is not supported, because its speed depends on the object store" in message.err
+    assert "must be one of shm, ipc, nccl, got tcp" in mtpctl(*command, "tcp").err
 
 
 @pytest.mark.parametrize(

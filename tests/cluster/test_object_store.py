@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mtpctl.checkpoint.copying import FIELD
 from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.sync import remote
 from tests.fakes.s3_server import BUCKET, S3Server, serving
 
 
@@ -25,7 +27,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "s3":
         request.getfixturevalue("server")
     place = {"s3": f"s3://{BUCKET}", "memory": "memory://", "file": f"file://{tmp_path}"}[request.param]
-    return ObjectStore(f"{place}/{uuid.uuid4()}/run/")
+    return ObjectStore(f"{place}/{uuid.uuid4()}/run/", FIELD)
 
 
 def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_path: Path) -> None:
@@ -48,25 +50,26 @@ def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_pat
 def test_missing_bucket_is_a_user_error(server: S3Server) -> None:
     message = r"train.checkpoint_copy: s3://elsewhere/run does not exist \(The specified bucket does not exist\); create the bucket"
     with pytest.raises(UserError, match=message):
-        ObjectStore("s3://elsewhere/run").check()
+        ObjectStore("s3://elsewhere/run", FIELD).check()
 
 
 def test_unknown_scheme_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"train.checkpoint_copy: s4://bucket/run is of no scheme that fsspec knows; write s3://"):
-        ObjectStore("s4://bucket/run")
+        ObjectStore("s4://bucket/run", FIELD)
 
 
 def test_unreachable_server_is_reported_at_once() -> None:
     with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x is not reached: .*refused"):
-        ObjectStore("ftp://127.0.0.1:9/x")
+        ObjectStore("ftp://127.0.0.1:9/x", FIELD)
 
 
 def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    message = "^train.checkpoint_copy: s3:// needs the package s3fs, which is not installed; install it, or remove the key$"
-    with pytest.raises(EnvironmentMissing, match=message):
-        ObjectStore("s3://bucket/run")
+    for field, fix in ((FIELD, "remove the key"), (remote.FIELD, "set another sync.transport")):
+        message = f"^{field}: s3:// needs the package s3fs, which is not installed; install it, or {fix}$"
+        with pytest.raises(EnvironmentMissing, match=message):
+            ObjectStore("s3://bucket/run", field)
 
 
 def test_rejected_credentials_are_an_environment_error() -> None:
@@ -74,12 +77,12 @@ def test_rejected_credentials_are_an_environment_error() -> None:
         server.refuse()
         message = rf"train.checkpoint_copy: s3://{BUCKET}/run may not be written with the credentials here \(The AWS Access Key Id"
         with pytest.raises(EnvironmentMissing, match=message):
-            ObjectStore(f"s3://{BUCKET}/run").check()
+            ObjectStore(f"s3://{BUCKET}/run", FIELD).check()
 
 
 def test_store_that_stops_responding_is_named_in_the_error() -> None:
     with serving() as server:
-        store = ObjectStore(f"s3://{BUCKET}/run")
+        store = ObjectStore(f"s3://{BUCKET}/run", FIELD)
         store.write("text", b"one")
         server.stop()
         with pytest.raises(StoreFailed, match=rf"cannot write s3://{BUCKET}/run/text: Could not connect to the endpoint URL"):

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.copying import newest_copy
+from mtpctl.checkpoint.copying import FIELD, newest_copy
 from mtpctl.checkpoint.finding import newest, publish_checkpoint
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.controller import copies as module
@@ -37,7 +37,7 @@ class Store(ObjectStore):
     """A store in memory that is there or not (`down`), and that waits before it takes a file while `slow`."""
 
     def __init__(self) -> None:
-        super().__init__(f"memory://{uuid.uuid4()}/run")
+        super().__init__(f"memory://{uuid.uuid4()}/run", FIELD)
         self.down, self.slow = False, False
 
     def put(self, file: Path, name: str) -> None:
@@ -259,7 +259,7 @@ def test_run_resumes_from_the_copy_on_another_machine(server: S3Server, tmp_path
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"sft-000004-end was fetched from s3://{BUCKET}/runs/tiny_mtp in " in second.stdout
     assert losses(there).keys() == set(range(1, 9)), "its metrics came along"
-    store = ObjectStore(f"s3://{BUCKET}/runs/tiny_mtp")
+    store = ObjectStore(f"s3://{BUCKET}/runs/tiny_mtp", FIELD)
     assert newest_copy(store) == "sft-000008-end"
     # The same without the move.
     assert trained(here, server, 8).returncode == 0

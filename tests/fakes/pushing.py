@@ -82,7 +82,7 @@ def _take(readers: Readers, manifest: Manifest, fault: Die | None, tensors: Tens
     for section, plan in manifest.sections.items():
         reader.begin(manifest.version, section)
         blobs = BlobReader()
-        for bucket, data in reader.stream(section, plan.sent) if plan.sent else ():
+        for bucket, data in reader.stream(section, plan.wire_buckets) if plan.wire_buckets else ():
             if fault is not None and section == "target" and bucket.index == fault.bucket:
                 os.kill(os.getpid(), signal.SIGKILL)
             if plan.delta is not None:

@@ -145,7 +145,7 @@ def test_eagle3_drafter_has_the_rotary_embedding_of_the_model(family: str) -> No
         ("mimo", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for mimo; use mtp"),
         ("deepseek-v3", "eagle3", 1, "model.drafter.kind: EAGLE-3 is not supported for deepseek-v3; use mtp"),
         ("mimo", "dflash", 1, "model.drafter.kind: DFlash is not supported for mimo; use mtp"),
-        ("llama", "dflash", 5, "model.drafter.layers: 5 is more than the model's 4 layers"),
+        ("llama", "dflash", 5, "model.drafter.layers: 5 exceeds the model's 4 layers"),
         ("qwen3.5", "mtp", 2, "model config: 2 MTP layers of qwen3.5 would share one projection"),
     ],
 )
@@ -223,8 +223,8 @@ DFLASH_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; 32 is"),
     ({"attention_bias": True}, "drafter config: attention_bias puts a bias on the output projections"),
     ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
-    ({"is_causal": True}, "drafter config: is_causal and is_neox_style are not supported; leave them out"),
-    ({"is_neox_style": False}, "drafter config: is_causal and is_neox_style are not supported; leave them out"),
+    ({"is_causal": True}, "drafter config: is_causal: true is not supported; leave it out"),
+    ({"is_neox_style": False}, "drafter config: is_neox_style: false is not supported; leave it out"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "drafter config: layer_types with windows are not supported"),
     *(
         ({"dflash_config": DFLASH["dflash_config"] | {key: True}}, f"drafter config: dflash_config.{key} is not supported")

@@ -247,7 +247,7 @@ def test_a_field_that_changes_the_model_is_an_error(family: str, key: str, value
         ("qwen3-moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not supported for qwen3-moe; 1 is"),
         ("llama", {"sliding_window": 64}, "sliding_window 64 is not supported"),
         ("qwen3.5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings True is not supported"),
-        ("deepseek-v3", {"num_experts_per_tok": 4}, "topk_group with num_experts_per_tok 4 is not supported; 2 is"),
+        ("deepseek-v3", {"num_experts_per_tok": 4}, "topk_group 1 with num_experts_per_tok 4 is not supported; 2 is"),
         ("mimo-v2-flash", {"swa_head_dim": 64}, "swa_head_dim 64 is not supported for mimo-v2-flash with this config; 32 is"),
         ("mimo-v2-flash", {"swa_num_attention_heads": 6}, "swa_num_attention_heads 6 is not supported .*; 3 is"),
         ("mimo-v2-flash", {"swa_num_key_value_heads": 2}, "num_attention_heads 3 is not a multiple of swa_num_key_value_heads 2"),

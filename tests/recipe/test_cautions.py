@@ -50,6 +50,7 @@ def test_recompute_of_stale_samples_without_correction_is_cautioned(sets: list[s
         ([STALE, "train.rl.loss=decoupled"], "train.rl.correction.mode: off leaves the importance weights"),
         ([STALE, "train.rl.loss=cispo", "train.rl.old_logprobs=recompute"], "train.rl.old_logprobs: recompute, with correction.mode: off"),
         (["train.rl.loss=gspo"], "train.rl.clip_high: 0.28 clips almost nothing with loss: gspo"),
+        (["sync.delta=true", "train.precision=fp32"], "sync.delta: an update changes almost every trained element in fp32"),
         (["train.rl.advantage=reinforce_pp"], "train.rl.dynamic_sampling: drops groups of equal rewards"),
         (["train.rl.preset=sapo", "train.rl.aggregate=token"], "train.rl.aggregate: token overrides sequence of preset: sapo"),
     ],

@@ -147,7 +147,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             [*DFLASH, "rollout.speculation.num_tokens=2"],
             "rollout.speculation.num_tokens: 2, but the DFlash drafter is trained for blocks of mtp.repeat (3) drafts",
         ),
-        ([*DFLASH, "rollout.speculation.auto=true"], "rollout.speculation.auto: changes the number of drafts"),
+        ([*DFLASH, "rollout.speculation.auto=true"], "rollout.speculation.auto: not supported with a DFlash drafter"),
         (
             [*CARD, *DFLASH, "rollout.speculation.verification=block", "rollout.speculation.draft_method=probabilistic"],
             "rollout.speculation.verification: block is not supported with a DFlash drafter; set token",
@@ -623,6 +623,13 @@ def test_bias_update_needs_router_bias_and_full_training(family: str, sets: list
 )
 def test_replay_without_recorded_routes_is_rejected(sets: list[str], message: str) -> None:
     assert [told for told in complaints_of(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe) if told.startswith(message)]
+
+
+@pytest.mark.parametrize(("drafter", "kind"), [([EAGLE3], "an EAGLE-3"), (DFLASH, "a DFlash")])
+def test_engine_that_cannot_receive_a_drafter_is_reported(drafter: list[str], kind: str) -> None:
+    sets = [*drafter, "model.path=null", "model.tokenizer=bytes", "rollout.engine=sglang"]
+    complaints = complaints_of(load_recipe("mimo7b_mtp", sets=sets).recipe)
+    assert f"rollout.engine: sglang cannot receive {kind} drafter; set vllm" in complaints
 
 
 def test_a_dense_model_has_no_routes_to_replay() -> None:

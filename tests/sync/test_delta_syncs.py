@@ -294,7 +294,7 @@ def test_a_receiver_without_the_store_refuses_changes_since_another_version(tmp_
     target = engine_target(new_engine())
     for version in (1, 2):
         manifest = publish.publish(trainer.step().items(), version)
-    with pytest.raises(VersionConflict, match="has the changes since 1, but this engine has none"):
+    with pytest.raises(VersionConflict, match="contains only the changes since version 1, but this engine has none"):
         asyncio.run(target.begin_update(manifest, 2, "target"))
     assert target.version == 0
 

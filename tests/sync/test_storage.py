@@ -12,7 +12,7 @@ from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.remote import prefetch
+from mtpctl.sync.remote import FIELD, prefetch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.update import manifests_to
@@ -24,7 +24,7 @@ from tests.sync.test_delta_syncs import Trainer, engine_target, new_engine, same
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VersionStore]:
     """A store whose buckets are in another folder."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
-    versions = VersionStore(tmp_path / "store", ObjectStore(f"file://{tmp_path}/bucket", "sync.url"))
+    versions = VersionStore(tmp_path / "store", ObjectStore(f"file://{tmp_path}/bucket", FIELD))
     versions.claim()
     yield versions
     versions.close()
@@ -138,7 +138,7 @@ def test_a_version_that_cannot_be_downloaded_leaves_the_previous_one(store: Vers
 
 def test_versions_in_s3_are_bit_equal(tmp_path: Path) -> None:
     with serving():
-        store = VersionStore(tmp_path / "store", ObjectStore(f"s3://{BUCKET}/run", "sync.url"))
+        store = VersionStore(tmp_path / "store", ObjectStore(f"s3://{BUCKET}/run", FIELD))
         trainer, publish, engine = Trainer(), publisher(store), new_engine()
         target = engine_target(engine)
         for version in (1, 2, 3):

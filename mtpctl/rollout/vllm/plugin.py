@@ -105,7 +105,7 @@ def install() -> None:
         cpu_kernels.install_narrow_values,
         cpu_kernels.install_context_norms,
         cpu_kernels.install_short_queries,
-        verification.install_verification,  # before the next one, which reads keyword arguments that this one binds
+        verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
         drafter.install_drafter,
         drafter.install_depths,
         drafter.install_mimo_v2_layers,

@@ -107,7 +107,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             tp=_tp_rank(),
             dtype=own,
             plain_weight=weights.plain_weight,
-            derived=weights.DERIVED,
+            derived=weights.NOT_SYNCED,
         )
 
     def finish_weight_update(self) -> None:

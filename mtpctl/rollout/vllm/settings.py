@@ -144,8 +144,8 @@ def engine_settings(
         room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         if not EXPERT_TARGETS & set(adapter.targets) or not _may_have_experts(Path(model)):
-            # By default vLLM allocates adapters in every layer, including experts. It also wraps the embedding, which a drafter shares, and
-            # then applies the target's rows of the batch to the drafter's.
+            # By default vLLM allocates adapters in every layer, including experts, and wraps the embedding. A drafter shares the embedding,
+            # whose wrapper then applies the target's batch indices to the drafter's tokens.
             args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
     if release_kv:
         args["enable_sleep_mode"] = True

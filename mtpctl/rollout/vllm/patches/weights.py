@@ -25,7 +25,7 @@ _LOADED = "_mtpctl_loaded"
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
 LATENT_HALVES = ("W_UV", "W_UK_T")
-DERIVED = (*LATENT_HALVES, "mask_embedding")
+NOT_SYNCED = (*LATENT_HALVES, "mask_embedding")
 """Parameters that no weight update contains: vLLM derives them from others, or does not use them. A DFlash drafter has `mask_embedding`,
 but embeds its mask token."""
 
