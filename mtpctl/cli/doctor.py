@@ -13,6 +13,7 @@ from mtpctl.cli.options import Json, answer
 
 if TYPE_CHECKING:
     from mtpctl.doctor.checks import Diagnosis
+    from mtpctl.doctor.mismatch import Mismatch
 
 MARKS = {"ok": "[green]✓[/]", "absent": "[dim]–[/]", "skipped": "[yellow]–[/]", "loaded": "[yellow]?[/]", "failed": "[red]✗[/]"}
 
@@ -33,16 +34,27 @@ def doctor(
             help="Only report whether this model is supported, and what each engine drafts with.",
         ),
     ] = None,
+    mismatch: Annotated[
+        str | None,
+        typer.Option(
+            "--mismatch",
+            metavar="RECIPE|RUN",
+            help="Only compare one response module by module in engine and trainer, and name the first that differs.",
+        ),
+    ] = None,
 ) -> None:
     """Check versions, devices, kernels, transports and Ray, and compare vLLM's log-probs with the trainer's.
 
     Exit code 3 if something required is missing, 6 if the log-probs differ, a link between hosts is slow, or a checkpoint is damaged.
-    With --model: 2 if the model is not supported.
+    With --model: 2 if the model is not supported. With --mismatch: 6 if a module or the log-probs differ by more than rounding explains.
     """
     from rich.console import Console
 
     from mtpctl.doctor.checks import examine, examine_cluster, examine_run
 
+    if mismatch is not None:
+        _mismatch(mismatch, as_json)
+        return
     with Console(stderr=True).status("checking the installed packages …") as status:
         if model is not None:
             from mtpctl.doctor.model import examine_model
@@ -82,3 +94,43 @@ def _print(diagnosis: Diagnosis) -> None:
     console.print(table)
     skipped = [check.name for check in diagnosis.checks if check.finding.state == "skipped"]
     console.print(f"\n{diagnosis.verdict}{f', without the {skipped[0]}' if skipped else ''}, after {diagnosis.seconds:.1f} s")
+
+
+def _mismatch(target: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    from mtpctl.doctor.mismatch import examine_mismatch
+
+    with Console(stderr=True).status("running one response through engine, log-prob server and trainer …"):
+        result = examine_mismatch(target)
+    if as_json:
+        answer(json.dumps(result.to_dict(), indent=2))
+    else:
+        _print_mismatch(result)
+    if result.error is not None:
+        sys.stdout.flush()
+        raise result.error
+
+
+def _print_mismatch(result: Mismatch) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    modules = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("", "module", "same inputs", "worst token", "own inputs", "prefill"):
+        modules.add_column(title, no_wrap=True, justify="left" if title in ("", "module") else "right")
+    for each in result.modules:
+        mark = MARKS["failed" if each.exceeds(result.limit) else "ok"]
+        figures = (each.mean, each.worst, each.total, each.prefill)
+        modules.add_row(mark, result.label(each.name), *(f"{figure:.1e}" for figure in figures))
+    logprobs = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("", "log-probs against the trainer's", "mean, nats", "largest"):
+        logprobs.add_column(title, no_wrap=True, justify="right" if title in ("mean, nats", "largest") else "left")
+    for line in result.logprobs:
+        logprobs.add_row(MARKS["ok" if line.mean <= result.bound else "failed"], line.source, f"{line.mean:.1e}", f"{line.largest:.1e}")
+    console = Console(highlight=False)
+    console.print(modules)
+    console.print()
+    console.print(logprobs)
+    if result.error is None:
+        answer(f"\n{result.verdict}")

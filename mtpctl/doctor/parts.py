@@ -329,6 +329,20 @@ def compare(samples: list[Sample], logprobs: list[Logprobs], precision: str) -> 
     )
 
 
+def mismatch_engine(folder: Path) -> dict[str, object]:
+    """See `mtpctl.doctor.mismatch_parts.generate`."""
+    from mtpctl.doctor.mismatch_parts import generate
+
+    return generate(folder)
+
+
+def mismatch_trainer(folder: Path) -> dict[str, Any]:
+    """See `mtpctl.doctor.mismatch_parts.score`."""
+    from mtpctl.doctor.mismatch_parts import score
+
+    return score(folder)
+
+
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "kernels": kernels,
     "transports": transports,
@@ -336,6 +350,8 @@ PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "families": families,
     "sample": sample,
     "score": score,
+    "mismatch-engine": mismatch_engine,
+    "mismatch-trainer": mismatch_trainer,
 }
 
 if __name__ == "__main__":

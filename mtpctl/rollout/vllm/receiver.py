@@ -6,6 +6,7 @@ steps of `mtpctl.sync.receiver`; the bytes come through the transport, never thr
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from mtpctl.rollout.vllm.capture import LayerCapture
 from mtpctl.rollout.vllm.client import adapter_request
 from mtpctl.rollout.vllm.patches import weights
 from mtpctl.rollout.vllm.patches.drafter import TIMES
@@ -154,6 +156,8 @@ class _LoraManager(Protocol):
 class _ModelRunner(Protocol):
     lora_manager: _LoraManager
 
+    def get_model(self) -> torch.nn.Module: ...
+
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `EngineClient.rpc`."""
@@ -161,6 +165,7 @@ class WorkerExtension:
     weight_transfer_engine: ManifestTransferEngine
     vllm_config: VllmConfig
     model_runner: _ModelRunner
+    mtpctl_capturing: LayerCapture
 
     def mtpctl_sums(self) -> RankSums:
         """This rank's part of all checksums."""
@@ -196,3 +201,12 @@ class WorkerExtension:
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
         """Memory of this worker's GPU in bytes. `reset`: reset the peaks."""
         return card_memory(reset=bool(reset))
+
+    def mtpctl_capture(self, positions: str) -> None:
+        """Record the layers' outputs of the next request (`mtpctl.rollout.vllm.capture`), which runs alone."""
+        self.mtpctl_capturing = LayerCapture(self.model_runner.get_model(), int(positions))
+
+    def mtpctl_write_capture(self, path: str, tokens: str, temperature: str) -> None:
+        """Write the recorded outputs of the request with these tokens, on rank 0. `tokens`: a JSON list."""
+        rank = get_tensor_model_parallel_rank()
+        self.mtpctl_capturing.write(None if rank else Path(path), json.loads(tokens), float(temperature))

@@ -1,0 +1,175 @@
+"""`mtpctl doctor --mismatch`: names the first module whose outputs differ between engine and trainer at the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mtpctl.controller.prepare import model_of, tokenizer_of
+from mtpctl.data.prompts import encode_prompt
+from mtpctl.data.sets import first_problems
+from mtpctl.data.tokenizers import check_fits_model
+from mtpctl.doctor.mismatch_parts import WORST_FACTOR, LogprobDifference, ModuleDifference, Request
+from mtpctl.doctor.parts import AGREEMENT_BOUNDS, run_part
+from mtpctl.errors import ThresholdMissed, UserError
+from mtpctl.jobs.targets import load_target
+from mtpctl.recipe.checks import validate
+from mtpctl.recipe.rollout import VllmConfig
+from mtpctl.recipe.schema import Recipe
+
+RESPONSE_TOKENS = 128
+DEADLINE_S = {"mismatch-engine": 1200.0, "mismatch-trainer": 900.0}
+"""On a GPU the engine may start twice, and compiles once."""
+_LAYER = re.compile(r"(\d+)\.(\w+)$")
+_NAMES = {
+    "norm1": "attention norm",
+    "attention": "attention",
+    "norm2": "MLP norm",
+    "mlp": "MLP",
+    "experts": "experts",
+    "embedding": "embedding",
+    "final_norm": "final norm",
+    "head": "LM head",
+}
+_HINTS = {
+    "norm1": "Compare its weight and epsilon",
+    "attention": "Compare its weights, rope, masks and windows, and the engine's attention backend (rollout.engine_args)",
+    "norm2": "Compare its weight and epsilon",
+    "mlp": "Compare its weights and activation",
+    "experts": "Compare its weights and the router's settings; without train.moe.replay: rollout, a near tie selects other experts",
+    "embedding": "Compare its weight and scale",
+    "final_norm": "Compare its weight and epsilon",
+    "head": "Compare its weight, scale and temperature",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Differences of all modules, in the order of the forward pass, and of log-probs.
+
+    limit: the largest mean difference of a module that rounding explains. moe_layers: layers whose MLP is a mixture of experts.
+    """
+
+    modules: list[ModuleDifference]
+    logprobs: list[LogprobDifference]
+    limit: float
+    precision: str
+    moe_layers: list[int]
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, document: dict[str, Any], seconds: float) -> Mismatch:
+        """From the result of `mismatch_parts.score`."""
+        modules = [ModuleDifference(**each) for each in document["modules"]]
+        logprobs = [LogprobDifference(**each) for each in document["logprobs"]]
+        return cls(modules, logprobs, document["limit"], document["precision"], document["moe_layers"], seconds)
+
+    @property
+    def first(self) -> ModuleDifference | None:
+        """The first module whose difference rounding does not explain."""
+        return next((module for module in self.modules if module.exceeds(self.limit)), None)
+
+    @property
+    def bound(self) -> float:
+        """The largest mean difference of log-probs, in nats."""
+        return AGREEMENT_BOUNDS[self.precision]
+
+    def label(self, name: str) -> str:
+        """The name of a module for users."""
+        match = _LAYER.match(name)
+        return _NAMES[name] if match is None else f"layer {match[1]}, {_NAMES[self._kind(name)]}"
+
+    def _kind(self, name: str) -> str:
+        match = _LAYER.match(name)
+        if match is None:
+            return name
+        return "experts" if match[2] == "mlp" and int(match[1]) in self.moe_layers else match[2]
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence, with a fix."""
+        if (first := self.first) is not None:
+            return (
+                f"{self.label(first.name)}: engine and trainer differ by {first.mean:.1e} ({first.worst:.1e} at the worst token) with the "
+                f"same inputs; rounding in {self.precision} explains {self.limit:.1e}. {_HINTS[self._kind(first.name)]}"
+            )
+        if (line := next((line for line in self.logprobs if not line.mean <= self.bound), None)) is not None:
+            return (
+                f"{line.source}: log-probs differ from the trainer's by {line.mean:.1e} nats on average (bound {self.bound:g}), although "
+                "each module agrees within rounding. Look for the difference in how this pass runs, or set train.precision: fp32"
+            )
+        largest = max(self.modules, key=lambda module: module.mean)
+        return (
+            f"engine, log-prob server and trainer agree: the largest difference is {largest.mean:.1e} ({self.label(largest.name)}), and "
+            f"rounding in {self.precision} explains {self.limit:.1e}"
+        )
+
+    @property
+    def error(self) -> ThresholdMissed | None:
+        """The error of a mismatch; None if there is none."""
+        agrees = self.first is None and all(line.mean <= self.bound for line in self.logprobs)
+        return None if agrees else ThresholdMissed(self.verdict)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready: all differences, the limits, the verdict and the exit code."""
+        error = self.error
+        modules = [asdict(each) | {"name": self.label(each.name), "exceeds": each.exceeds(self.limit)} for each in self.modules]
+        return {
+            "modules": modules,
+            "logprobs": [asdict(each) for each in self.logprobs],
+            "limit": self.limit,
+            "worst_limit": WORST_FACTOR * self.limit,
+            "logprob_bound": self.bound,
+            "precision": self.precision,
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 3),
+            "exit_code": 0 if error is None else error.exit_code,
+        }
+
+
+def examine_mismatch(target: str) -> Mismatch:
+    """Run one response of the recipe's model through vLLM, the log-prob server and the trainer, each on one device.
+
+    Args:
+        target: a recipe or a run, whose model is used as it was at the start. The prompt is its first training problem.
+
+    Raises:
+        UserError: for a recipe with another engine, or without a problem.
+        EnvironmentMissing, RuntimeFailure: if engine or trainer do not run here.
+    """
+    began = time.perf_counter()
+    recipe = load_target(target).recipe
+    if not isinstance(recipe.rollout, VllmConfig):
+        raise UserError("rollout.engine: --mismatch compares the trainer with vLLM; set vllm")
+    validate(recipe)
+    with tempfile.TemporaryDirectory(prefix="mtpctl-mismatch-") as scratch:
+        folder = Path(scratch)
+        _request(recipe, folder).write(folder)
+        document = asyncio.run(_run(folder))
+    return Mismatch.of(document, time.perf_counter() - began)
+
+
+async def _run(folder: Path) -> dict[str, Any]:
+    await run_part("mismatch-engine", folder, DEADLINE_S["mismatch-engine"])
+    return await run_part("mismatch-trainer", folder, DEADLINE_S["mismatch-trainer"])
+
+
+def _request(recipe: Recipe, scratch: Path) -> Request:
+    run = recipe.run_path.absolute()
+    home = run if recipe.model.drawn and (run / "model").is_dir() else scratch
+    model = model_of(recipe, home)
+    tokenizer = tokenizer_of(recipe, model, home)
+    check_fits_model(tokenizer, model.shape.vocab)
+    problems = first_problems(recipe.data, recipe.seed, recipe.evaluation, 1, recipe.rollout).get("train")
+    if not problems:
+        raise UserError("data: has no training problem on this machine for the prompt; download the data set, or name a file")
+    prompt = encode_prompt(tokenizer, problems[0], recipe.data)
+    context = recipe.rollout.context or model.shape.max_positions
+    prompt = prompt[: context // 2]
+    tokens = min(RESPONSE_TOKENS, recipe.rollout.max_tokens or context, context - len(prompt))
+    return Request(recipe.model_dump_json(by_alias=True), str(model.path), prompt, tokens, recipe.device)

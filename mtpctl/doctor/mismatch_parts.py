@@ -1,0 +1,283 @@
+"""The two processes of `mtpctl doctor --mismatch`: `generate` runs the engine, `score` the trainer and the log-prob server.
+
+They share a folder with `mismatch.json` (a `Request`), the recorded samples, and the outputs of the engine's layers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.rollout import VllmConfig
+from mtpctl.recipe.schema import Recipe
+from mtpctl.routes import RouteShape
+from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtpctl.rollout.vllm.engine import VllmEngine
+
+FACTOR = 4.0
+"""The limit of a module's mean difference, as a multiple of rounding error."""
+WORST_FACTOR = 8.0
+"""The limit of a token's difference, as a multiple of that of the mean."""
+REQUEST = "mismatch.json"
+COMPILED = "with CUDA graphs"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The recipe as JSON, the model's folder, the prompt's token ids, the response's length, and the device."""
+
+    recipe: str
+    model: str
+    prompt: list[int]
+    tokens: int
+    device: Literal["cpu", "cuda"]
+
+    @classmethod
+    def read(cls, folder: Path) -> Request:
+        return cls(**json.loads((folder / REQUEST).read_text()))
+
+    def write(self, folder: Path) -> None:
+        (folder / REQUEST).write_text(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDifference:
+    """Differences between engine and trainer in the output of one module, relative to the engine's output of the same token.
+
+    mean, worst: over tokens, if the trainer's module reads the engine's input. total: the mean if it reads the trainer's own input, so that
+    it includes the differences of all earlier modules. prefill: the mean between the engine's prefill and its decoding.
+    """
+
+    name: str
+    mean: float
+    worst: float
+    total: float
+    prefill: float
+
+    def exceeds(self, limit: float) -> bool:
+        """Whether rounding does not explain the difference. True for NaN."""
+        return not (self.mean <= limit and self.worst <= WORST_FACTOR * limit)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """Differences in nats between the trainer's log-probs of the sampled tokens and those of `source`."""
+
+    source: str
+    mean: float
+    largest: float
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+
+
+def generate(folder: Path) -> dict[str, object]:
+    """Generate the response in eager mode, recording decoding and a prefill of the same tokens. Returns counts of tokens and drafts.
+
+    An engine with CUDA graphs is also run as the recipe configures it. Its layers cannot be recorded, only its log-probs.
+    """
+    request = Request.read(folder)
+    rollout = Recipe.model_validate_json(request.recipe).rollout
+    assert isinstance(rollout, VllmConfig)
+    sample = asyncio.run(_captured(request, folder))
+    samples = {"eager": sample.to_dict()}
+    if request.device == "cuda" and not rollout.eager:
+        samples[COMPILED] = asyncio.run(_compiled(request)).to_dict()
+    (folder / "samples.json").write_text(json.dumps(samples))
+    return {"tokens": len(sample.response_ids), "drafted": sample.speculation.drafted, "accepted": sample.speculation.accepted}
+
+
+async def _start(request: Request, *, eager: bool) -> VllmEngine:
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.rollout.vllm.engine import VllmEngine
+    from mtpctl.rollout.vllm.settings import engine_settings
+
+    recipe = Recipe.model_validate_json(request.recipe)
+    rollout, shape = recipe.rollout, HfFolder.open(request.model).shape
+    assert isinstance(rollout, VllmConfig)
+    routes = RouteShape.of(shape) if recipe.replay(shape) == "rollout" else None
+    settings = engine_settings(
+        rollout.model_copy(update={"eager": eager, "context": rollout.context or shape.max_positions}),
+        model=request.model,
+        precision=recipe.train.precision,
+        device=request.device,
+        seed=recipe.seed,
+        routes=routes.layers if routes else (),
+        admit_at_once=True,
+    )
+    return await VllmEngine.start(settings)
+
+
+def _request(request: Request) -> GenerationRequest:
+    recipe = Recipe.model_validate_json(request.recipe)
+    sample = Sample("prompt", "prompt", ids_of(request.prompt))
+    return GenerationRequest(sample, max_tokens=request.tokens, temperature=recipe.rollout.temperature, seed=recipe.seed)
+
+
+async def _captured(request: Request, folder: Path) -> Sample:
+    from mtpctl.rollout.vllm.client import VllmClient
+
+    engine = await _start(request, eager=True)
+    try:
+        client, to_answer = VllmClient(engine._llm), _request(request)
+        room = str(len(request.prompt) + request.tokens + 64)  # Drafts reach beyond the last token.
+        await client.rpc("mtpctl_capture", room)
+        sample = await engine.generate(to_answer)
+        tokens = list(sample.token_ids)
+        arguments = json.dumps(tokens), str(to_answer.temperature)
+        await client.rpc("mtpctl_write_capture", str(folder / "decode.safetensors"), *arguments)
+        await engine._llm.reset_prefix_cache()
+        await client.rpc("mtpctl_capture", room)
+        await engine.generate(GenerationRequest(Sample("prefill", "prefill", ids_of(tokens[:-1])), max_tokens=1, temperature=1.0))
+        await client.rpc("mtpctl_write_capture", str(folder / "prefill.safetensors"), *arguments)
+        return sample
+    finally:
+        await engine.shutdown()
+
+
+async def _compiled(request: Request) -> Sample:
+    engine = await _start(request, eager=False)
+    try:
+        return await engine.generate(_request(request))
+    finally:
+        await engine.shutdown()
+
+
+# -------------------------------------------------------------------------------------------------------------- trainer
+
+
+def score(folder: Path) -> dict[str, Any]:
+    """Run the recorded response through the trainer and the log-prob server. Returns the differences and the limit of rounding."""
+    from safetensors.torch import load_file
+
+    request = Request.read(folder)
+    recipe = Recipe.model_validate_json(request.recipe)
+    samples = {name: Sample.from_dict(each) for name, each in json.loads((folder / "samples.json").read_text()).items()}
+    sample = samples["eager"]
+    decode, prefill = (load_file(folder / f"{name}.safetensors") for name in ("decode", "prefill"))
+    trainer = _trainer(request, recipe, samples, decode)
+    first = len(sample.prompt_ids) - 1
+    own, behaviour = trainer["logprobs"]["eager"], sample.behaviour_logprobs
+    lines = [
+        _nats("engine, decode", behaviour, own),
+        _nats("engine, prefill", prefill["logprob"][first:].tolist(), own),
+        _nats("log-prob server", _server(request, recipe, sample), own),
+    ]
+    if COMPILED in samples:
+        lines.insert(1, _nats(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer["logprobs"][COMPILED]))
+    modules = [
+        ModuleDifference(
+            name,
+            *_relative(trainer["forced"][name], decode[name]),
+            total=_relative(trainer["free"][name], decode[name])[0],
+            prefill=_relative(prefill[name], decode[name])[0],
+        )
+        for name in trainer["forced"]
+    ]
+    modules.append(_head(trainer, decode, prefill, behaviour, first))
+    return {
+        "modules": [asdict(each) for each in modules],
+        "logprobs": [asdict(each) for each in lines],
+        "limit": FACTOR * trainer["rounding"],
+        "precision": recipe.train.precision,
+        "moe_layers": trainer["moe_layers"],
+    }
+
+
+def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decode: dict[str, Tensor]) -> dict[str, Any]:
+    """Log-probs of all samples, and outputs of the modules with their own inputs (`free`) and with the engine's (`forced`)."""
+    import torch
+
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.trainer.batch import Sequence
+    from mtpctl.trainer.capture import captured
+    from mtpctl.trainer.config import EngineConfig
+    from mtpctl.trainer.engine import MegatronEngine
+
+    train = recipe.train
+    config = EngineConfig(
+        ParallelConfig(), train.precision, recipe.mtp, recipe.kernels, train.tokens_per_microbatch, lora=train.lora, moe=train.moe
+    )
+    engine = MegatronEngine(HfFolder.open(request.model), config)
+    replays = recipe.replay(engine.folder.shape) == "rollout"
+
+    def logprobs(sample: Sample) -> Logprobs:
+        sequence = Sequence(sample.token_ids, len(sample.prompt_ids), sample.loss_mask, routes=sample.routes if replays else None)
+        return engine.score([sequence], temperature=recipe.rollout.temperature)[0].logprobs
+
+    try:
+        streams = {name: rows for name, rows in decode.items() if name.endswith(".stream") or name == "final_norm"}
+        with captured(engine.module) as free:
+            scored = {"eager": logprobs(samples["eager"])}
+        with captured(engine.module, streams) as forced:
+            head = logprobs(samples["eager"])
+        scored |= {name: logprobs(sample) for name, sample in samples.items() if name != "eager"}
+        width = max(engine.transformer.hidden_size, engine.transformer.ffn_hidden_size)
+        # Outputs are rounded to the model's precision; sums over the width have fp32 rounding errors.
+        rounding = torch.finfo(engine.transformer.params_dtype).eps + torch.finfo(torch.float32).eps * width**0.5
+        layers = [layer.layer_number - 1 for layer in engine.module.decoder.layers if layer.is_moe_layer]
+        return {"logprobs": scored, "free": free, "forced": forced, "head": head, "rounding": rounding, "moe_layers": layers}
+    finally:
+        engine.close()
+
+
+def _server(request: Request, recipe: Recipe, sample: Sample) -> Logprobs:
+    from mtpctl.logprob.protocol import ScoreRequest
+    from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
+
+    options = recipe.logprob
+    config = ReplicaConfig(
+        request.model,
+        ParallelConfig(),
+        recipe.train.precision,
+        recipe.mtp,
+        recipe.kernels,
+        options.tokens_per_batch,
+        threads=1 if request.device == "cpu" else 0,
+    )
+    rank = ScoreRank(config, 0)
+    rank.build("")
+    try:
+        routes = sample.routes if recipe.replay(rank.engine.folder.shape) == "rollout" else None
+        to_score = ScoreRequest(sample.token_ids, len(sample.prompt_ids), temperature=recipe.rollout.temperature, routes=routes)
+        scores = rank.score([to_score], 0)
+    finally:
+        rank.engine.close()
+    assert scores is not None
+    return scores[0].logprobs
+
+
+def _nats(source: str, values: Logprobs | list[float], reference: Logprobs) -> LogprobDifference:
+    errors = [abs(a - b) for a, b in zip(values, reference, strict=True)]
+    return LogprobDifference(source, sum(errors) / len(errors), max(errors))
+
+
+def _relative(rows: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Mean and maximum over tokens of |difference| / |reference|, where | | is the Euclidean norm of a token's row."""
+    exact = reference.double()
+    norms = exact.norm(dim=-1)
+    # A token whose output nearly cancels has no meaningful relative error.
+    floor = norms.median().clamp(min=1e-30) / 100
+    errors = (rows[: len(exact)].double() - exact).norm(dim=-1) / norms.clamp(min=floor)
+    return float(errors.mean()), float(errors.max())
+
+
+def _head(
+    trainer: dict[str, Any], decode: dict[str, Tensor], prefill: dict[str, Tensor], behaviour: Logprobs, first: int
+) -> ModuleDifference:
+    """The LM head: differences of log-probs, relative to the token's largest logit."""
+    import torch
+
+    scale = decode["logit_scale"][first:].double()
+    exact = torch.tensor(list(behaviour), dtype=torch.float64)
+    values = (trainer["head"], trainer["logprobs"]["eager"], prefill["logprob"][first:])
+    forced, free, again = ((torch.tensor(list(each), dtype=torch.float64) - exact).abs() / scale for each in values)
+    return ModuleDifference("head", float(forced.mean()), float(forced.max()), float(free.mean()), float(again.mean()))
