@@ -343,7 +343,6 @@ def _paired(rows: Tensor, width: int) -> Tensor:
 
 def add_eagle3(bridge: ModelBridge) -> None:
     """Add the parameters of an EAGLE-3 drafter to the mappings of a bridge object."""
-    auto, qkv = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
     ours, theirs = "mtp.layers.0", "drafter"
     inner, layer = f"{ours}.mtp_model_layer", f"{theirs}.midlayer"
     pairs = {
@@ -351,18 +350,12 @@ def add_eagle3(bridge: ModelBridge) -> None:
         f"{ours}.enorm.weight": f"{layer}.input_layernorm.weight",
         f"{ours}.hnorm.weight": f"{layer}.hidden_norm.weight",
         f"{ours}.final_layernorm.weight": f"{theirs}.norm.weight",
-        f"{inner}.self_attention.linear_proj.weight": f"{layer}.self_attn.o_proj.weight",
-        f"{inner}.mlp.linear_fc1.layer_norm_weight": f"{layer}.post_attention_layernorm.weight",
     }
-    attention = {part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"}
-    more = [auto(*pair) for pair in pairs.items()]
-    more += [qkv(f"{inner}.self_attention.linear_qkv.weight", **attention), *_mlp(f"{inner}.mlp", f"{layer}.mlp")]
-    _replace_mtp(bridge, more)
+    _replace_mtp(bridge, pairs, inner, layer)
 
 
 def add_dflash(bridge: ModelBridge) -> None:
     """Add the parameters of a DFlash drafter to the mappings of a bridge object."""
-    auto, qkv = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
     ours, theirs = "mtp.layers.0", "drafter"
     inner, layer = f"{ours}.mtp_model_layer.layer_*", f"{theirs}.layers.*"
     pairs = {
@@ -372,17 +365,24 @@ def add_dflash(bridge: ModelBridge) -> None:
         f"{inner}.input_layernorm.weight": f"{layer}.input_layernorm.weight",
         f"{inner}.self_attention.q_layernorm.weight": f"{layer}.self_attn.q_norm.weight",
         f"{inner}.self_attention.k_layernorm.weight": f"{layer}.self_attn.k_norm.weight",
-        f"{inner}.self_attention.linear_proj.weight": f"{layer}.self_attn.o_proj.weight",
-        f"{inner}.mlp.linear_fc1.layer_norm_weight": f"{layer}.post_attention_layernorm.weight",
     }
+    _replace_mtp(bridge, pairs, inner, layer)
+
+
+def _replace_mtp(bridge: ModelBridge, pairs: Mapping[str, str], inner: str, layer: str) -> None:
+    """Replace the MTP mappings of a bridge object by those of a drafter: `pairs` of equal tensors, and attention and MLP of its layers.
+
+    inner, layer: the layer's prefix in Megatron and in the folder.
+    """
+    auto, qkv = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
     attention = {part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"}
-    more = [auto(*pair) for pair in pairs.items()]
-    more += [qkv(f"{inner}.self_attention.linear_qkv.weight", **attention), *_mlp(f"{inner}.mlp", f"{layer}.mlp")]
-    _replace_mtp(bridge, more)
-
-
-def _replace_mtp(bridge: ModelBridge, more: list[object]) -> None:
-    """Replace the MTP mappings of a bridge object by `more`."""
+    more = [
+        *(auto(*pair) for pair in pairs.items()),
+        qkv(f"{inner}.self_attention.linear_qkv.weight", **attention),
+        auto(f"{inner}.self_attention.linear_proj.weight", f"{layer}.self_attn.o_proj.weight"),
+        auto(f"{inner}.mlp.linear_fc1.layer_norm_weight", f"{layer}.post_attention_layernorm.weight"),
+        *_mlp(f"{inner}.mlp", f"{layer}.mlp"),
+    ]
     upstream = bridge.mapping_registry
 
     def mapping_registry() -> MegatronMappingRegistry:

@@ -13,7 +13,7 @@ from pydantic import Field
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.context import describe_context, with_context
-from mtpctl.families.drafters import TITLES, Kind, with_drafter
+from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
@@ -175,14 +175,13 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 def _check_separate_drafter(recipe: Recipe, shape: ModelShape) -> Complaints:
     """Report what an EAGLE-3 or DFlash drafter does not support."""
-    kind, speculation = TITLES["eagle3" if shape.dflash is None else "dflash"], recipe.rollout.speculation
-    article = "an" if shape.dflash is None else "a"
+    drafter, speculation = "an EAGLE-3 drafter" if shape.dflash is None else "a DFlash drafter", recipe.rollout.speculation
     if recipe.mtp.mode == "joint":
-        yield f"mtp.mode: joint is not supported with {article} {kind} drafter, whose loss does not reach the trunk; set it to isolated"
+        yield f"mtp.mode: joint is not supported with {drafter}, whose loss does not reach the trunk; set it to isolated"
     if not recipe.rollout.traits.weightless_drafters:
-        yield f"rollout.engine: {recipe.rollout.engine} cannot receive {article} {kind} drafter; set vllm"
+        yield f"rollout.engine: {recipe.rollout.engine} cannot receive {drafter}; set vllm"
     if recipe.train.parallel.pp > 1:
-        yield f"train.parallel.pp: {article} {kind} drafter reads states of several stages, which is not supported; set it to 1"
+        yield f"train.parallel.pp: {drafter} reads states of several stages, which is not supported; set it to 1"
     if shape.dflash is None or recipe.mtp.mode == "off":
         return
     # All inputs of a block attend to one another, so a different number of masks changes every draft.

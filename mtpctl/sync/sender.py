@@ -103,7 +103,7 @@ class Publisher(Packer):
         copy.retain(self.next_sections)
         writer, base, changes = Writer(Path(manifest.address)), self._copied, None
         complete = sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
-        if base is not None and all((section, 0) in copy.buckets for section in self.next_plans):
+        if base is not None and copy.has(self.next_plans):
             changes, sums = self.compare(tensors, copy, base, update=True, checksums=checksums)
             if changes.fits:
                 manifest = replace(manifest, base=base, sections=self.section_plans(sums, changes, delta=True))
@@ -215,7 +215,7 @@ class Sender(Packer):
         """See `Packer.plan_from`. With `delta`, also compare the export with the previous version."""
         self._changes = None
         copy, base = self._store_worker.copy, self._delivered
-        if not self._delta or base is None or base != self._copied or any((section, 0) not in copy.buckets for section in self.next_plans):
+        if not self._delta or base is None or base != self._copied or not copy.has(self.next_plans):
             return super().plan_from(export, aliases, checksums=checksums)
         self._changes, sums = self.compare(export, copy, base, update=False, checksums=checksums)
         return sums

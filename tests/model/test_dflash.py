@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -14,9 +12,9 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.objective import DraftsOnly
 from tests.fakes.dflash_reference import DFlashReference
+from tests.fakes.drafter_states import DEPTHS, assert_recomputation_changes_nothing, assert_states_equal, states
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, sequences
 from tests.fakes.toys import DFLASH, LLAMA_DFLASH, QWEN3_DFLASH, QWEN3_MOE_DFLASH, toy_folder
-from tests.model.test_eagle3 import DEPTHS, states
 
 MODELS = {
     "llama": LLAMA_DFLASH,  # reads the states after the first, a middle and the last layer
@@ -31,19 +29,8 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_states_equal_those_of_an_engine_that_drafts(tmp_path: Path, model: str) -> None:
-    """At every position from which all drafts can be verified, of a sample alone and packed behind another."""
     folder = HfFolder.open(toy_folder(MODELS[model], tmp_path / "model", 0, "fp32"))
-    reference = DFlashReference(dict(ModelWeights(folder.path)), folder.config)
-    other, ids = (sequences(3, vocab=256)[index].token_ids.tolist() for index in (1, 2))
-    with engine(folder, mtp=MtpConfig(repeat=DEPTHS)) as trainer:
-        (alone,), (_, packed) = states(trainer, [ids]), states(trainer, [other, ids])
-        folder_weights = ModelWeights(folder.path)
-        exported = dict(trainer.export())
-    assert exported.keys() == folder_weights.keys() and all(torch.equal(exported[name], folder_weights[name]) for name in exported)
-    for position in range(len(ids) - DEPTHS - 1):
-        for draft, expected in enumerate(reference.block(ids, position, DEPTHS)):
-            for found in (alone, packed):
-                torch.testing.assert_close(found[draft][position].double(), expected, atol=1e-5, rtol=0)
+    assert_states_equal(folder, DFlashReference(dict(ModelWeights(folder.path)), folder.config).block)
 
 
 def test_reference_distinguishes_blocks_masks_and_boundaries(tmp_path: Path) -> None:
@@ -75,23 +62,7 @@ def test_draft_does_not_see_the_tokens_that_it_predicts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
 def test_recomputation_changes_neither_states_nor_gradients(tmp_path: Path, model: str) -> None:
     folder = HfFolder.open(toy_folder(MODELS[model], tmp_path / "model", 0, "fp32"))
-    batch = sequences(5, vocab=256)
-
-    def results(recompute: Literal["none", "full"]) -> tuple[list[torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
-        mtp = MtpConfig(repeat=DEPTHS, loss="soft_ce", clip_grad=0)
-        with engine(folder, mtp=mtp, recompute=recompute, tokens_per_microbatch=40) as trainer:
-            found = states(trainer, [sequence.token_ids.tolist() for sequence in batch])
-            trainer.set_optimizer(GENTLE)
-            metrics = trainer.update(batch, DraftsOnly())
-            numbers = {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
-            return list(chain(*found)), numbers, gradients(trainer)
-
-    found, metrics, grads = results("none")
-    assert all(bool(grad.any()) == name.startswith("drafter.") for name, grad in grads.items()), "the trunk has no gradient"
-    again, again_metrics, again_grads = results("full")
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    assert again_metrics == pytest.approx(metrics, rel=1e-6)
-    assert_close(again_grads, grads, 1e-6)
+    assert_recomputation_changes_nothing(folder, ("full",))
 
 
 def test_gradients_equal_those_of_the_reference(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_late_receiver_begins_with_all_buckets(store: VersionStore, tmp_path: 
     assert not (SHARED_MEMORY / f"mtpctl-fetched-{zlib.crc32(f'file://{tmp_path}/bucket'.encode()):08x}").exists()
 
 
-def test_what_was_downloaded_before_is_not_read_again(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloaded_files_are_not_read_again(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, publish, engine = Trainer(), publisher(store), new_engine()
     target, gets = engine_target(engine), []
     upstream = ObjectStore.get
