@@ -103,6 +103,11 @@ class Packer:
         return {section: buckets for section, buckets in self.plans.items() if section in self.next_sections}
 
     @property
+    def complete_nbytes(self) -> int:
+        """Bytes of the complete sections in `next_sections`."""
+        return sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest bucket of any version, complete or not."""
         return max([ALIGNMENT, *(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)])
@@ -128,8 +133,7 @@ class Packer:
         With `update`, the copy becomes the new version. Raises PlanMismatch if the export differs from the plan.
         """
         plans = self.next_plans
-        limit = MAX_SHARE * sum(bucket.nbytes for buckets in plans.values() for bucket in buckets)
-        comparison = Comparison(copy, base, plans, limit=limit, update=update)
+        comparison = Comparison(copy, base, plans, limit=MAX_SHARE * self.complete_nbytes, update=update)
         sums: Checksums = {section: {} for section in plans}
         for name, tensor in self.cast(export):
             section = self.section_of(name)

@@ -80,19 +80,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 def fetch(address: str, cache: Path, names: Sequence[str]) -> Path:
     """Download the files that are missing. Returns their folder. Raises SyncError."""
-    matched = _ADDRESS.fullmatch(address)
-    assert matched is not None, address
-    folder = cache / matched["version"]
+    url, version = split_address(address)
+    folder = cache / version
     folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names if not (folder / name).exists()]
     if not missing:
         return folder
-    store = ObjectStore(matched["url"], FIELD)
+    store = ObjectStore(url, FIELD)
 
     def get(name: str) -> None:
         # Renamed when complete, so that a killed download leaves no file under this name.
         part = folder / f".{name}"
-        with_retries(lambda: store.get(f"{matched['version']}/{name}", part))
+        with_retries(lambda: store.get(f"{version}/{name}", part))
         part.rename(folder / name)
 
     try:
@@ -103,17 +102,17 @@ def fetch(address: str, cache: Path, names: Sequence[str]) -> Path:
     return folder
 
 
-def url_of(address: str) -> str:
-    """The URL of the store of a version's address."""
+def split_address(address: str) -> tuple[str, str]:
+    """The store's URL and the folder of a version in it."""
     matched = _ADDRESS.fullmatch(address)
     assert matched is not None, address
-    return matched["url"]
+    return matched["url"], matched["version"]
 
 
 def prefetch(manifests: Sequence[Manifest]) -> None:
     """Download these versions of one store, and delete others that this host has downloaded. Raises SyncError."""
     nbytes = sum(manifest.nbytes for manifest in manifests)
-    cache = open_cache(url_of(manifests[0].address), nbytes)
+    cache = open_cache(split_address(manifests[0].address)[0], nbytes)
     with locked(cache):
         used = set()
         for manifest in manifests:

@@ -102,14 +102,13 @@ class Publisher(Packer):
         """Write the changes since the version in `copy`, all buckets, or both, and update the copy."""
         copy.retain(self.next_sections)
         writer, base, changes = Writer(Path(manifest.address)), self._copied, None
-        complete = sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
         if base is not None and copy.has(self.next_plans):
             changes, sums = self.compare(tensors, copy, base, update=True, checksums=checksums)
             if changes.fits:
                 manifest = replace(manifest, base=base, sections=self.section_plans(sums, changes, delta=True))
                 self.pack_blobs(manifest.version, changes, manifest.sections, writer)
                 self._changed_bytes += manifest.nbytes
-                if self._changed_bytes < MAX_SHARE * complete or (self._upload is not None and self._upload.running):
+                if self._changed_bytes < MAX_SHARE * self.complete_nbytes or (self._upload is not None and self._upload.running):
                     return manifest
                 writer.folder /= COMPLETE
                 writer.folder.mkdir()
@@ -124,8 +123,7 @@ class Publisher(Packer):
 
     def _scratch(self, version: int) -> Path:
         """An empty folder for the files of a version until they are uploaded."""
-        nbytes = 2 * sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
-        return make_host_folder(f"upload-{self._token}-{version}", nbytes)
+        return make_host_folder(f"upload-{self._token}-{version}", 2 * self.complete_nbytes)
 
     def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
         """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""

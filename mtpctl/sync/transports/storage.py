@@ -11,7 +11,7 @@ import torch
 
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import bucket_file
-from mtpctl.sync.remote import fetch, locked, open_cache, url_of
+from mtpctl.sync.remote import fetch, locked, open_cache, split_address
 from mtpctl.sync.transports import shm
 
 NAME = "storage"
@@ -25,7 +25,7 @@ class Reader(shm.Reader):
         self._address = address
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        cache = open_cache(url_of(self._address), sum(bucket.nbytes for bucket in buckets))
+        cache = open_cache(split_address(self._address)[0], sum(bucket.nbytes for bucket in buckets))
         # Mapped within the lock, because another receiver deletes versions that it does not need.
         with locked(cache):
             self.folder = fetch(self._address, cache, [bucket_file(section, bucket) for bucket in buckets])
