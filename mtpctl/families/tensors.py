@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -53,10 +54,15 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
         return "draft" if name.startswith(f"{root}.") else "target"
     inputs = (shape.mtp.embedding_norm, shape.mtp.hidden_norm, shape.mtp.projection)
     for template in (shape.mtp.layer, *inputs):
-        pattern = re.escape(template).replace(r"\{k\}", "[0-9]+").replace(r"\{n\}", "(?P<n>[0-9]+)")
-        if (matched := re.match(pattern, name)) is not None:
+        if (matched := _pattern(template).match(name)) is not None:
             return "draft" if int(matched.groupdict().get("n", shape.layers)) >= shape.layers else "target"
     return "target"
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    """Matches names of this template of `MtpConvention`, for any depth `k` and layer `n`."""
+    return re.compile(re.escape(template).replace(r"\{k\}", "[0-9]+").replace(r"\{n\}", "(?P<n>[0-9]+)"))
 
 
 def count_parameters(shape: ModelShape) -> dict[str, int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from typing import NamedTuple
 
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
@@ -65,30 +68,27 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     The first stage has the embedding. The last stage has the final norm, the LM head, the MTP layers, and a copy of the embedding if the
     MTP layers or a tied head read it. depths: number of MTP depths; 0 excludes the MTP layers. only: names of the tensors to count.
     """
-    skipped, tensors = aliases(shape), tensor_shapes(shape)
-    embedding = f"{shape.prefix}embed_tokens.weight"
+    # No tensor depends on the positions, whose scaling is a dict, which cannot be a key of the cache.
+    groups = _tensor_groups(replace(shape, rope_scaling=None)) if only is None else _grouped(shape, only)
     ends = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
     splits = [range(start, end) for start, end in pairwise(ends)]
+    stage_of = {layer: number for number, split in enumerate(splits) for layer in split}
     counts, experts = ([[0, 0] for _ in splits] for _ in range(2))
-    for name, size in tensors.items():
-        if name in skipped or (only is not None and name not in only):
+    for group, tensors in groups.items():
+        if group.draft and not depths:
             continue
-        draft = section_of(name, shape) == "draft"
-        if draft and not depths:
-            continue
-        layer = _LAYER.search(name)
-        if draft or (layer is None and name != embedding):
-            stage = len(splits) - 1
-        elif layer is None:
+        if group.embedding:
             stage = 0
+        elif group.draft or group.layer is None:
+            stage = len(splits) - 1
         else:
-            stage = next(i for i, split in enumerate(splits) if int(layer[1]) in split)
-        numel = _of_one_rank(name, prod(size), parallel)
-        counts[stage][draft] += numel
-        experts[stage][draft] += numel if _EXPERT in name else 0
-    copied = len(splits) > 1 and (depths or shape.tied)
-    if copied and (only is None or embedding in only):
-        counts[-1][0] += _of_one_rank(embedding, prod(tensors[embedding]), parallel)
+            stage = stage_of[group.layer]
+        numel = tensors * _of_one_rank(group, parallel)
+        counts[stage][group.draft] += numel
+        experts[stage][group.draft] += numel if group.expert else 0
+        # The MTP layers and a tied head read a copy.
+        if group.embedding and len(splits) > 1 and (depths or shape.tied):
+            counts[-1][0] += numel
     parts = zip(splits, counts, experts, strict=True)
     return [
         Stage(split, trunk, mtp, trunk_experts, mtp_experts, has_head=split is splits[-1])
@@ -107,7 +107,38 @@ def optimizer_ranks(parallel: ParallelConfig) -> tuple[int, int]:
     return copies, parallel.tp * copies // (expert_tp(parallel) * parallel.ep)
 
 
-def _of_one_rank(name: str, numel: int, parallel: ParallelConfig) -> int:
-    if _EXPERT in name:
-        return -(-numel // expert_tp(parallel)) // parallel.ep
-    return numel if _REPLICATED.search(name) else -(-numel // parallel.tp)
+class _Group(NamedTuple):
+    """What the tensors of a group share; their number on a rank follows from it. layer: of the decoder."""
+
+    draft: bool
+    layer: int | None
+    embedding: bool
+    expert: bool
+    replicated: bool
+    numel: int
+
+
+@lru_cache(maxsize=16)
+def _tensor_groups(shape: ModelShape) -> Counter[_Group]:
+    """Number of tensors in each group. Cached, because the largest models have 60,000 tensors, and the planner tries many layouts."""
+    return _grouped(shape, None)
+
+
+def _grouped(shape: ModelShape, only: Container[str] | None) -> Counter[_Group]:
+    skipped = aliases(shape)
+    groups: Counter[_Group] = Counter()
+    for name, size in tensor_shapes(shape).items():
+        if name in skipped or (only is not None and name not in only):
+            continue
+        expert, layer = _EXPERT in name, _LAYER.search(name)
+        draft = section_of(name, shape) == "draft"
+        number = None if layer is None or draft else int(layer[1])
+        embedding = name == f"{shape.prefix}embed_tokens.weight"
+        groups[_Group(draft, number, embedding, expert, not expert and _REPLICATED.search(name) is not None, prod(size))] += 1
+    return groups
+
+
+def _of_one_rank(group: _Group, parallel: ParallelConfig) -> int:
+    if group.expert:
+        return -(-group.numel // expert_tp(parallel)) // parallel.ep
+    return group.numel if group.replicated else -(-group.numel // parallel.tp)
