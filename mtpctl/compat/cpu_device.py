@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+
+from mtpctl.compat import replaced
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "zeros_like", "empty_like", "ones_like")
 _installed = False
@@ -88,6 +90,32 @@ def _drop_cuda_random_state() -> None:
         raise RuntimeError("megatron-core's recomputation no longer stores the GPU's random state by _get_cuda_rng_state")
     random["_get_cuda_rng_state"] = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
     random["_set_cuda_rng_state"] = lambda *_, **__: None
+
+
+@contextmanager
+def shared_groups_of_one() -> Iterator[None]:
+    """Make megatron-core create one gloo group of a single rank within the block, instead of one for each purpose.
+
+    It creates about thirty groups. Each has its own threads, which gloo wakes a hundred times a second and which take 10 ms to end. A
+    collective of one rank waits for nobody, so all purposes can share a group. Raises RuntimeError if megatron-core has renamed the
+    function.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    state = importlib.import_module("megatron.core.parallel_state")
+    create, groups = getattr(state, "create_group", None), {}
+
+    def create_group(ranks: Sequence[int], **options: object) -> object:
+        assert create is not None
+        if len(ranks) > 1:
+            return create(ranks, **options)
+        if tuple(ranks) not in groups:
+            groups[tuple(ranks)] = create(ranks, **options)
+        return groups[tuple(ranks)]
+
+    with replaced(state.__name__, "create_group", create_group, "megatron-core no longer creates its groups by create_group"):
+        yield
 
 
 @contextmanager

@@ -47,13 +47,14 @@ class ProcessGroups:
         cpu_device.install()
         try:
             _join(rank)
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tp,
-                pipeline_model_parallel_size=parallel.pp,
-                context_parallel_size=parallel.cp,
-                expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=expert_tp(parallel),
-            )
+            with cpu_device.shared_groups_of_one():
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=parallel.tp,
+                    pipeline_model_parallel_size=parallel.pp,
+                    context_parallel_size=parallel.cp,
+                    expert_model_parallel_size=parallel.ep,
+                    expert_tensor_parallel_size=expert_tp(parallel),
+                )
             # There is no dropout, so tensor-parallel ranks need no separate random states.
             initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         except BaseException:

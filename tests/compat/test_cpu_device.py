@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from mtpctl.compat import cpu_device
+from mtpctl.model.parallel import ProcessGroups, Rank
+from mtpctl.recipe.parallel import ParallelConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is replaced")
 
@@ -45,6 +48,24 @@ def test_cuda_type_names_apply_within_the_block_only():
         assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
         assert torch.zeros(1).type(torch.int64).dtype == torch.int64
     assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_purposes_of_a_single_rank_share_a_group():
+    with ProcessGroups(Rank(), ParallelConfig()):
+        groups = [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group(with_context_parallel=True)]
+        assert groups[0] is groups[1] is not torch.distributed.group.WORLD
+        first = groups[0]
+    with ProcessGroups(Rank(), ParallelConfig()):
+        assert parallel_state.get_tensor_model_parallel_group() is not first
+        total = torch.ones(2)
+        torch.distributed.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        assert total.tolist() == [1, 1]
+
+
+def test_megatron_core_without_create_group_is_rejected(monkeypatch):
+    monkeypatch.delattr(parallel_state, "create_group")
+    with pytest.raises(RuntimeError, match="create_group"), cpu_device.shared_groups_of_one():
+        pass
 
 
 def test_dispatcher_without_its_function_is_rejected(monkeypatch):
