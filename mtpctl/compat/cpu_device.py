@@ -97,7 +97,7 @@ def shared_groups_of_one() -> Iterator[None]:
     """Make megatron-core create one gloo group of a single rank within the block, instead of one for each purpose.
 
     It creates about thirty groups. Each has its own threads, which gloo wakes a hundred times a second and which take 10 ms to end. A
-    collective of one rank waits for nobody, so all purposes can share a group. Raises RuntimeError if megatron-core has renamed the
+    collective of one rank never waits, so all purposes can share a group. Raises RuntimeError if megatron-core has renamed the
     function.
     """
     if torch.cuda.is_available():
