@@ -37,7 +37,7 @@ class RouteShape:
         moe = shape.moe
         if moe is None:
             return None
-        layers = tuple(layer for layer in range(shape.layers) if layer not in moe.dense_layers)
+        layers = tuple(layer for layer in range(shape.layers) if shape.mlp_of(layer) == "sparse")
         return cls(layers, moe.experts_per_token, moe.experts)
 
     @property

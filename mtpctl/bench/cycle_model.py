@@ -115,7 +115,7 @@ def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Ten
     up = torch.zeros(shape.ffn, hidden, device=device)
     up[0, 0] = 1.0
     return {
-        f"{shape.prefix}embed_tokens.weight": embedding,
+        shape.embedding_name: embedding,
         "lm_head.weight": embedding.roll(1, 0),
         f"{layer}mlp.gate_proj.weight": gate,
         f"{layer}mlp.up_proj.weight": up,

@@ -163,7 +163,7 @@ class WeightBridge:
             chunks, self._stored, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
         )
         for name, tensor in stream:
-            if name in (f"{shape.prefix}embed_tokens.weight", "lm_head.weight"):
+            if name in (shape.embedding_name, "lm_head.weight"):
                 tensor = tensor[: shape.vocab]  # Drops the rows that pad the vocabulary for tp.
             for stored_name in (name, *copies.get(name, [])):
                 if wanted(stored_name):
@@ -207,8 +207,10 @@ def _hf_config(folder: HfFolder) -> PretrainedConfig:
     kind = str(folder.config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UserError(f"{folder.path / 'config.json'}: model_type {kind!r} is none that transformers knows; it is that of the family")
-    # A copy, because transformers modifies the sections.
-    return CONFIG_MAPPING[kind].from_dict(deepcopy(folder.config))
+    # A copy, because transformers modifies the sections. It writes the infinity of Nemotron-H's field as an object that it cannot read;
+    # only its default value is supported.
+    config = {key: value for key, value in folder.config.items() if key != "time_step_limit"}
+    return CONFIG_MAPPING[kind].from_dict(deepcopy(config))
 
 
 def _merged(task: ConversionTask) -> ConversionTask:

@@ -59,7 +59,7 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
     assert shape.mtp is not None
     same, sizes = aliases(shape), tensor_shapes(shape)
     names = {name: size for name, size in sizes.items() if name not in same and section_of(name, shape) == "draft"}
-    dtype = weights.dtype(f"{shape.prefix}norm.weight")
+    dtype = weights.dtype(shape.norm_name)
     generator = torch.Generator().manual_seed(seed)
     if shape.eagle3 is not None:
         tensors = dict(_of_eagle3(weights, shape, shape.eagle3))
@@ -92,7 +92,7 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
         yield name(mtp.embedding_norm), neutral
         yield name(mtp.hidden_norm), neutral
         if mtp.final_norm is not None:
-            yield name(mtp.final_norm), weights[f"{shape.prefix}norm.weight"]
+            yield name(mtp.final_norm), weights[shape.norm_name]
         for tensor in weights:
             # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
             if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
@@ -109,7 +109,7 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
     yield mtp.embedding_norm, torch.ones(hidden)
     yield mtp.hidden_norm, weights[f"{last}input_layernorm.weight"]
     assert mtp.final_norm is not None
-    yield mtp.final_norm, weights[f"{shape.prefix}norm.weight"]
+    yield mtp.final_norm, weights[shape.norm_name]
     yield f"{mtp.layer}post_attention_layernorm.weight", weights[f"{last}post_attention_layernorm.weight"]
     for part in "qkv":
         of_state = weights[f"{last}self_attn.{part}_proj.weight"]
@@ -126,7 +126,7 @@ def _of_dflash(weights: ModelWeights, shape: ModelShape, dflash: DFlashShape) ->
     # The context is the state at the last boundary.
     yield shape.mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(dflash.boundaries) - 1)), torch.eye(hidden)], 1)
     yield shape.mtp.hidden_norm, weights[f"{shape.prefix}layers.{shape.layers - 1}.input_layernorm.weight"]
-    yield shape.mtp.final_norm, weights[f"{shape.prefix}norm.weight"]
+    yield shape.mtp.final_norm, weights[shape.norm_name]
     for index in range(dflash.layers):
         ours, theirs = f"drafter.layers.{index}.", f"{shape.prefix}layers.{copied + index}."
         for part in ("q", "k"):

@@ -64,7 +64,7 @@ class HfFolder:
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if family.mtp is not None and not (self.shape.mtp_layers and states_mtp_layers(config)):
             depth = 0
-            names = family.mtp.layer + "input_layernorm.weight"
+            names = family.mtp.layer + ("norm.weight" if family.blocks else "input_layernorm.weight")
             while family.mtp.name(names, depth, self.shape.layers) in weights and (depth == 0 or "{" in names):
                 depth += 1
             if depth != self.shape.mtp_layers:

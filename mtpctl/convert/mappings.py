@@ -133,6 +133,9 @@ def register() -> None:
         (_without_copies(_load(f"{_GLM}.glm47_flash_bridge", "GLM47FlashBridge")), "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     ):
         register_bridge(source=_load("transformers", source), target=GPTModel, model_type=model_type)(upstream)
+    provider = _load("megatron.bridge.models.gpt_provider", "GPTModelProvider")
+    nemotron = _nemotron_h(_load("megatron.bridge.models.nemotronh.nemotron_h_bridge", "NemotronHBridge"))
+    register_bridge(source="NemotronHForCausalLM", target=GPTModel, provider=provider, model_type="nemotron_h")(nemotron)
 
 
 def _extended(registry: MegatronMappingRegistry, more: list[object]) -> MegatronMappingRegistry:
@@ -289,6 +292,51 @@ def _mimo_v2(upstream: type) -> type:
             return type(registry)(*others, *added)
 
     return MimoV2Bridge
+
+
+def _nemotron_h(upstream: type) -> type:
+    """Nemotron-H's bridge for layers of `GPTModel`: Mamba-2 mixers in place of attention, and attention and experts in one MTP layer."""
+
+    class NemotronBridge(upstream):  # type: ignore[misc]
+        @staticmethod
+        def _hf_mtp_config(_: object) -> tuple[int, None]:
+            """Leave out upstream's MTP layers, whose two layers are separate modules."""
+            return 0, None
+
+        def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
+            provider = super().provider_bridge(hf_pretrained)
+            provider.moe_shared_expert_overlap = False
+            provider.is_hybrid_model = False  # not upstream's model
+            return provider
+
+        def mapping_registry(self) -> MegatronMappingRegistry:
+            registry = super().mapping_registry()
+            auto, qkv = (_load(f"{_CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
+            trunk: list[object] = [
+                type(each)(each.megatron_param.replace(".mixer.", ".self_attention."), each.hf_param)
+                if ".mixer." in each.megatron_param
+                else each
+                for each in registry.mappings
+            ]
+            ours, inner = "mtp.layers.0", "mtp.layers.0.mtp_model_layer"
+            attention, experts = "mtp.layers.0", "mtp.layers.1"
+            pairs = {
+                **{f"{ours}.{name}.weight": f"{attention}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")},
+                f"{ours}.final_layernorm.weight": f"{experts}.final_layernorm.weight",
+                f"{inner}.self_attention.linear_qkv.layer_norm_weight": f"{attention}.norm.weight",
+                f"{inner}.self_attention.linear_proj.weight": f"{attention}.mixer.o_proj.weight",
+                f"{inner}.pre_mlp_layernorm.weight": f"{experts}.norm.weight",
+                f"{inner}.mlp.router.weight": f"{experts}.mixer.gate.weight",
+                f"{inner}.mlp.router.expert_bias": f"{experts}.mixer.gate.e_score_correction_bias",
+            }
+            for part, name in (("shared_experts", "shared_experts"), ("experts.local_experts.*", "experts.*")):
+                for linear, projection in (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj")):
+                    pairs[f"{inner}.mlp.{part}.{linear}.weight"] = f"{experts}.mixer.{name}.{projection}.weight"
+            names = {part: f"{attention}.mixer.{part}_proj.weight" for part in "qkv"}
+            added = [*(auto(*pair) for pair in pairs.items()), qkv(f"{inner}.self_attention.linear_qkv.weight", **names)]
+            return type(registry)(*trunk, *added)
+
+    return NemotronBridge
 
 
 def _grouped_rows(upstream: type, groups: int, queries: int, width: int) -> Any:

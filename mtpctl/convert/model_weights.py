@@ -260,7 +260,7 @@ def _check_quantization(folder: HfFolder) -> None:
 
 def _prefix_in(raw: FolderWeights, shape: ModelShape) -> str:
     for prefix in (shape.prefix, *PREFIXES):
-        if f"{prefix}embed_tokens.weight" in raw:
+        if f"{prefix}{shape.embedding}.weight" in raw:
             return prefix
     return shape.prefix
 

@@ -122,7 +122,7 @@ class Skeleton:
             tensors = dict(zip(parameter.needs, whole.chunk(len(parameter.needs)), strict=True))
         else:
             tensors = dict(self._map.bridge.maybe_modify_converted_hf_weight(parameter.task, tensors, {}))
-        embeddings = (f"{self.shape.prefix}embed_tokens.weight", "lm_head.weight")
+        embeddings = (self.shape.embedding_name, "lm_head.weight")
         return {name: tensor[: self.shape.vocab] if name in embeddings else tensor for name, tensor in tensors.items()}
 
     def close(self) -> None:

@@ -250,6 +250,72 @@ _MIMO_V2_FLASH: dict[str, object] = {
     "torch_dtype": "bfloat16",
 }
 
+_NEMOTRON_3_NANO: dict[str, object] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "intermediate_size": 1856,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 131072,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "expand": 2,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_floor": 0.0001,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "layer_norm_epsilon": 1e-5,
+    "norm_eps": 1e-5,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+
+_NEMOTRON_3_5_LIGHTNING: dict[str, object] = {
+    **{name: value for name, value in _NEMOTRON_3_NANO.items() if name != "hybrid_override_pattern"},
+    "layers_block_type": [
+        {"M": "mamba", "E": "moe", "*": "attention"}[letter] for letter in str(_NEMOTRON_3_NANO["hybrid_override_pattern"])
+    ],
+    "mtp_layers_block_type": ["attention", "moe"],
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 1048576,
+}
+
 HUB_CONFIGS: dict[str, dict[str, object]] = {
     "XiaomiMiMo/MiMo-7B-Base": _MIMO_7B,
     "XiaomiMiMo/MiMo-7B-SFT": _MIMO_7B,
@@ -271,6 +337,9 @@ HUB_CONFIGS: dict[str, dict[str, object]] = {
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
     "baidu/ERNIE-4.5-21B-A3B-PT": _ERNIE_4_5_21B_A3B,
     "baidu/ERNIE-4.5-21B-A3B-Thinking": _ERNIE_4_5_21B_A3B,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON_3_NANO,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NEMOTRON_3_NANO,
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NEMOTRON_3_5_LIGHTNING,
 }
 
 

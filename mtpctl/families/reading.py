@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import get_args
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
+from mtpctl.families.fields import BLOCKS, Fields, block_types, check_supported, mapping, rope_fields
 from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields
-from mtpctl.families.shape import DeltaShape, DFlashShape, Eagle3Shape, LatentShape, LayerKind, ModelShape, MoeShape, WindowShape
+from mtpctl.families.shape import (
+    DeltaShape,
+    DFlashShape,
+    Eagle3Shape,
+    LatentShape,
+    LayerKind,
+    MambaShape,
+    ModelShape,
+    MoeShape,
+    WindowShape,
+)
 from mtpctl.families.unsupported import check_architecture, missing_parts
 
 DRAFTER = "drafter"
@@ -28,6 +37,9 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = {640000: 32768}
 """Corrections of MiMo-7B's `max_position_embeddings`: some published configs state 640000, its `rope_theta`; it was trained with 32768."""
+
+_BLOCK_KINDS: dict[str, LayerKind] = {"linear_attention": "mamba", "full_attention": "full_attention"}
+"""The mixer of each kind of block that has one."""
 
 CPU_LATENT = 576
 """Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""
@@ -81,9 +93,12 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     fields = Fields({**config, **mapping(config, "text_config")})
     fields = Fields({**fields.raw, **{usual: fields.raw[name] for name, usual in family.renamed if name in fields.raw}})
     positions = stated_positions(config)
+    if family.blocks:
+        fields = Fields({**fields.raw, BLOCKS: block_types(fields)})
     check_supported(family, fields, positions)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    layers, vocab = fields.whole("num_hidden_layers"), fields.whole("vocab_size")
+    kinds = _layer_kinds(family, fields)
+    layers, vocab = len(kinds), fields.whole("vocab_size")
     kv_heads = heads if family.latent else fields.whole("num_key_value_heads", heads)
     latent = _latent(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else fields.whole("head_dim", family.head_dim or hidden // heads)
@@ -99,7 +114,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
-    moe = _moe(family.moe, fields, layers) if family.moe else None
+    moe = _moe(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in _blocks(fields)) else None
     rope = rope_fields(family, fields.raw, positions)
     shape = ModelShape(
         family=family.name,
@@ -107,7 +122,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         prefix=family.prefix,
         hidden=hidden,
         layers=layers,
-        ffn=fields.whole("intermediate_size", 0) if moe else fields.whole("intermediate_size"),
+        ffn=fields.whole("intermediate_size", 0) if moe or family.blocks else fields.whole("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -126,10 +141,13 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         moe=moe,
         latent=latent,
         delta=_delta(family, fields),
-        layer_kinds=_layer_kinds(family, fields, layers),
+        layer_kinds=kinds,
         value_dim=latent.value_dim if latent else fields.whole("v_head_dim") if family.windows else head_dim,
         value_scale=fields.number("attention_value_scale", 1.0) if family.windows else 1.0,
         window=_window(fields, heads) if family.windows else None,
+        mamba=_mamba(fields) if family.blocks else None,
+        embedding=family.embedding,
+        norm=family.norm,
     )
     return _with_drafter(config, family, shape) if has_drafter else shape
 
@@ -285,6 +303,8 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
         last = fields.raw.get("moe_layer_end_index")
         end = layers - 1 if last in (None, -1) else fields.whole("moe_layer_end_index")
         dense = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
+    elif family.dense == "blocks":
+        dense = frozenset(i for i, block in enumerate(_blocks(fields)) if block == "mlp")
     elif family.dense == "listed":
         dense = frozenset(i for i, sparse in enumerate(_per_layer(fields, "moe_layer_freq", layers)) if not sparse)
     else:
@@ -295,7 +315,8 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
     shared = {
         "none": 0,
         "shared_expert": fields.whole("shared_expert_intermediate_size", 0),
-        "shared_experts": ffn * fields.whole("n_shared_experts", 0),
+        "shared_experts": fields.whole("n_shared_experts", 0)
+        * (fields.whole("moe_shared_expert_intermediate_size") if family.dense == "blocks" else ffn),
     }[family.shared]
     return MoeShape(
         experts=fields.whole(counts[0] if counts else EXPERT_COUNTS[0]),
@@ -325,6 +346,26 @@ def _delta(family: Family, fields: Fields) -> DeltaShape | None:
     )
 
 
+def _mamba(fields: Fields) -> MambaShape:
+    heads, groups = fields.whole("mamba_num_heads"), fields.whole("n_groups")
+    if heads % groups:
+        raise UserError(f"model config: mamba_num_heads {heads} is not a multiple of n_groups {groups}")
+    return MambaShape(
+        heads=heads,
+        head_dim=fields.whole("mamba_head_dim"),
+        groups=groups,
+        state=fields.whole("ssm_state_size"),
+        conv=fields.whole("conv_kernel"),
+        fp32_state=fields.raw.get("mamba_ssm_cache_dtype", "float32") == "float32",
+    )
+
+
+def _blocks(fields: Fields) -> list[str]:
+    blocks = fields.raw[BLOCKS]
+    assert isinstance(blocks, list)
+    return blocks
+
+
 def _per_layer(fields: Fields, key: str, layers: int) -> list[int]:
     values = fields.raw.get(key)
     if not isinstance(values, list) or len(values) != layers or not all(value in (0, 1) for value in values):
@@ -332,7 +373,10 @@ def _per_layer(fields: Fields, key: str, layers: int) -> list[int]:
     return values
 
 
-def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[LayerKind, ...]:
+def _layer_kinds(family: Family, fields: Fields) -> tuple[LayerKind, ...]:
+    if family.blocks:
+        return tuple(_BLOCK_KINDS.get(block, "none") for block in _blocks(fields))
+    layers = fields.whole("num_hidden_layers")
     if family.windows:
         pattern = _per_layer(fields, "hybrid_layer_pattern", layers)
         return tuple("sliding_attention" if kind else "full_attention" for kind in pattern)
@@ -341,7 +385,7 @@ def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[LayerKind
         every = fields.whole("full_attention_interval", 4)
         alternating = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         kinds = fields.raw.get("layer_types") or alternating
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in get_args(LayerKind)[:2] for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("full_attention", "linear_attention") for kind in kinds):
         raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
     return tuple(kinds)
 

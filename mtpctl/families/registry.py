@@ -16,14 +16,14 @@ class MoeFields:
     """The experts of a family.
 
     dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: the same within a range of layers,
-    and all layers outside it; listed: those with 0 in `moe_layer_freq`. softmax_bias: see `MoeShape`. unnormalised_topk: whether routing
-    weights may have a sum other than 1 (`norm_topk_prob: false`).
+    and all layers outside it; listed: those with 0 in `moe_layer_freq`; blocks: see `Family.blocks`. softmax_bias: see `MoeShape`.
+    unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
     shared_gate: bool
     router_bias: bool
-    dense: Literal["first", "sparse_step", "interval", "listed"]
+    dense: Literal["first", "sparse_step", "interval", "listed", "blocks"]
     unnormalised_topk: bool = False
     softmax_bias: bool = False
 
@@ -36,6 +36,8 @@ class Family:
     required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
     have the field. renamed: pairs of the family's name of a config field and its usual name. head_dim: default of the config
     field; None: the hidden size divided by the number of heads. windows: layers may have sliding windows (MiMo-V2-Flash's fields).
+    blocks: each layer is a Mamba-2 mixer, attention, a dense MLP or experts, as `layers_block_type` lists (Nemotron-H's fields).
+    embedding, norm: see `ModelShape`.
     mtp_layers: the number of MTP layers if the config has no field for it. imports: packages that vLLM imports for the family in addition
     to its dependencies.
     """
@@ -58,6 +60,9 @@ class Family:
     moe: MoeFields | None = None
     mtp: MtpConvention | None = None
     windows: bool = False
+    blocks: bool = False
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
     mtp_layers: int = 0
     head_dim: int | None = None
     head_dim_follows_hidden: bool = False
@@ -119,6 +124,16 @@ _MIMO_V2_MTP = MtpConvention(
     dense=True,
     kind="sliding_attention",
     mlp_norm="pre_mlp_layernorm",
+)
+# vLLM supports one MTP layer: attention is its layer 0, and experts are its layer 1.
+_NEMOTRON_MTP = MtpConvention(
+    layer="mtp.layers.0.",
+    embedding_norm="mtp.layers.0.enorm.weight",
+    hidden_norm="mtp.layers.0.hnorm.weight",
+    projection="mtp.layers.0.eh_proj.weight",
+    final_norm="mtp.layers.1.final_layernorm.weight",
+    reads_prenorm=False,
+    blanks_first=False,
 )
 
 EAGLE3 = MtpConvention(
@@ -257,6 +272,21 @@ FAMILIES: tuple[Family, ...] = (
         moe=replace(_DEEPSEEK_MOE, shared="none", dense="listed"),
         mtp=_MIMO_V2_MTP,
         mtp_layers=3,
+    ),
+    Family(
+        "nemotron-h",
+        ("NemotronHForCausalLM",),
+        ("nemotron_h",),
+        rms_eps=1e-5,
+        rotary_fraction=0.0,
+        prefix="backbone.",
+        embedding="embeddings",
+        norm="norm_f",
+        blocks=True,
+        output_biases=("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"),
+        renamed=(("layer_norm_epsilon", "rms_norm_eps"),),
+        moe=replace(_DEEPSEEK_MOE, dense="blocks"),
+        mtp=_NEMOTRON_MTP,
     ),
     Family(
         "glm4-moe-lite",

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-LayerKind = Literal["full_attention", "linear_attention", "sliding_attention"]
+LayerKind = Literal["full_attention", "linear_attention", "sliding_attention", "mamba", "none"]
+"""The mixer of a layer. `none`: the layer has only an MLP, dense or with experts (Nemotron-H)."""
+
+MlpKind = Literal["dense", "sparse", "none"]
+"""The MLP of a layer. `none`: the layer has only a mixer (Nemotron-H)."""
 
 
 class RopeScaling(TypedDict, total=False):
@@ -148,10 +152,37 @@ class DeltaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaShape:
+    """Mamba-2 (arXiv 2405.21060). Each of `groups` groups of heads shares its input and output projections of the state.
+
+    state: width of the state per channel. conv: width of the convolution. fp32_state: engines store the state in fp32.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    fp32_state: bool
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes and conventions of one model. Widths are in elements, `max_positions` in tokens.
 
-    value_dim: width of a value head. value_scale: factor of the values.
+    rotary_fraction: rotated fraction of a head; 0: no rotary embedding. value_dim: width of a value head. value_scale: factor of the
+    values. embedding, norm: names of the embedding and the final norm, after `prefix`. mamba: set for Nemotron-H, whose layers have either
+    a mixer or an MLP, and whose MLPs and experts are a squared ReLU between two matrices.
     """
 
     family: str
@@ -184,6 +215,30 @@ class ModelShape:
     window: WindowShape | None = None
     eagle3: Eagle3Shape | None = None
     dflash: DFlashShape | None = None
+    mamba: MambaShape | None = None
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the embedding's tensor."""
+        return f"{self.prefix}{self.embedding}.weight"
+
+    @property
+    def norm_name(self) -> str:
+        """Name of the final norm's tensor."""
+        return f"{self.prefix}{self.norm}.weight"
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Number of matrices in an MLP or an expert: gate, up- and down-projection, or without a gate."""
+        return 3 if self.mamba is None else 2
+
+    def mlp_of(self, layer: int) -> MlpKind:
+        """The MLP of a decoder layer."""
+        if self.mamba is not None and self.layer_kinds[layer] != "none":
+            return "none"
+        return "dense" if self.moe is None or layer in self.moe.dense_layers else "sparse"
 
     @property
     def drafter_layers(self) -> int:

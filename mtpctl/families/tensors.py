@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 from typing import Literal
 
-from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, ModelShape, MtpConvention
+from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, MambaShape, MlpKind, ModelShape, MtpConvention
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
@@ -20,11 +20,13 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
 
     Each expert has its own tensors, although some published folders pack them. Vision towers are excluded.
     """
-    tensors: dict[str, Shape] = {f"{shape.prefix}embed_tokens.weight": (shape.vocab, shape.hidden)}
+    tensors: dict[str, Shape] = {shape.embedding_name: (shape.vocab, shape.hidden)}
     for index, kind in enumerate(shape.layer_kinds):
-        sparse = shape.moe is not None and index not in shape.moe.dense_layers
-        tensors.update(_layer(shape, f"{shape.prefix}layers.{index}.", kind, sparse))
-    tensors[f"{shape.prefix}norm.weight"] = (shape.hidden,)
+        prefix, mlp = f"{shape.prefix}layers.{index}.", shape.mlp_of(index)
+        tensors.update(
+            _layer(shape, prefix, kind, mlp == "sparse") if shape.mamba is None else _block(shape, shape.mamba, prefix, kind, mlp)
+        )
+    tensors[shape.norm_name] = (shape.hidden,)
     if not shape.tied:
         tensors["lm_head.weight"] = (shape.vocab, shape.hidden)
     for depth in range(shape.mtp_layers):
@@ -34,7 +36,7 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
 
 def aliases(shape: ModelShape) -> dict[str, str]:
     """Map the name of each duplicate tensor to its original's name: a tied head, and MTP copies of embedding and head."""
-    embedding = f"{shape.prefix}embed_tokens.weight"
+    embedding = shape.embedding_name
     head = embedding if shape.tied else "lm_head.weight"
     names = {"lm_head.weight": embedding} if shape.tied else {}
     if shape.mtp:
@@ -80,9 +82,9 @@ def _count(shape: ModelShape) -> dict[str, int]:
     return {
         "total": sum(sizes.values()),
         "mtp": sum(n for name, n in sizes.items() if section_of(name, shape) == "draft"),
-        "embedding": sizes[f"{shape.prefix}embed_tokens.weight"],
+        "embedding": sizes[shape.embedding_name],
         "head": sizes.get("lm_head.weight", 0),
-        "experts": sum(n for name, n in sizes.items() if ".mlp.experts." in name),
+        "experts": sum(n for name, n in sizes.items() if ".experts." in name),
     }
 
 
@@ -105,6 +107,30 @@ def _layer(shape: ModelShape, prefix: str, kind: LayerKind, sparse: bool, mlp_no
         yield from _experts(shape, f"{prefix}mlp.")
     else:
         yield from _mlp(shape, f"{prefix}mlp.", shape.ffn)
+
+
+def _block(shape: ModelShape, mamba: MambaShape, prefix: str, kind: LayerKind, mlp: MlpKind) -> Named:
+    """A layer of Nemotron-H: one norm, and one mixer or MLP."""
+    yield f"{prefix}norm.weight", (shape.hidden,)
+    mixer = f"{prefix}mixer."
+    if kind == "mamba":
+        yield from _mamba(shape, mamba, mixer)
+    elif kind == "full_attention":
+        yield from _attention(shape, mixer, kind)
+    elif mlp == "sparse":
+        yield from _experts(shape, mixer)
+    else:
+        yield from _mlp(shape, mixer, shape.ffn)
+
+
+def _mamba(shape: ModelShape, mamba: MambaShape, prefix: str) -> Named:
+    for name in ("A_log", "D", "dt_bias"):
+        yield f"{prefix}{name}", (mamba.heads,)
+    yield f"{prefix}conv1d.weight", (mamba.channels, 1, mamba.conv)
+    yield f"{prefix}conv1d.bias", (mamba.channels,)
+    yield from _linear(f"{prefix}in_proj", mamba.inner + mamba.channels + mamba.heads, shape.hidden)
+    yield f"{prefix}norm.weight", (mamba.inner,)
+    yield from _linear(f"{prefix}out_proj", shape.hidden, mamba.inner)
 
 
 def _attention(shape: ModelShape, prefix: str, kind: LayerKind) -> Named:
@@ -156,7 +182,8 @@ def _delta(shape: ModelShape, prefix: str) -> Named:
 
 
 def _mlp(shape: ModelShape, prefix: str, ffn: int) -> Named:
-    yield from _linear(f"{prefix}gate_proj", ffn, shape.hidden)
+    if shape.mamba is None:
+        yield from _linear(f"{prefix}gate_proj", ffn, shape.hidden)
     yield from _linear(f"{prefix}up_proj", ffn, shape.hidden)
     yield from _linear(f"{prefix}down_proj", shape.hidden, ffn)
 
@@ -193,6 +220,10 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
         mtp.final_norm: (hidden,),
     }
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
+    if shape.mamba is not None:
+        tensors.update(_block(shape, shape.mamba, "mtp.layers.0.", "full_attention", "none"))
+        tensors.update(_block(shape, shape.mamba, "mtp.layers.1.", "none", "sparse"))
+        return tensors
     sparse = shape.moe is not None and not mtp.dense
     tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))
     return tensors

@@ -88,11 +88,18 @@ UNSUPPORTED = (
         "MiMo-V2-Flash",
     ),
     Unsupported(
-        "Nemotron-H",
-        ("nemotron_h", "nemotron_h_omni"),
-        ("nvidia-nemotron-3", "nemotron-3", "nemotron-h"),
-        "Mamba-2 layers",
-        "Qwen3.6-35B-A3B",
+        "Nemotron 3 Super and Ultra",
+        (),
+        ("nvidia-nemotron-3-super", "nvidia-nemotron-3-ultra", "nemotron-3-super", "nemotron-3-ultra"),
+        "experts with a latent width (moe_latent_size)",
+        "Nemotron 3 Nano or Nemotron 3.5 Lightning",
+    ),
+    Unsupported(
+        "Nemotron 3 Omni",
+        ("nemotron_h_omni",),
+        ("nvidia-nemotron-3-nano-omni", "nemotron-3-nano-omni"),
+        "encoders for images and audio",
+        "Nemotron 3 Nano",
     ),
 )
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from mtpctl.errors import UserError
-from mtpctl.families.shape import LatentShape, LayerKind, ModelShape
+from mtpctl.families.shape import LatentShape, LayerKind, MlpKind, ModelShape
 from mtpctl.model.attention import LatentAttention, SelfAttention, WindowAttention, WindowAttentionShape
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
@@ -33,7 +33,8 @@ from mtpctl.model.dflash import BlockAttention, BlockDrafter
 from mtpctl.model.eagle3 import BoundaryStates, Eagle3Layer, PairedColumnParallelLinear
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
-from mtpctl.model.layers import ColumnParallelLinear, GatedMlp, GatedRMSNorm, LayerNormColumnParallelLinear, RMSNorm, RowParallelLinear
+from mtpctl.model.layers import ColumnParallelLinear, GatedRMSNorm, LayerNormColumnParallelLinear, Mlp, RMSNorm, RowParallelLinear
+from mtpctl.model.mamba import Mamba2
 from mtpctl.model.rope import rope_of, window_rope_of
 from mtpctl.model.router import DecoderLayer, Router, number_moe_layers, use_softmax_scores
 from mtpctl.plan.sharding import expert_tp, stage_layers
@@ -111,7 +112,7 @@ def complete_config(
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    if shape.delta or shape.window:
+    if shape.delta or shape.window or shape.mamba:
         # Checkpoints do not stack layers of different kinds.
         settings["hetereogenous_dist_checkpoint"] = True
     if config.moe_router_num_groups == 1:
@@ -157,6 +158,8 @@ def _split_over_tp(shape: ModelShape) -> dict[str, int]:
             "window layers' key-value heads": shape.window.kv_heads,
         }
     counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    if shape.mamba:
+        counts |= {"Mamba heads": shape.mamba.heads, "Mamba groups": shape.mamba.groups}
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
     return counts
@@ -171,28 +174,27 @@ def layer_spec(
     config: TransformerConfig,
     shape: ModelShape,
     *,
-    sparse: bool,
+    mlp: MlpKind,
     kind: LayerKind = "full_attention",
     module: type[TransformerLayer] = TransformerLayer,
 ) -> ModuleSpec:
-    """One transformer layer: grouped-query, window, latent or linear attention, and a dense MLP or, if `sparse`, a mixture of experts."""
-    experts = sparse and shape.moe is not None
-    return ModuleSpec(
-        module=module,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm if shape.latent else IdentityOp,
-            self_attention=_mixer(config, shape, kind),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
-            mlp=_experts() if experts else _mlp(),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    """One transformer layer: grouped-query, window, latent or linear attention or Mamba-2, and a dense MLP or a mixture of experts.
+
+    A layer of Nemotron-H has only one of both.
+    """
+    parts = TransformerLayerSubmodules()
+    if kind != "none":
+        parts.input_layernorm = RMSNorm if shape.latent else IdentityOp
+        parts.self_attention, parts.self_attn_bda = _mixer(config, shape, kind), get_bias_dropout_add
+    if mlp != "none":
+        parts.pre_mlp_layernorm = RMSNorm if mlp == "sparse" else IdentityOp
+        parts.mlp, parts.mlp_bda = _experts() if mlp == "sparse" else _mlp(), get_bias_dropout_add
+    return ModuleSpec(module=module, submodules=parts)
 
 
 def _mlp() -> MlpBuilder:
     linear = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return partial(GatedMlp.as_mlp_submodule, submodules=linear)
+    return partial(Mlp.as_mlp_submodule, submodules=linear)
 
 
 def _experts() -> MlpBuilder:
@@ -206,6 +208,8 @@ def _experts() -> MlpBuilder:
 def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:
     if kind == "linear_attention":
         return _delta_net()
+    if kind == "mamba":
+        return ModuleSpec(module=Mamba2, params={"shape": shape.mamba})
     if shape.window is not None:
         return _window_attention(shape, kind)
     return _latent_attention(shape.latent) if shape.latent else _attention(config)
@@ -270,9 +274,8 @@ def _delta_net() -> ModuleSpec:
 def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage."""
     first = get_transformer_layer_offset(config)
-    dense = shape.moe.dense_layers if shape.moe else frozenset(range(shape.layers))
     here = range(first, first + get_num_layers_to_build(config))
-    specs = [layer_spec(config, shape, sparse=layer not in dense, kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in here]
+    specs = [layer_spec(config, shape, mlp=shape.mlp_of(layer), kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in here]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
@@ -284,7 +287,8 @@ def mtp_spec(config: TransformerConfig, shape: ModelShape) -> MultiTokenPredicti
     if shape.dflash is not None:
         params = {"dflash": shape.dflash, "layer": _block_layer()}
         return MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=BlockDrafter, params=params)])
-    inner = layer_spec(config, shape, sparse=shape.eagle3 is None and not shape.mtp.dense, kind=shape.mtp_kind)
+    sparse = shape.moe is not None and shape.eagle3 is None and not shape.mtp.dense
+    inner = layer_spec(config, shape, mlp="sparse" if sparse else "dense", kind=shape.mtp_kind)
     if shape.eagle3 is not None:
         inner.submodules.self_attention = _attention(config, eagle3=True)
     layer = ModuleSpec(
@@ -340,7 +344,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         mtp_block_spec=mtp_spec(config, shape),
     )
     device, window_rope = torch.device(torch.cuda.current_device()), window_rope_of(shape)
-    model.use_rope(rope_of(shape).on(device), None if window_rope is None else window_rope.on(device))
+    model.use_rope(rope_of(shape).on(device) if shape.rotary_fraction else None, None if window_rope is None else window_rope.on(device))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
     if shape.moe is not None and shape.moe.softmax_bias:

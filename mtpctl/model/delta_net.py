@@ -141,7 +141,7 @@ def _run_fla(heads: _Heads, row: Packing) -> Tensor:
 
 def _run_torch(heads: _Heads, row: Packing) -> Tensor:
     """`_run_fla` in plain PyTorch."""
-    q, k, v = heads.split(F.silu(_convolve(heads.mixed, heads.taps, row.position_ids)))
+    q, k, v = heads.split(F.silu(convolve(heads.mixed, heads.taps, row.position_ids)))
     q, k = (_l2_norm(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
     beta = heads.beta.sigmoid()
@@ -153,7 +153,7 @@ def _run_torch(heads: _Heads, row: Packing) -> Tensor:
     return out
 
 
-def _convolve(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
     """Depthwise causal convolution of x [T, channels] with weight [channels, width], zero-padded at the start of each sample."""
     taps = weight.unbind(-1)
     out = x * taps[-1]

@@ -21,17 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from mtpctl.kernels.grouped import WeightStack
 from mtpctl.kernels.rows import distinct_rows, expert_order
-from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.dispatch import Exchange, Order, probs_of_rows
-from mtpctl.model.layers import GatedMlp, recomputed
+from mtpctl.model.layers import Mlp, activation_of, recomputed
 from mtpctl.model.lora import GroupedLayer
 
 IMBALANCE_LIMIT = 2.0
 """An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in parts, to bound memory."""
 
 
-class SharedExperts(SharedExpertMLP, GatedMlp):
-    """Experts that process every token, and their output gate if the model has one. Recomputes products like `GatedMlp`."""
+class SharedExperts(SharedExpertMLP, Mlp):
+    """Experts that process every token, and their output gate if the model has one. Recomputes products like `Mlp`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # upstream's signature
         return self.gated_down(hidden_states, self.up(hidden_states))
@@ -42,7 +41,7 @@ class SharedExperts(SharedExpertMLP, GatedMlp):
         return gate_up
 
     def gated_down(self, hidden_states: Tensor, gate_up: Tensor) -> Tensor:
-        """Second half: SwiGLU, down-projection and output gate."""
+        """Second half: activation, down-projection and output gate."""
         out, _bias = self.down(gate_up)
         return out * F.linear(hidden_states, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out
 
@@ -75,9 +74,9 @@ class Experts(SequentialMLP):
 
         ends [E] int32: end of each expert's rows, in that order. probs [R]: each row's routing weight.
         """
-        gate_up = self._linear("linear_fc1", rows, ends)
-        product = swiglu(gate_up, probs)
-        with recomputed(product, partial(swiglu, gate_up.detach(), probs.detach())):
+        gate_up, activation = self._linear("linear_fc1", rows, ends), activation_of(self.config)
+        product = activation(gate_up, probs)
+        with recomputed(product, partial(activation, gate_up.detach(), probs.detach())):
             return self._linear("linear_fc2", product, ends)
 
     def run_in_parts(self, rows: Tensor, ends: Tensor, probs: Tensor, most: int) -> Tensor:

@@ -124,7 +124,7 @@ class MtpModel(GPTModel):
     mtp_isolated: bool = True
     boundary_states: BoundaryStates | None = None
     block_drafter: BlockDrafter | None = None
-    rope: Rope
+    rope: Rope | None = None
     window_rope: Rope | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -146,10 +146,10 @@ class MtpModel(GPTModel):
         if self.mtp_process:
             self.decoder.final_layernorm.register_forward_pre_hook(self._save_prenorm)
 
-    def use_rope(self, rope: Rope, window_rope: Rope | None = None) -> None:
-        """Use this rotary embedding in every attention layer, except in window layers if they have their own."""
+    def use_rope(self, rope: Rope | None, window_rope: Rope | None = None) -> None:
+        """Use this rotary embedding, if any, in every attention layer, except in window layers if they have their own."""
         self.rope, self.window_rope = rope, window_rope
-        for module in self.modules():
+        for module in self.modules() if rope is not None else ():
             if isinstance(module, LatentAttention):
                 module.use_rope(rope)
 
@@ -187,7 +187,7 @@ class MtpModel(GPTModel):
         return self.embedding(input_ids=input_ids[None], position_ids=position_ids[None])
 
     def _rotary(self, position_ids: Tensor) -> Rotary | None:
-        return None if self.config.multi_latent_attention else self.rope.rotary(position_ids)
+        return None if self.rope is None or self.config.multi_latent_attention else self.rope.rotary(position_ids)
 
     def _window_rotary(self, position_ids: Tensor) -> Rotary | None:
         return None if self.window_rope is None else self.window_rope.rotary(position_ids)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mtpctl.kernels.main_grad import buffered_linear, is_buffered
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
+from mtpctl.kernels.squared_relu import squared_relu
 from mtpctl.kernels.swiglu import swiglu
 
 
@@ -28,8 +29,8 @@ from mtpctl.kernels.swiglu import swiglu
 def recomputed(value: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
     """Operations in the block do not save `value` for their backward pass; `compute` recomputes it there.
 
-    A linear layer saves its input for its weight's gradient. If that input is a norm's or SwiGLU's output, autograd saves the norm's or
-    SwiGLU's own inputs too, so recomputing the elementwise operation saves memory at the cost of bandwidth only. `compute` must return
+    A linear layer saves its input for its weight's gradient. If that input is a norm's or activation's output, autograd saves the norm's or
+    activation's own inputs too, so recomputing the elementwise operation saves memory at the cost of bandwidth only. `compute` must return
     bit-identical values. It runs without gradients, once per operation that would have saved `value`.
     """
     address, count = value.data_ptr(), value.numel()
@@ -163,16 +164,22 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
 
 
-class GatedMlp(MLP):
-    """SwiGLU between two linear layers. Gate and up-projection are saved for the backward pass, which recomputes their product."""
+def activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The activation between the two linear layers of an MLP or an expert: SwiGLU, or a squared ReLU without a gate."""
+    return swiglu if config.gated_linear_unit else squared_relu
+
+
+class Mlp(MLP):
+    """An activation between two linear layers. Its input is saved for the backward pass, which recomputes its output."""
 
     def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
         gate_up, _bias = self.linear_fc1(hidden_states)
         return self.down(gate_up, per_token_scale)
 
     def down(self, gate_up: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Second half of the forward pass: SwiGLU and down-projection."""
-        product = swiglu(gate_up, per_token_scale)
+        """Second half of the forward pass: activation and down-projection."""
+        activation = activation_of(self.config)
+        product = activation(gate_up, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
-        with recomputed(product, partial(swiglu, gate_up.detach(), scale)):
+        with recomputed(product, partial(activation, gate_up.detach(), scale)):
             return self.linear_fc2(product)

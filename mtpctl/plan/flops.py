@@ -10,6 +10,9 @@ from mtpctl.families.shape import LayerKind, ModelShape
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations per weight and token: one multiplication and one addition in each of the three products."""
 
+_WITHOUT_SCORES: set[LayerKind] = {"linear_attention", "mamba", "none"}
+"""Layers without softmax attention."""
+
 _PEAKS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -52,19 +55,40 @@ def delta_weights(shape: ModelShape) -> int:
     return projections + delta.conv * (2 * keys + values) + 3 * values * delta.key_dim
 
 
+def mamba_weights(shape: ModelShape) -> int:
+    """Weights of one Mamba-2 layer, plus the multiplications of its recurrence per token.
+
+    The state decays, is updated with the product of input and input projection, and is read with the output projection (arXiv 2405.21060,
+    equation 1).
+    """
+    mamba = shape.mamba
+    assert mamba is not None
+    projections = shape.hidden * (2 * mamba.inner + mamba.channels + mamba.heads)
+    return projections + mamba.conv * mamba.channels + 3 * mamba.inner * mamba.state
+
+
 def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
     """Weights that a token uses in one layer's MLP: all of a dense MLP; router, selected and shared experts of an MoE layer."""
     if not sparse or (moe := shape.moe) is None:
-        return 3 * shape.hidden * shape.ffn
-    experts = 3 * shape.hidden * (moe.experts_per_token * moe.ffn + moe.shared_ffn)
+        return shape.mlp_matrices * shape.hidden * shape.ffn
+    experts = shape.mlp_matrices * shape.hidden * (moe.experts_per_token * moe.ffn + moe.shared_ffn)
     return experts + shape.hidden * (moe.experts + moe.shared_gate)
 
 
 def trunk_weights(shape: ModelShape) -> int:
     """Weights of the decoder layers that a token uses: of the experts, only those that it is routed to."""
-    dense = shape.moe.dense_layers if shape.moe else range(shape.layers)
-    weights = sum(delta_weights(shape) if kind == "linear_attention" else attention_weights(shape, kind) for kind in shape.layer_kinds)
-    return weights + sum(mlp_weights(shape, sparse=layer not in dense) for layer in range(shape.layers))
+    mlps = [shape.mlp_of(layer) for layer in range(shape.layers)]
+    return sum(_mixer_weights(shape, kind) for kind in shape.layer_kinds) + sum(
+        mlp_weights(shape, sparse=mlp == "sparse") for mlp in mlps if mlp != "none"
+    )
+
+
+def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
+    if kind == "none":
+        return 0
+    if kind == "mamba":
+        return mamba_weights(shape)
+    return delta_weights(shape) if kind == "linear_attention" else attention_weights(shape, kind)
 
 
 def attention_flops(shape: ModelShape, lengths: Sequence[int], kind: LayerKind = "full_attention") -> int:
@@ -89,7 +113,7 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     kinds = [*shape.layer_kinds, *[shape.mtp_kind] * passes]
     weights += drafter
     flops = whole * tokens * weights
-    flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - {"linear_attention"})
+    flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - _WITHOUT_SCORES)
     flops += whole * rows * shape.hidden * shape.vocab
     draft = whole - _WEIGHT_GRADIENT if isolated else whole
     return flops + sum(draft * n * shape.hidden * shape.vocab for n in mtp_rows)

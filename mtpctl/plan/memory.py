@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtpctl.families.shape import LayerKind, ModelShape
+from mtpctl.families.shape import LayerKind, MambaShape, ModelShape
 from mtpctl.plan.buckets import adapted_weights
 from mtpctl.plan.placement import engine_memory_share, shares_card
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
@@ -169,7 +169,11 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     - Replicated: the sine and cosine of latent attention (other attention has one table for all layers), three indices and a weight for
       each selected expert, and the tokens that ranks gather if tp splits each expert.
     - With expert parallelism also the rows from other ranks, assumed to be as many as this rank sends.
+
+    Nemotron-H's layers have either a mixer or an MLP: this is their mean.
     """
+    if shape.mamba is not None:
+        return sum(_block_width(shape, shape.mamba, layer, parallel) for layer in range(shape.layers)) / shape.layers
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
     if latent:
@@ -177,13 +181,38 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     if moe:
         # The normed state, and the router's outputs.
         entry += shape.hidden + 3 * moe.experts
-    copies = 0.0
-    if moe:
-        copies = 4 * moe.experts_per_token + (moe.experts_per_token * shape.hidden / parallel.tp if parallel.ep > 1 else 0)
-        copies += shape.hidden if expert_tp(parallel) > 1 else 0
+    copies = _copies(shape, parallel) if moe else 0.0
     tables = 4 * latent.rope_dim if latent else 0
     entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
     return entry_width + copies + tables + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
+
+
+def _copies(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Elements per token of an MoE layer's indices and weights, received rows and gathered tokens."""
+    moe = shape.moe
+    assert moe is not None
+    copies = 4 * moe.experts_per_token + (moe.experts_per_token * shape.hidden / parallel.tp if parallel.ep > 1 else 0)
+    return copies + (shape.hidden if expert_tp(parallel) > 1 else 0)
+
+
+def _block_width(shape: ModelShape, mamba: MambaShape, layer: int, parallel: ParallelConfig) -> float:
+    """Elements per token that one layer of Nemotron-H saves for its backward pass.
+
+    A Mamba-2 layer saves the output of its input projection, the convolution before and after its activation, decays in fp32, the input
+    and output projections of the state for every head, and the scan's output before and after the norm.
+    """
+    kind, mlp, moe = shape.layer_kinds[layer], shape.mlp_of(layer), shape.moe
+    entry, split = float(shape.hidden), 0.0
+    if kind == "mamba":
+        split = 3 * mamba.inner + 3 * mamba.channels + 6 * mamba.heads + 2 * mamba.heads * mamba.state
+    elif kind == "full_attention":
+        split = _attention_width(shape)
+    elif mlp == "sparse" and moe is not None:
+        entry += shape.hidden + 3 * moe.experts
+        split = _ffn_width(shape) + parallel.tp * _copies(shape, parallel)
+    else:
+        split = shape.ffn
+    return entry / (parallel.tp if parallel.sequence_parallel else 1) + split / parallel.tp
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
@@ -223,20 +252,27 @@ def _layers(shape: ModelShape, kind: LayerKind, *, drafting: bool) -> int:
 
 
 def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
-    """Bytes of linear attention's state of one sequence on one engine rank: the convolution's inputs and the recurrent state of all layers.
+    """Bytes of the state of linear attention or Mamba-2 of one sequence on one engine rank: in all layers, the convolution's inputs and the
+    recurrent state.
 
     vLLM stores one copy for the sequence, one for each draft (which may be rejected) and, with prefix caching, one at the last block
     boundary.
     """
-    delta, rollout = shape.delta, recipe.rollout
-    if delta is None:
+    delta, mamba, rollout = shape.delta, shape.mamba, recipe.rollout
+    if delta is None and mamba is None:
         return 0
     drafts = rollout.speculation.num_tokens if rollout.speculation.method != "model" or recipe.mtp.mode != "off" else 0
     dtype = rollout.engine_args.get("mamba_ssm_cache_dtype", "auto")
-    fp32 = dtype == "float32" or (dtype == "auto" and delta.fp32_state)
-    convolved = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1 + drafts)
-    state = delta.value_heads * delta.value_dim * delta.key_dim
-    layers = shape.layer_kinds.count("linear_attention")
+    if mamba is not None:
+        channels, conv, state, fp32_state = mamba.channels, mamba.conv, mamba.inner * mamba.state, mamba.fp32_state
+        layers = shape.layer_kinds.count("mamba")
+    else:
+        assert delta is not None
+        channels, conv = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim, delta.conv
+        state, fp32_state = delta.value_heads * delta.value_dim * delta.key_dim, delta.fp32_state
+        layers = shape.layer_kinds.count("linear_attention")
+    fp32 = dtype == "float32" or (dtype == "auto" and fp32_state)
+    convolved = channels * (conv - 1 + drafts)
     copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
     return copies * layers * (convolved * width + state * (4 if fp32 else width)) // rollout.tp
 
@@ -338,30 +374,34 @@ def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]
 def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
     """Inputs plus outputs of a decoder layer's routed experts that match this target, on one rank."""
     moe = shape.moe
-    if moe is None or layer in moe.dense_layers or target not in ("linear_fc1", "linear_fc2"):
+    if moe is None or shape.mlp_of(layer) != "sparse" or target not in ("linear_fc1", "linear_fc2"):
         return 0
-    return moe.experts / parallel.ep * (shape.hidden + _inner(target, moe.ffn) / expert_tp(parallel))
+    return moe.experts / parallel.ep * (shape.hidden + _inner(shape, target, moe.ffn) / expert_tp(parallel))
 
 
 def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
     """Inputs plus outputs of a decoder layer's other modules that match this target, on one rank."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
-        sparse = moe is not None and layer not in moe.dense_layers
-        ffn = moe.shared_ffn if moe and sparse else shape.ffn
-        return shape.hidden + _inner(target, ffn) / parallel.tp if ffn else 0
+        ffn = {"none": 0, "dense": shape.ffn, "sparse": moe.shared_ffn if moe else 0}[shape.mlp_of(layer)]
+        return shape.hidden + _inner(shape, target, ffn) / parallel.tp if ffn else 0
     replicated, split = _mixer_sides(shape, layer).get(target, (0, 0))
     return replicated + split / parallel.tp
 
 
-def _inner(target: str, ffn: int) -> int:
-    return 2 * ffn if target == "linear_fc1" else ffn
+def _inner(shape: ModelShape, target: str, ffn: int) -> int:
+    return (shape.mlp_matrices - 1) * ffn if target == "linear_fc1" else ffn
 
 
 def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     """For each linear layer of attention, the sides (input, output) that are replicated, and those that tp splits, in elements."""
-    hidden = shape.hidden
-    if shape.layer_kinds[layer] == "linear_attention":
+    hidden, kind = shape.hidden, shape.layer_kinds[layer]
+    if kind == "none":
+        return {}
+    if kind == "mamba":
+        assert shape.mamba is not None
+        return {"in_proj": (hidden, shape.mamba.inner + shape.mamba.channels + shape.mamba.heads), "out_proj": (hidden, shape.mamba.inner)}
+    if kind == "linear_attention":
         delta = shape.delta
         assert delta is not None
         keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -376,7 +416,7 @@ def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
             "linear_kv_up_proj": (latent.kv_rank, kv),
             "linear_proj": (hidden, shape.heads * latent.value_dim),
         }
-    kv = shape.kv_heads_of(shape.layer_kinds[layer]) * (shape.head_dim + shape.value_dim)
+    kv = shape.kv_heads_of(kind) * (shape.head_dim + shape.value_dim)
     queries = shape.heads * shape.head_dim * (2 if shape.gated_attention else 1)
     return {"linear_qkv": (hidden, queries + kv), "linear_proj": (hidden, shape.heads * shape.value_dim)}
 

@@ -18,10 +18,10 @@ from mtpctl.recipe.parallel import ParallelConfig
 
 # Replicated over tensor-parallel ranks: norms, routers, small gates, and the down-projections of latent attention.
 _REPLICATED = re.compile(
-    r"(?:norm|layernorm|pre_fc_norm_(?:embedding|hidden)|mlp\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)"
+    r"(?:(?<!mixer\.)norm|layernorm|norm_f|pre_fc_norm_(?:embedding|hidden)|(?:mlp|mixer)\.gate|e_score_correction_bias|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)"
     r"(?:\.0)?(?:\.weight)?$"
 )
-_EXPERT = ".mlp.experts."
+_EXPERT = ".experts."
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
@@ -133,7 +133,7 @@ def _grouped(shape: ModelShape, only: Container[str] | None) -> Counter[_Group]:
         expert, layer = _EXPERT in name, _LAYER.search(name)
         draft = section_of(name, shape) == "draft"
         number = None if layer is None or draft else int(layer[1])
-        embedding = name == f"{shape.prefix}embed_tokens.weight"
+        embedding = name == shape.embedding_name
         groups[_Group(draft, number, embedding, expert, not expert and _REPLICATED.search(name) is not None, prod(size))] += 1
     return groups
 

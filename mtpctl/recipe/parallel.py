@@ -44,6 +44,8 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
         counts["key-value heads of window attention"] = shape.window.kv_heads
     if shape.delta:
         counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
+    if shape.mamba:
+        counts |= {"Mamba heads": shape.mamba.heads, "Mamba groups": shape.mamba.groups}
     counts |= {"ffn width": shape.ffn} if shape.ffn else {}
     if shape.moe and parallel.ep == 1:  # with ep, experts are not split
         counts |= {"expert ffn width": shape.moe.ffn}
@@ -62,6 +64,10 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
             "linear value heads": shape.delta.value_heads // parallel.tp,
         }
         yield from check_divides(parallel.cp, heads, f"{field}.cp")
+    if shape.mamba is not None and not shape.mamba.groups % parallel.tp:
+        # Context-parallel ranks split Mamba layers by their groups.
+        groups = {"Mamba groups per tensor-parallel rank": shape.mamba.groups // parallel.tp}
+        yield from check_divides(parallel.cp, groups, f"{field}.cp")
     if parallel.ep > 1:
         if shape.moe is None:
             yield f"{field}.ep: the model has no experts; set it to 1"

@@ -195,8 +195,11 @@ class _VocabularyLayer(Protocol):
 
 
 class _MoeConfig(Protocol):
+    """is_act_and_mul: whether experts have a gate, whose rows precede those of the up-projection."""
+
     tp_size: int
     tp_rank: int
+    is_act_and_mul: bool
 
 
 class ExpertsLayer(Protocol):
@@ -297,17 +300,18 @@ def _sections_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape:
 def _expert_shard(owner: ExpertsLayer, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Shard:
     assert slot.expert is not None and slot.parts is not None
     local = local_expert(owner, slot.expert)
-    gated = slot.parameter.rpartition(".")[2].startswith("w13")
+    first = slot.parameter.rpartition(".")[2].startswith("w13")
+    gated = first and owner.moe_config.is_act_and_mul
     size, rank = owner.moe_config.tp_size, owner.moe_config.tp_rank
     one = live[0]
-    length = one.shape[0] // 2 if gated else one.shape[-1]
-    expected = (length * size, *one.shape[1:]) if gated else (*one.shape[:-1], length * size)
+    length = one.shape[0] // (2 if gated else 1) if first else one.shape[-1]
+    expected = (length * size, *one.shape[1:]) if first else (*one.shape[:-1], length * size)
     if shape != expected:
         raise _mismatch(shape, slot.parameter, expected)
     if local is None:
         return Shard(one, shape, 0, ())
     run = Run(rank * length, slot.parts[0] * length if gated else 0, length)
-    return Shard(live[local], shape, 0 if gated else len(shape) - 1, (run,))
+    return Shard(live[local], shape, 0 if first else len(shape) - 1, (run,))
 
 
 def local_expert(owner: ExpertsLayer, expert: int) -> int | None:
@@ -406,5 +410,6 @@ def _required_portions(model: nn.Module, name: str) -> set[Portion]:
     if leaf.startswith(("w13_", "w2_")):
         layer = cast(ExpertsLayer, owner)
         experts = [expert for expert in range(layer.global_num_experts) if local_expert(layer, expert) is not None]
-        return {(expert, part) for expert in experts for part in ((0, 1) if leaf.startswith("w13_") else (0,))}
+        parts = (0,) if leaf.startswith("w2_") else (0, 1) if layer.moe_config.is_act_and_mul else (1,)
+        return {(expert, part) for expert in experts for part in parts}
     return {(None, part) for part in range(len(part_sizes(owner)))}

@@ -126,6 +126,7 @@ def test_dry_run_shows_the_number_of_engines_that_may_join(mtpctl: Any) -> None:
         ("qwen3_5_35b_a3b_mtp", ("--set", "model.path=Qwen/Qwen3.6-35B-A3B"), "1 MTP layer; vLLM drafts with the MTP layer"),
         ("ernie4_5_21b_a3b_mtp", (), "1 MTP layer; vLLM drafts with the MTP layer"),
         ("mimo_v2_flash_mtp", (), "3 MTP layers; vLLM drafts with each MTP layer at its depth on GPUs"),
+        ("nemotron_3_5_lightning_mtp", (), "1 MTP layer; vLLM drafts with the MTP layer"),
         ("glm4_7_flash_mtp", (), "1 MTP layer; vLLM drafts with the MTP layer"),
         ("glm4_5_air_mtp", ("--set", "model.path=zai-org/GLM-4.7"), "1 MTP layer; vLLM drafts with the MTP layer"),
     ],

@@ -25,7 +25,7 @@ try:
 except AttributeError as error:
     missing = str(error)
 print(json.dumps({
-    "others": [name for name in loaded if name.split(".")[3] in ("gemma", "nemotronh", "kimi", "ernie_vl", "falcon_h1")],
+    "others": [name for name in loaded if name.split(".")[3] in ("gemma", "nemotron_omni", "kimi", "ernie_vl", "falcon_h1")],
     "late": Gemma2ModelProvider.__module__,
     "missing": missing,
     "supported": bridge.list_supported_models(),

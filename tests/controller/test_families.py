@@ -27,6 +27,9 @@ CASES = [
 APART = {"fp32": 1e-4, "bf16": 0.05}
 """Mean difference (nats) that passes between trainer and engine at equal weights: rounding, and in bf16 an expert chosen otherwise."""
 
+PATCHED_ON_CPU = ("nemotron-h",)
+"""Families that stock vLLM does not serve on a CPU: there, vLLM with this package's patches serves the folder."""
+
 STOCK = """
 import json, os, sys
 from vllm import LLM, SamplingParams
@@ -54,7 +57,8 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
     stock = eager if device == "cpu" else options(family) | {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     shape = shape_of(TOYS[family])
     method = "eagle3" if shape.eagle3 else "dflash" if shape.dflash else "mtp"
-    with start("-c", STOCK, folder, dtype, json.dumps(stock), method, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
+    plugins = {"MTPCTL_VLLM": "1"} if device == "cpu" and family in PATCHED_ON_CPU else {"VLLM_PLUGINS": ""}
+    with start("-c", STOCK, folder, dtype, json.dumps(stock), method, **plugins, VLLM_ENABLE_V1_MULTIPROCESSING="0") as serving:
         try:
             resumed = command("-m", "mtpctl", "train", created, "--plain", "--set", "train.rl.steps=3")
             command("-m", "mtpctl", "convert-hf", run_dir, folder, "--verify")

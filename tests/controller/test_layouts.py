@@ -57,8 +57,17 @@ def test_layout_of_a_recipe_runs_at_toy_size(tmp_path: Path, overlay: str, ranks
         ("glm4_7_flash_mtp", ["toy", "toy_glm4_7_flash"], 1e-5),
         ("ernie4_5_21b_a3b_mtp", ["toy", "toy_ernie4_5"], 1e-5),
         ("mimo_v2_flash_mtp", ["toy", "toy_mimo_v2_flash"], 1e-5),
+        ("nemotron_3_5_lightning_mtp", ["toy", "toy_nemotron_h"], 1e-5),
     ],
-    ids=["qwen3.5-adapter", "qwen3.5-all-weights", "glm4.5-adapter", "glm4.7-flash-adapter", "ernie4.5-adapter", "mimo-v2-flash-adapter"],
+    ids=[
+        "qwen3.5-adapter",
+        "qwen3.5-all-weights",
+        "glm4.5-adapter",
+        "glm4.7-flash-adapter",
+        "ernie4.5-adapter",
+        "mimo-v2-flash-adapter",
+        "nemotron-h-adapter",
+    ],
 )
 def test_moe_layout_trains_end_to_end(tmp_path: Path, recipe: str, overlays: list[str], apart: float) -> None:
     """Supervised updates, RL with drafts, scores from a server, every tensor of every sync compared. `apart`: nats, more in bf16."""

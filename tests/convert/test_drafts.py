@@ -187,6 +187,42 @@ def test_mimo_v2_flash(tmp_path: Path, case: str) -> None:
     check(tmp_path, drafter, blank_first=False)
 
 
+class BlockDrafter(Drafter):
+    """An attention layer and an MoE layer of Nemotron-H, without rotary embedding."""
+
+    def _through(self, x: Tensor) -> Tensor:
+        mask = torch.full((len(x), len(x)), float("-inf"), dtype=x.dtype).triu(1)[None, None]
+        state = x[None]
+        for block in self.layer:
+            state = block(state, attention_mask=mask)
+        return state[0]
+
+
+def test_nemotron_h(tmp_path: Path) -> None:
+    """Two layers of the trunk's kinds with one projection before, and one final norm after them."""
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
+
+    model = hf_model(*CASES["nemotron-h"], tmp_path)
+    config = model.config
+    config.rms_norm_eps, model.model.embed_tokens = config.layer_norm_epsilon, model.model.embeddings  # the names of other families
+    blocks = [NemotronHBlock(config, config.layers_block_type.index(kind)) for kind in ("full_attention", "moe")]
+    drafter = BlockDrafter(model, torch.nn.ModuleList(blocks))
+    pieces = {
+        "mtp.layers.0.enorm.weight": drafter.embedding_norm,
+        "mtp.layers.0.hnorm.weight": drafter.hidden_norm,
+        "mtp.layers.0.eh_proj.weight": drafter.projection,
+        "mtp.layers.1.final_layernorm.weight": drafter.final_norm,
+    }
+    for name, value in drafter.layer.state_dict().items():
+        if ".mixer.experts." in name:
+            before, _, projection = name.rpartition(".")
+            pieces |= {f"mtp.layers.{before}.{expert}.{projection}.weight": rows for expert, rows in enumerate(value)}
+        else:
+            pieces[f"mtp.layers.{name}"] = value
+    add_to_folder(tmp_path, pieces, num_nextn_predict_layers=1)
+    check(tmp_path, drafter, blank_first=False)
+
+
 QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen3_5"), "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5Moe")}
 
 

@@ -129,6 +129,25 @@ MIMO_V2_FLASH = {
     "num_nextn_predict_layers": 0,
 }
 
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe", "linear_attention"],
+    "head_dim": 16,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 3,
+    "ssm_state_size": 12,
+    "chunk_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "mlp_hidden_act": "relu2",
+}
+
 QWEN3_NEXT = QWEN3_MOE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,
@@ -179,6 +198,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiMoV2Flash",
         MIMO_V2_FLASH | {"n_group": 3, "topk_group": 1, "v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None},
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h-dense": ("NemotronH", NEMOTRON_H | {"layers_block_type": ["mlp", "full_attention", "linear_attention"], "n_groups": 1}),
     "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "glm4-moe-lite-one-group": (
         "Glm4MoeLite",
@@ -202,6 +223,7 @@ def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration" if wrapper else f"{kind}ForCausalLM")(config).eval()
     use_config_epsilon(model, config)
+    use_all_steps(model)
     model.set_experts_implementation("eager")  # the one that runs in fp64
     with torch.no_grad():
         for parameter in model.parameters():
@@ -210,7 +232,7 @@ def hf_model(kind: str, fields: dict[str, Any], folder: Path) -> Any:
         for name, value in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
                 value.normal_(0.0, 0.1)
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith(("mlp.gate.weight", "mixer.gate.weight")):
                 value.normal_(0.0, 0.2)  # zeros in some families
     model.save_pretrained(folder)
     return model
@@ -222,6 +244,13 @@ def use_config_epsilon(module: Any, config: Any) -> None:
     for name, norm in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
             norm.variance_epsilon = config.rms_norm_eps
+
+
+def use_all_steps(module: Any) -> None:
+    """Let Mamba-2 layers take steps below the config's `time_step_min`, as vLLM and the published code do; transformers 5 raises them."""
+    for layer in module.modules():
+        if hasattr(layer, "time_step_limit"):
+            layer.time_step_limit = (0.0, float("inf"))
 
 
 OTHER_EXPERT = 1e-3

@@ -30,11 +30,12 @@ FAMILIES = [
     "glm4-moe-lite",
     "ernie4.5-moe",
     "mimo-v2-flash",
+    "nemotron-h",
     "qwen3.5-vl",
     "qwen3.5-moe-vl",
 ]
 MTP_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-moe-vl", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
-MTP_FAMILIES += ("ernie4.5-moe", "mimo-v2-flash")
+MTP_FAMILIES += ("ernie4.5-moe", "mimo-v2-flash", "nemotron-h")
 
 
 def model(case: str, path: Path) -> Any:

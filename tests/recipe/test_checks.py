@@ -62,7 +62,7 @@ def test_our_overlays_fit(path: Path) -> None:
     # Toys of a family go on top of `toy`; what is not named here fits the small model.
     of = {"h200": "mimo7b_mtp", "qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_qwen3_5": "qwen3_5_35b_a3b_mtp"}
     of |= {"toy_glm4_7_flash": "glm4_7_flash_mtp", "toy_glm4": "glm4_5_air_mtp", "toy_ernie4_5": "ernie4_5_21b_a3b_mtp"}
-    of["toy_mimo_v2"] = "mimo_v2_flash_mtp"
+    of |= {"toy_mimo_v2": "mimo_v2_flash_mtp", "toy_nemotron": "nemotron_3_5_lightning_mtp"}
     recipe = next((name for start, name in of.items() if path.stem.startswith(start)), "mimo_small_mtp")
     below = ["toy"] if path.stem.startswith("toy_") else []
     validate(load_recipe(recipe, overlays=[*below, path]).recipe)
@@ -75,6 +75,7 @@ MOE_RECIPES = [
     ["glm4_7_flash_mtp"],
     ["ernie4_5_21b_a3b_mtp"],
     ["mimo_v2_flash_mtp"],
+    ["nemotron_3_5_lightning_mtp"],
 ]
 
 

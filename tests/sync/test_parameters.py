@@ -178,7 +178,7 @@ def experts(rank: int, size: int, *, local: tuple[int, ...] = (0, 1, 2)) -> nn.M
     module.w2_weight = nn.Parameter(torch.zeros(len(local), 5, 4 // size), requires_grad=False)
     module.global_num_experts = 3
     module.expert_map = None if len(local) == 3 else torch.tensor([local.index(e) if e in local else -1 for e in range(3)])
-    module.moe_config = SimpleNamespace(tp_size=size, tp_rank=rank)
+    module.moe_config = SimpleNamespace(tp_size=size, tp_rank=rank, is_act_and_mul=True)
     return module
 
 

@@ -29,7 +29,17 @@ from tests.fakes.tiny import GENTLE, assert_close, drawn_routes, engine, gradien
 from tests.fakes.toys import TOYS, toy_folder
 from tests.fakes.trainer_cases import MODELS
 
-FAMILIES = ["qwen3-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "glm4-moe", "glm4-moe-lite", "mimo-v2-flash", "ernie4.5-moe"]
+FAMILIES = [
+    "qwen3-moe",
+    "deepseek-v3",
+    "qwen3-next",
+    "qwen3.5-moe",
+    "glm4-moe",
+    "glm4-moe-lite",
+    "mimo-v2-flash",
+    "ernie4.5-moe",
+    "nemotron-h",
+]
 
 
 def model(family: str, path: Path) -> HfFolder:
@@ -109,7 +119,7 @@ def test_replay_gradients_match_a_model_with_fixed_routers(family: str, tmp_path
         expected = gradients(trainer)
     assert_close(result, expected, 1e-5)
     assert_close(recomputed, expected, 1e-5)
-    gates = [name for name in result if name.endswith("mlp.gate.weight")]
+    gates = [name for name in result if name.endswith(("mlp.gate.weight", "mixer.gate.weight"))]
     assert gates
     assert all(result[name].any() for name in gates)
     with pytest.raises(AssertionError):

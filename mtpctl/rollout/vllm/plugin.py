@@ -86,6 +86,7 @@ def install() -> None:
         draft_counts,
         drafter,
         logprobs,
+        nemotron_h,
         pauses,
         routes,
         sampling,
@@ -105,6 +106,8 @@ def install() -> None:
         cpu_kernels.install_narrow_values,
         cpu_kernels.install_context_norms,
         cpu_kernels.install_short_queries,
+        nemotron_h.install_ungated_experts,
+        nemotron_h.install_mamba_drafts,
         verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
         drafter.install_drafter,
         drafter.install_depths,

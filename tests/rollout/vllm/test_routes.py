@@ -37,7 +37,7 @@ MODELS = {
     "qwen3-moe": QWEN3_MOE,
     **{
         name: TOYS[name]
-        for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "ernie4.5-moe", "mimo-v2-flash")
+        for name in ("qwen3-next", "qwen3.5-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "ernie4.5-moe", "mimo-v2-flash", "nemotron-h")
     },
 }
 PROMPT = 150

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _LOADED = "_mtpctl_loaded"
 """Attribute of a layer with experts: the object that packs them, and the loaded weights by name."""
+_LOG_DECAY = "_mtpctl_log_decay"
+"""Attribute of a Mamba-2 layer: the logarithm of its decays, which is what folders store. vLLM's `A` is −exp of it."""
+_DECAY, _DECAY_SIBLING = "A", "dt_bias"
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
 LATENT_HALVES = ("W_UV", "W_UK_T")
@@ -109,11 +112,12 @@ def install_gemm() -> None:
 
     @wraps(upstream)
     def dispatch(layer: nn.Module, remove_weight: bool) -> None:
-        # Weights of other dimensions are convolutions, whose loaded layout vLLM keeps, and experts: see `install_packed`.
-        if layer.get_parameter("weight").ndim != 2:
-            upstream(layer, remove_weight)
-        else:
+        if layer.get_parameter("weight").ndim == 2:
             layer.__dict__["cpu_linear"] = torch.nn.functional.linear
+        elif getattr(layer, "bias", None) is None:
+            # Convolutions of gated delta nets, whose loaded layout vLLM keeps, and experts: see `install_packed`.
+            upstream(layer, remove_weight)
+        # Mamba-2's convolution, which has a bias, is computed with a view of the loaded weight; packing would detach it from updates.
 
     configure = CpuPlatform.__dict__["check_and_update_config"].__func__
 
@@ -139,13 +143,18 @@ def install_packed() -> None:
     upstream = CPUUnquantizedExperts.process_weights_after_loading
 
     def process_weights_after_loading(self: CPUUnquantizedExperts, layer: nn.Module) -> None:
-        if _LOADED not in layer.__dict__:
-            # The layer has the router's bias too, which is updated in the router.
-            leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
-            layer.__dict__[_LOADED] = (self, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
+        keep_loaded(self, layer)
         upstream(self, layer)
 
     assign(CPUUnquantizedExperts, process_weights_after_loading=process_weights_after_loading)
+
+
+def keep_loaded(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
+    """Keep a copy of the weights of `layer` as loaded, once. experts: the object that packs them."""
+    if _LOADED not in layer.__dict__:
+        # The layer has the router's bias too, which is updated in the router.
+        leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
+        layer.__dict__[_LOADED] = (experts, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
 
 
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
@@ -153,6 +162,9 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     if leaf == "weight" and hasattr(layer, _CONVOLUTION):
         kernel: torch.Tensor = getattr(layer, _CONVOLUTION)
         return kernel.view(kernel.shape[0], 1, -1)
+    if leaf == _DECAY and hasattr(layer, _DECAY_SIBLING):
+        logarithm: torch.Tensor = layer.__dict__.setdefault(_LOG_DECAY, getattr(layer, leaf).data.neg().log())
+        return logarithm
     if _LOADED in layer.__dict__:
         loaded: torch.Tensor = layer.__dict__[_LOADED][1][leaf]
         return loaded
@@ -174,6 +186,8 @@ def repack(model: nn.Module) -> None:
             from vllm import _custom_ops as ops
 
             layer.get_parameter("weight").data.copy_(ops.causal_conv1d_weight_pack(getattr(layer, _CONVOLUTION)))
+        if _LOG_DECAY in layer.__dict__:
+            layer.get_parameter(_DECAY).data.copy_(layer.__dict__[_LOG_DECAY].exp().neg())
         if _LOADED in layer.__dict__:
             experts, loaded = layer.__dict__[_LOADED]
             for leaf, weight in loaded.items():

@@ -14,7 +14,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, sampling, weights
+from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, nemotron_h, sampling, weights
 from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
 from mtpctl.rollout.vllm.plugin import OURS, install
 
@@ -47,7 +47,7 @@ print(json.dumps(results))
 """
 """Calls every patch as if another release were installed, and prints what it returns or raises."""
 CPU_ONLY = {
-    patch.name for patch in (*vars(cpu_kernels).values(), *vars(sampling).values(), *vars(weights).values()) if isinstance(patch, Patch)
+    patch.name for module in (cpu_kernels, nemotron_h, sampling, weights) for patch in vars(module).values() if isinstance(patch, Patch)
 }
 
 
@@ -66,7 +66,7 @@ def test_every_patch_rejects_another_release() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 24 and results.keys() > CPU_ONLY
+    assert len(results) == 26 and results.keys() > CPU_ONLY
     for name, result in results.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
             assert result == "False"
@@ -96,6 +96,13 @@ def test_every_patch_rejects_another_release() -> None:
         (cpu_kernels.install_narrow_values, "vllm.model_executor.models.mimo_v2.Attention", None, "is gone"),
         (cpu_kernels.install_biased_router, f"{cpu_kernels.__name__}._ignores_bias", lambda router: False, "remove the patch"),
         (weights.install_gemm, "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", None, "is gone"),
+        (
+            nemotron_h.install_ungated_experts,
+            "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts._supports_no_act_and_mul",
+            lambda: True,
+            "remove the patch",
+        ),
+        (nemotron_h.install_mamba_drafts, f"{nemotron_h.__name__}._ignores_accepted", lambda: False, "remove the patch"),
         (drafter.install_mimo_v2_layers, "vllm.model_executor.models.mimo_v2_mtp._MIMO_V2_FLASH_NUM_MTP_LAYERS", 3, "remove the patch"),
         (drafter.install_depths, f"{drafter.__name__}._takes_later_depths", lambda forward: True, "takes later depths by itself"),
     ],

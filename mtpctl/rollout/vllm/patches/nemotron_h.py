@@ -1,0 +1,221 @@
+"""Nemotron-H in vLLM's CPU backend (vLLM 0.32.0): experts without a gate, and Mamba-2 layers that verify drafts."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches.cpu_kernels import convolve
+from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+from mtpctl.rollout.vllm.patches.weights import keep_loaded
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+
+@cpu_patch
+def install_ungated_experts() -> None:
+    """Compute experts without a gate, a squared ReLU between two matrices, in PyTorch.
+
+    vLLM's grouped kernel for CPUs computes gated experts only, so its config rejects others there. These experts run one after another.
+    """
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    if CPUUnquantizedExperts._supports_no_act_and_mul():
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU backend computes experts without a gate; remove the patch")
+    if not hasattr(unquantized, "backend_to_kernel_cls"):
+        raise UpstreamMoved(f"{__name__}: {unquantized.__name__}.backend_to_kernel_cls is gone; find where the expert kernel is chosen")
+
+    class UngatedExperts(CPUUnquantizedExperts):
+        @staticmethod
+        def _supports_no_act_and_mul() -> bool:
+            return True
+
+        @staticmethod
+        def _supports_activation(activation: MoEActivation) -> bool:
+            return activation is MoEActivation.RELU2_NO_MUL
+
+        @staticmethod
+        def is_supported_config(cls: type[FusedMoEExperts], *args: Any) -> tuple[bool, str | None]:
+            return FusedMoEExperts.is_supported_config(cls, *args)
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            keep_loaded(self, layer)
+
+        def apply(
+            self,
+            output: Tensor,
+            hidden_states: Tensor,
+            w1: Tensor,
+            w2: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            *_: object,
+            **__: object,
+        ) -> None:
+            output.copy_(run_ungated(hidden_states, w1, w2, topk_weights, topk_ids))
+
+    check, kernels = FusedMoEConfig.__post_init__, unquantized.backend_to_kernel_cls
+
+    @wraps(check)
+    def post_init(self: FusedMoEConfig) -> None:
+        try:
+            check(self)
+        except NotImplementedError as error:
+            # The last of its checks, after which nothing is left to do.
+            if "is_act_and_mul" not in str(error):
+                raise
+
+    @wraps(kernels)
+    def backend_to_kernel_cls(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
+        more = [UngatedExperts] if backend.name == "CPU" else []
+        return [*kernels(backend), *more]
+
+    assign(FusedMoEConfig, __post_init__=post_init)
+    assign(unquantized, backend_to_kernel_cls=backend_to_kernel_cls)
+
+
+def run_ungated(states: Tensor, up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Sum of the outputs of each token's experts.
+
+    states [T, H]; up [E, F, H]; down [E, H, F]; weights, experts [T, k]: routing weight and index of each selected expert → [T, H] fp32.
+    """
+    out = torch.zeros(states.shape, dtype=torch.float32)
+    for expert, (w_up, w_down) in enumerate(zip(up, down, strict=True)):
+        tokens, column = (experts == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            inner = functional.relu(functional.linear(states[tokens], w_up)).square()
+            out.index_add_(0, tokens, functional.linear(inner, w_down).float() * weights[tokens, column, None])
+    return out
+
+
+@cpu_patch
+def install_mamba_drafts() -> None:
+    """Verify drafts in Mamba-2 layers.
+
+    With speculation, a step of a sequence has several tokens. It continues from the state after the last accepted token of the previous
+    step, and stores the state after each of its tokens, one slot each. vLLM's functions for CPUs ignore the number of accepted tokens: the
+    convolution and the scan continue from another token, and log-probs are off by thousandths of a nat even in a toy.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    upstream_convolution, upstream_scan = (getattr(mamba_mixer2, name, None) for name in ("causal_conv1d_update", "selective_state_update"))
+    if upstream_convolution is None or upstream_scan is None:
+        raise UpstreamMoved(f"{__name__}: {mamba_mixer2.__name__} no longer has causal_conv1d_update and selective_state_update")
+    if not _ignores_accepted():
+        raise UpstreamMoved(f"{__name__}: vLLM's CPU kernel for Mamba-2 reads the number of accepted tokens; remove the patch")
+
+    def causal_conv1d_update(
+        x: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        *,
+        conv_state_indices: Tensor,
+        num_accepted_tokens: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if num_accepted_tokens is None or query_start_loc is None:
+            result: Tensor = upstream_convolution(
+                x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices, query_start_loc=query_start_loc, **options
+            )
+            return result
+        lengths, accepted, slots = query_start_loc.diff().tolist(), num_accepted_tokens.tolist(), conv_state_indices[:, 0].tolist()
+        # Padding sequences have no tokens, and no state to read.
+        present = [index for index, tokens in enumerate(lengths) if tokens]
+        convolved = convolve(
+            x,
+            [lengths[index] for index in present],
+            [accepted[index] for index in present],
+            [conv_state[slots[index]] for index in present],
+            weight[:, None],
+            bias,
+        )
+        return functional.silu(convolved) if activation in ("silu", "swish") else convolved
+
+    def selective_state_update(state: Tensor, *args: Any, num_accepted_tokens: Tensor | None = None, **kwargs: Any) -> None:
+        if num_accepted_tokens is None:
+            upstream_scan(state, *args, num_accepted_tokens=None, **kwargs)
+            return
+        x, dt, decay, b, c, skip, dt_bias = args
+        scan_drafts(
+            state,
+            x,
+            functional.softplus(dt[..., 0].float() + dt_bias[:, 0].float()),
+            decay[:, 0, 0],
+            b,
+            c,
+            skip[:, 0],
+            kwargs["state_batch_indices"],
+            num_accepted_tokens,
+            kwargs["cu_seqlens"],
+            kwargs["out"],
+        )
+
+    assign(mamba_mixer2, causal_conv1d_update=causal_conv1d_update, selective_state_update=selective_state_update)
+
+
+def scan_drafts(
+    states: Tensor,
+    x_THP: Tensor,
+    steps_TH: Tensor,
+    decay_H: Tensor,
+    b_TGN: Tensor,
+    c_TGN: Tensor,
+    skip_H: Tensor,
+    slots_SK: Tensor,
+    accepted_S: Tensor,
+    bounds: Tensor,
+    out_THP: Tensor,
+) -> None:
+    """One step of the scan of each of S sequences, whose tokens are stored one sequence after another. Writes `states` and the output.
+
+    Args:
+        states: [slots, H heads, P, N].
+        decay_H: the state decays by exp(decay · step) at each token.
+        slots_SK: slots of the states after each token of a sequence's step.
+        accepted_S: tokens of each sequence's previous step that were accepted, at least 1.
+        bounds: [S + 1], start of each sequence's tokens, and the end.
+    """
+    lengths = bounds.diff()
+    per_group = x_THP.shape[1] // b_TGN.shape[1]
+    b_THN, c_THN = (part.float().repeat_interleave(per_group, dim=1) for part in (b_TGN, c_TGN))
+    state = states[slots_SK.gather(1, accepted_S[: len(lengths), None].long() - 1)[:, 0].long()].float()
+    for index in range(int(lengths.max())):
+        rows = (lengths > index).nonzero()[:, 0]
+        tokens = bounds[rows].long() + index
+        x, steps = x_THP[tokens].float(), steps_TH[tokens]
+        grown = (steps[..., None] * x)[..., None] * b_THN[tokens][:, :, None]
+        state[rows] = state[rows] * (steps * decay_H).exp()[..., None, None] + grown
+        out = (state[rows] @ c_THN[tokens][..., None])[..., 0] + skip_H.float()[:, None] * x
+        out_THP[tokens] = out.to(out_THP.dtype)
+        states[slots_SK[rows, index].long()] = state[rows].to(states.dtype)
+
+
+def _ignores_accepted() -> bool:
+    """Whether the kernel's output is the same whatever the number of accepted tokens, although it belongs to different states."""
+    from vllm import _custom_ops as ops
+
+    states, one, slots = torch.zeros(3, 1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[1, 2]], dtype=torch.int32)
+    states[2] = 1.0
+    outputs = []
+    for accepted in (1, 2):
+        out, count = torch.empty(1, 1, 1), torch.tensor([accepted], dtype=torch.int32)
+        bounds = torch.tensor([0, 1], dtype=torch.int32)
+        rest = (one[0], None, torch.zeros(1, 1), False, slots, slots, 0, out, count, bounds)
+        ops.selective_state_update_cpu(states.clone(), one, one, -one, one, one, *rest)
+        outputs.append(out)
+    return torch.equal(*outputs)
