@@ -295,7 +295,7 @@ def block_types(fields: Fields, key: str = BLOCKS) -> list[str]:
         stated = [_LETTERS.get(letter, letter) for letter in pattern]
     if stated is None and key == _MTP_BLOCKS:
         stated = MTP_BLOCKS
-    blocks = [_OLDER_BLOCKS.get(block, block) for block in stated] if isinstance(stated, list) else None
+    blocks = [_OLDER_BLOCKS.get(block, str(block)) for block in stated] if isinstance(stated, list) else None
     if not blocks or not set(blocks) <= set(_LETTERS.values()):
         raise UserError(f"model config: {key} must list {', '.join(_LETTERS.values())} for the layers, got {stated!r}")
     return blocks

@@ -149,8 +149,8 @@ class MtpModel(GPTModel):
     def use_rope(self, rope: Rope | None, window_rope: Rope | None = None) -> None:
         """Use this rotary embedding, if any, in every attention layer, except in window layers if they have their own."""
         self.rope, self.window_rope = rope, window_rope
-        for module in self.modules() if rope is not None else ():
-            if isinstance(module, LatentAttention):
+        for module in self.modules():
+            if isinstance(module, LatentAttention) and rope is not None:
                 module.use_rope(rope)
 
     def _save_prenorm(self, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:

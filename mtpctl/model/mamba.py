@@ -9,7 +9,6 @@ Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,17 +90,17 @@ class Mamba2(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         projected, _bias = self.in_proj(hidden_states)
         gate, mixed, steps = projected.squeeze(1).split([self.inner, sum(self._widths), self.heads], dim=-1)
-        taps, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        per_head: Sequence[Tensor] = (self.A_log, self.D, self.dt_bias)
+        weights: list[Tensor] = [self.conv1d.weight.squeeze(1), self.conv1d.bias, self.A_log, self.D, self.dt_bias]
         cp, ranks = self.pg_collection.cp, self.pg_collection.cp.size()
         if ranks > 1:
             parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), self._counts, strict=True)]
             *parts, steps = to_heads([*parts, steps], packed_seq_params, cp)
             mixed = torch.cat([part.flatten(1) for part in parts], dim=-1)
-            taps, bias = (torch.cat([x.chunk(ranks)[cp.rank()] for x in whole.split(self._widths)]) for whole in (taps, bias))
-            per_head = [weight.chunk(ranks)[cp.rank()] for weight in per_head]
-        widths, groups = [width // ranks for width in self._widths], self.groups // ranks
-        scan = Scan(mixed, widths, taps, bias, steps, *per_head, groups=groups)
+            convolution = [torch.cat([x.chunk(ranks)[cp.rank()] for x in whole.split(self._widths)]) for whole in weights[:2]]
+            weights = [*convolution, *(weight.chunk(ranks)[cp.rank()] for weight in weights[2:])]
+        taps, bias, decay, skip, step_bias = weights
+        widths = [width // ranks for width in self._widths]
+        scan = Scan(mixed, widths, taps, bias, steps, decay, skip, step_bias, self.groups // ranks)
         run = scan.run_fla if mixed.is_cuda and chunk_simple_gla is not None else scan.run_torch
         out = run(packed_seq_params.full_row)
         if ranks > 1:
