@@ -52,7 +52,8 @@ _HINTS = {
 class Mismatch:
     """Differences of all modules, in the order of the forward pass, and of log-probs.
 
-    limit: the largest mean difference of a module that rounding explains. moe_layers: layers whose MLP is a mixture of experts.
+    limit: the largest mean difference of a module that rounding explains; 0 with `numerics: bitwise`. moe_layers: layers whose MLP is a
+    mixture of experts.
     """
 
     modules: list[ModuleDifference]
@@ -77,7 +78,7 @@ class Mismatch:
     @property
     def bound(self) -> float:
         """The largest mean difference of log-probs, in nats."""
-        return AGREEMENT_BOUNDS[self.precision]
+        return AGREEMENT_BOUNDS[self.precision] if self.limit else 0.0
 
     def label(self, name: str) -> str:
         """The name of a module for users."""
@@ -96,7 +97,7 @@ class Mismatch:
         if (first := self.first) is not None:
             return (
                 f"{self.label(first.name)}: engine and trainer differ by {first.mean:.1e} ({first.worst:.1e} at the worst token) with the "
-                f"same inputs; rounding in {self.precision} explains {self.limit:.1e}. {_HINTS[self._kind(first.name)]}"
+                f"same inputs; {self._explained}. {_HINTS[self._kind(first.name)]}"
             )
         if (line := next((line for line in self.logprobs if not line.mean <= self.bound), None)) is not None:
             return (
@@ -106,8 +107,14 @@ class Mismatch:
         largest = max(self.modules, key=lambda module: module.mean)
         return (
             f"engine, log-prob server and trainer agree: the largest difference is {largest.mean:.1e} ({self.label(largest.name)}), and "
-            f"rounding in {self.precision} explains {self.limit:.1e}"
+            f"{self._explained}"
         )
+
+    @property
+    def _explained(self) -> str:
+        if not self.limit:
+            return "numerics: bitwise permits none"
+        return f"rounding in {self.precision} explains {self.limit:.1e}"
 
     @property
     def error(self) -> ThresholdMissed | None:

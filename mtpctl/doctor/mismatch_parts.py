@@ -112,6 +112,7 @@ async def _start(request: Request, *, eager: bool) -> VllmEngine:
         seed=recipe.seed,
         routes=routes.layers if routes else (),
         admit_at_once=True,
+        numerics=recipe.numerics,
     )
     return await VllmEngine.start(settings)
 
@@ -186,7 +187,7 @@ def score(folder: Path) -> dict[str, Any]:
     return {
         "modules": [asdict(each) for each in modules],
         "logprobs": [asdict(each) for each in lines],
-        "limit": FACTOR * trainer["rounding"],
+        "limit": 0.0 if recipe.numerics == "bitwise" else FACTOR * trainer["rounding"],
         "precision": recipe.train.precision,
         "moe_layers": trainer["moe_layers"],
     }
@@ -204,7 +205,14 @@ def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decod
 
     train = recipe.train
     config = EngineConfig(
-        ParallelConfig(), train.precision, recipe.mtp, recipe.kernels, train.tokens_per_microbatch, lora=train.lora, moe=train.moe
+        ParallelConfig(),
+        train.precision,
+        recipe.mtp,
+        recipe.kernels,
+        train.tokens_per_microbatch,
+        lora=train.lora,
+        moe=train.moe,
+        numerics=recipe.numerics,
     )
     engine = MegatronEngine(HfFolder.open(request.model), config)
     replays = recipe.replay(engine.folder.shape) == "rollout"
@@ -242,6 +250,7 @@ def _server(request: Request, recipe: Recipe, sample: Sample) -> Logprobs:
         recipe.kernels,
         options.tokens_per_batch,
         threads=1 if request.device == "cpu" else 0,
+        numerics=recipe.numerics,
     )
     rank = ScoreRank(config, 0)
     rank.build("")

@@ -218,6 +218,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "name": recipe.name,
         "run_dir": str(recipe.run_path),
         "stages": _stages(recipe),
+        "numerics": recipe.numerics,
         "model": {
             "family": shape.family,
             "architecture": shape.architecture,
@@ -281,6 +282,8 @@ def render(plan: Plan) -> str:
         *([f"context    {note}"] if (note := context_note(recipe.model)) is not None else []),
         f"drafter    {plan.drafting.drafter}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
     ]
+    if recipe.numerics == "bitwise":
+        lines.append("numerics   bitwise: engine, log-prob server and trainer compute equal log-probs, more slowly than usual")
     if plan.placement is not None:
         lines += _placement_lines(recipe, plan.placement, plan.hosts)
         if plan.rl and recipe.rollout.elastic:

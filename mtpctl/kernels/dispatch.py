@@ -10,10 +10,11 @@ from torch import Tensor
 
 from mtpctl.kernels.backend import Backend
 from mtpctl.kernels.chunked import Chunked
+from mtpctl.kernels.exact_head import Exact
 from mtpctl.kernels.triton_backend import Triton, tiles_for, unsupported
 
-IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
-ONE_PASS = ("auto", "chunked", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "exact")
+ONE_PASS = ("auto", "chunked", "triton", "exact")
 """The implementations of `linear_policy_loss`."""
 # By compute capability: (fewest rows, fastest implementation), the last match wins. See docs/benchmarks/kernels.md; on an H200 the order
 # did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
@@ -27,6 +28,8 @@ def choose(implementation: str, hidden: Tensor, weight: Tensor, *, rows: int, to
         raise ValueError(f"implementation: {implementation!r}, expected one of {', '.join(names)}")
     if implementation == "auto":
         implementation = _auto(hidden, weight, rows, topk)
+    if implementation == "exact":
+        return Exact()
     if implementation == "chunked" or rows == 0:
         return Chunked()
     if reason := _triton_unsupported(hidden, weight, topk):

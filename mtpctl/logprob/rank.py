@@ -14,6 +14,7 @@ from mtpctl.cluster.process import freeze_heap, importing, write_to_run
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig
@@ -51,6 +52,7 @@ class ReplicaConfig:
     lora: LoraConfig | None = None
     version: int = 0
     random_seed: int | None = None
+    numerics: Numerics = "usual"
 
 
 class ScoreRank:
@@ -102,6 +104,7 @@ class ScoreRank:
             train=False,
             lora=config.lora,
             random_seed=config.random_seed,
+            numerics=config.numerics,
         )
         folder = HfFolder.open(config.model, weights=config.random_seed is None)
         engine = MegatronEngine(folder, settings, Rank(self.rank, config.parallel.world_size, master))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,12 +34,22 @@ from mtpctl.model.dflash import BlockAttention, BlockDrafter
 from mtpctl.model.eagle3 import BoundaryStates, Eagle3Layer, PairedColumnParallelLinear
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
-from mtpctl.model.layers import ColumnParallelLinear, GatedRMSNorm, LayerNormColumnParallelLinear, Mlp, RMSNorm, RowParallelLinear
+from mtpctl.model.layers import (
+    ColumnParallelLinear,
+    GatedRMSNorm,
+    LayerNormColumnParallelLinear,
+    Mlp,
+    RMSNorm,
+    RowParallelLinear,
+    sums_exactly,
+    use_exact_sums,
+)
 from mtpctl.model.mamba import Mamba2
 from mtpctl.model.rope import rope_of, window_rope_of
 from mtpctl.model.router import DecoderLayer, Router, number_moe_layers, use_softmax_scores
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.train import MoeConfig
 from mtpctl.routes import RouteShape
@@ -56,6 +67,7 @@ def complete_config(
     mtp: MtpConfig,
     recompute: str = "none",
     moe: MoeConfig | None = None,
+    numerics: Numerics = "usual",
 ) -> TransformerConfig:
     """Set this run's layout and precision in the bridge's config. Returns the same object, finalized."""
     _check_fit(shape, parallel)
@@ -130,6 +142,8 @@ def complete_config(
     for name, value in settings.items():
         setattr(config, name, value)
     config.finalize()
+    if numerics == "bitwise":
+        use_exact_sums(config)
     return config
 
 
@@ -344,7 +358,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         mtp_block_spec=mtp_spec(config, shape),
     )
     device, window_rope = torch.device(torch.cuda.current_device()), window_rope_of(shape)
-    model.use_rope(rope_of(shape).on(device) if shape.rotary_fraction else None, None if window_rope is None else window_rope.on(device))
+    rope = replace(rope_of(shape), exact=sums_exactly(config)).on(device) if shape.rotary_fraction else None
+    model.use_rope(rope, None if window_rope is None else window_rope.on(device))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
     if shape.moe is not None and shape.moe.softmax_bias:

@@ -35,6 +35,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from mtpctl.kernels import exact_grad
+from mtpctl.model.layers import sums_exactly
 from mtpctl.model.packing import Packing
 
 Later = tuple[Tensor, Tensor]
@@ -215,7 +217,7 @@ class PackedAttention(torch.nn.Module):
         **__: object,
     ) -> None:
         super().__init__()
-        self.scale, self.window = softmax_scale, window
+        self.scale, self.window, self.exact = softmax_scale, window, sums_exactly(config)
         self.tp_group = None if pg_collection is None else pg_collection.tp
         self.register_parameter("softmax_offset", None)
         if sinks:
@@ -300,7 +302,11 @@ class PackedAttention(torch.nn.Module):
                 ks, vs, mask = _append_later(ks, vs, mask, [x[:, group.queries].transpose(2, 3) for x in later])
             if self.softmax_offset is not None:
                 ks, vs, mask = _append_sink(ks, vs, mask, self.softmax_offset, queries=qs.shape[2])
-            out = F.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+            if self.exact and later is None and self.window is None and self.softmax_offset is None:
+                visible_keys = _causal_mask(qs.shape[2], ks.shape[2], mask, q.device)
+                out = exact_grad.attention(qs, ks, vs, visible_keys, q.shape[2] ** -0.5 if self.scale is None else self.scale)
+            else:
+                out = F.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
             indices.append(group.queries[group.valid])
             parts.append(out.transpose(1, 2)[group.valid])
         return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(indices),), torch.cat(parts))

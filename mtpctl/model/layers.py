@@ -19,10 +19,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from mtpctl.kernels import exact_grad
 from mtpctl.kernels.main_grad import buffered_linear, is_buffered
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.squared_relu import squared_relu
 from mtpctl.kernels.swiglu import swiglu
+
+_EXACT = "mtpctl_exact_sums"
+
+
+def use_exact_sums(config: TransformerConfig) -> None:
+    """Let the layers of this config compute with `mtpctl.kernels.exact`, for `numerics: bitwise`."""
+    setattr(config, _EXACT, True)
+
+
+def sums_exactly(config: TransformerConfig) -> bool:
+    return getattr(config, _EXACT, False)
 
 
 @contextmanager
@@ -57,6 +69,8 @@ class ColumnParallelLinear(UpstreamColumnParallelLinear):
     """
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        if sums_exactly(self.config):
+            return _with_bias(exact_grad.linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
         if args or kwargs or self.tp_group.size() > 1 or not is_buffered(self.weight):
             return super().forward(input_, *args, **kwargs)
         return _with_bias(buffered_linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
@@ -66,6 +80,8 @@ class RowParallelLinear(UpstreamRowParallelLinear):
     """[..., in / tp] → [..., out], and the bias if the caller adds it. Bypasses upstream like `ColumnParallelLinear`."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if sums_exactly(self.config):
+            return _with_bias(exact_grad.linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
         if self.tp_group.size() > 1 or not is_buffered(self.weight):
             return super().forward(input_)
         return _with_bias(buffered_linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
@@ -123,7 +139,8 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.reduced_weight(), self.eps, norm_offset(self.config))
+        norm = exact_grad.rms_norm if sums_exactly(self.config) else rms_norm
+        return norm(x, self.reduced_weight(), self.eps, norm_offset(self.config))
 
     def reduced_weight(self) -> Tensor:
         """The weight, with its gradient summed over ranks if `is_head_sharded`."""
@@ -161,11 +178,14 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             return super().forward(normed, *args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
+        norm = exact_grad.rms_norm if sums_exactly(self.config) else rms_norm
+        return norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
 
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
     """The activation between the two linear layers of an MLP or an expert: SwiGLU, or a squared ReLU without a gate."""
+    if sums_exactly(config):
+        return exact_grad.swiglu
     return swiglu if config.gated_linear_unit else squared_relu
 
 

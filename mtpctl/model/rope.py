@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.families.shape import ModelShape, RopeScaling
+from mtpctl.kernels import exact
 
 
 class Rotary(NamedTuple):
@@ -24,10 +25,11 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True)
 class Rope:
-    """inverse_frequencies: fp32 [rotated dimensions / 2]. scaling: factor of cosine and sine."""
+    """inverse_frequencies: fp32 [rotated dimensions / 2]. scaling: factor of cosine and sine. exact: use `exact.cos_sin`."""
 
     inverse_frequencies: Tensor
     scaling: float = 1.0
+    exact: bool = False
 
     def on(self, device: torch.device) -> Rope:
         """Move to a device. Done once, because copying the frequencies in each pass would synchronize the host with the device."""
@@ -36,6 +38,8 @@ class Rope:
     def rotary(self, position_ids: Tensor) -> Rotary:
         """Cosines and sines of tokens at these positions [t]."""
         angles = self._angles(position_ids)
+        if self.exact:
+            return Rotary(*exact.cos_sin(angles))
         return Rotary(angles.cos() * self.scaling, angles.sin() * self.scaling)
 
     def angles(self, position_ids: Tensor) -> Tensor:

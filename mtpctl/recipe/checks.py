@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mtpctl.errors import UserError, first_of
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe import cluster, data, evaluation, model, parallel, reward, rl, rollout, schema, sync, train
+from mtpctl.recipe import cluster, data, evaluation, model, numerics, parallel, reward, rl, rollout, schema, sync, train
 from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.secrets import secrets_in
@@ -47,6 +47,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from sync.check_live_weights(recipe, config or {})
     yield from train.check_replay(recipe)
     yield from schema.check_kernels(recipe)
+    yield from numerics.check_numerics(recipe, shape)
     yield from rollout.check_engine_device(recipe)
     yield from rollout.check_on_trainer_gpus(recipe)
     yield from schema.check_deterministic(recipe)

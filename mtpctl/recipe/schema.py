@@ -17,6 +17,7 @@ from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
@@ -94,6 +95,11 @@ class Recipe(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    numerics: Numerics = Field(
+        "usual",
+        description="bitwise: engine, log-prob server and trainer compute the same log-probs to the last bit, at a cost in speed. Needs "
+        "fp32, a CPU and a dense MiMo model.",
+    )
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 

@@ -97,6 +97,7 @@ async def start_pool(
             routes=routes,
             outside_cache=outside,
             admit_at_once=recipe.async_.deterministic,
+            numerics=recipe.numerics,
             host_limited=placement.device == "cuda" and trunk_weights(shape_of(hf_config(ModelConfig(path=model)) or {})) <= HOST_LIMITED,
         )
 

@@ -116,6 +116,7 @@ class TrainerRank(WeightExporter):
             drafts=self.recipe.rollout.speculation.model_tokens,
             greedy_drafts=self.recipe.rollout.speculation.draft_method == "greedy",
             only_drafter=train.stages == ["draft"],
+            numerics=self.recipe.numerics,
         )
         if self.world_size > 1:
             use_own_interface()

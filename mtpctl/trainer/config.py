@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
@@ -38,6 +39,7 @@ class EngineConfig:
     drafts: int = 0
     greedy_drafts: bool = False
     only_drafter: bool = False
+    numerics: Numerics = "usual"
 
 
 @dataclass(frozen=True, slots=True)

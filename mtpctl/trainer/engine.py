@@ -64,6 +64,7 @@ class MegatronEngine:
             mtp=config.mtp,
             recompute=config.recompute,
             moe=config.moe,
+            numerics=config.numerics,
         )
         model = build_model(self.transformer, folder.shape, config.mtp)
         if config.random_seed is None:
@@ -92,7 +93,13 @@ class MegatronEngine:
             self.model = self.gradients.model
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
         self.balance = Balance(model, config.moe.bias_update)
-        self.head = Head(config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel)
+        self.head = Head(
+            config.kernels,
+            folder.shape,
+            config.parallel,
+            sequence_parallel=self.transformer.sequence_parallel,
+            numerics=config.numerics,
+        )
         self._users = 0
         with self.resident():
             pass

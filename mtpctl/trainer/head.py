@@ -27,6 +27,7 @@ from mtpctl.kernels.logprob import LogProbOut, TopK, linear_logprob
 from mtpctl.kernels.policy import TokenLoss, linear_draft_loss, linear_policy_loss
 from mtpctl.kernels.rows import distinct_rows
 from mtpctl.model.packing import Packing
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.batch import DraftRows
@@ -52,8 +53,17 @@ class Head:
     microbatch. temperature: a number or [R].
     """
 
-    def __init__(self, kernels: KernelsConfig, shape: ModelShape, parallel: ParallelConfig, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        kernels: KernelsConfig,
+        shape: ModelShape,
+        parallel: ParallelConfig,
+        *,
+        sequence_parallel: bool,
+        numerics: Numerics = "usual",
+    ) -> None:
         self.kernels, self.shape, self.parallel, self.sequence_parallel = kernels, shape, parallel, sequence_parallel
+        self.implementation = "exact" if numerics == "bitwise" else kernels.linear_logprob
 
     def logprob(
         self,
@@ -118,7 +128,7 @@ class Head:
         Call `backward` on the loss without another factor, because its gradients are already computed for a factor of 1. If cp ranks share
         the tokens, the loss is this rank's part, and the sums are those of the whole microbatch.
         """
-        if couples_tokens or self.kernels.linear_logprob not in ONE_PASS:
+        if couples_tokens or self.implementation not in ONE_PASS:
             scores = self.logprob(packing, state, weight, rows, labels, temperature, entropy=entropy, hit=hit, detach_weight=detach_weight)
             loss, sums = token_loss(scores.logprob, scores.entropy, torch.arange(len(labels), device=labels.device))
             return loss * scale, sums if scores.hit is None else sums | {HITS: scores.hit.sum()}
@@ -161,13 +171,13 @@ class Head:
             valid_vocab=options["valid_vocab"],
             workspace_bytes=options["workspace_bytes"],
             # Other backends return the weight gradient to autograd, and Megatron reads either that gradient or its buffer.
-            main_grad=options["main_grad"] and self.kernels.linear_logprob in ONE_PASS,
+            main_grad=options["main_grad"] and self.implementation in ONE_PASS,
         )
         return out.loss_sum * scale, out.divergence
 
     def supports_joint_loss(self, *, couples_tokens: bool) -> bool:
         """Whether `loss_with_drafts` can be used: the loss is computed in one pass, and a draft's teacher logits are on the same rank."""
-        return not couples_tokens and self.kernels.linear_logprob in ONE_PASS and self.parallel.cp == 1
+        return not couples_tokens and self.implementation in ONE_PASS and self.parallel.cp == 1
 
     def loss_with_drafts(
         self,
@@ -278,7 +288,7 @@ class Head:
             "group": parallel_state.get_tensor_model_parallel_group() if self.parallel.tp > 1 else None,
             "valid_vocab": self.shape.vocab,
             "workspace_bytes": self.kernels.workspace_bytes,
-            "implementation": self.kernels.linear_logprob,
+            "implementation": self.implementation,
             # A tied head shares the embedding's weight. With one pipeline stage both add to the same buffer, and Megatron sets the weight's
             # `zero_out_wgrad`. With several stages autograd returns the head's part, which rounds a half-precision gradient at every slice.
             "main_grad": not self.shape.tied or getattr(weight, "zero_out_wgrad", False),

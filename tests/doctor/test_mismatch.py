@@ -23,8 +23,10 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.trainer.engine import MegatronEngine
 from tests.fakes.toys import GLM4_MOE, MIMO
 
-TOYS = {"dense": (MIMO, 2), "moe": (GLM4_MOE, 1)}
+TOYS = {"dense": (MIMO, 2), "moe": (GLM4_MOE, 1), "bitwise": (MIMO, 3)}
 """Configs, and drafts per step."""
+ROUNDED = ("dense", "moe")
+"""Toys with the usual numerics."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = create_hf_folder(config, folders[name] / "model", 0).path
         keys = {"model.path": model, "model.config": "null", "model.init": "weights", "rollout.context": 128, "rollout.temperature": 0.7}
         keys["rollout.speculation.num_tokens"] = drafts
+        if name == "bitwise":
+            keys |= {"numerics": "bitwise", "rollout.temperature": 1.0}
         recipe = load_recipe("tiny_mtp", sets=[f"{key}={value}" for key, value in keys.items()]).recipe
         Request(recipe.model_dump_json(by_alias=True), str(model), list(range(3, 40)), 48, "cpu").write(folders[name])
 
@@ -46,7 +50,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize("toy", ROUNDED)
 def test_engine_server_and_trainer_agree_without_a_fault(recorded: dict[str, Path], toy: str) -> None:
     result = Mismatch.of(score(recorded[toy]), 0.0)
     layers = [f"{layer}.{module}" for layer in range(2) for module in ("norm1", "attention", "norm2", "mlp")]
@@ -104,6 +108,28 @@ def test_module_with_other_rounding_is_named(recorded: dict[str, Path], toy: str
     # Modules that read a faulty one's output agree, because they are compared with the engine's inputs.
     faulty_modules = [each.name for each in result.modules if each.exceeds(result.limit)]
     assert set(faulty_modules) <= {module, module.replace("norm1", "attention").replace("norm2", "mlp")}
+
+
+def test_bitwise_numerics_permit_no_difference(recorded: dict[str, Path]) -> None:
+    result = Mismatch.of(score(recorded["bitwise"]), 0.0)
+    assert result.error is None and result.verdict.endswith("numerics: bitwise permits none")
+    assert {(each.mean, each.worst, each.total, each.prefill) for each in result.modules} == {(0.0, 0.0, 0.0, 0.0)}
+    assert {(each.mean, each.largest) for each in result.logprobs} == {(0.0, 0.0)}
+
+
+def test_layer_that_sums_in_the_usual_order_is_named(recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = MegatronEngine._build
+
+    def faulty(engine: MegatronEngine) -> None:
+        build(engine)
+        down = engine.module.decoder.layers[1].mlp.linear_fc2
+        down.forward = lambda x: (nn.functional.linear(x, down.weight), None)
+
+    monkeypatch.setattr(MegatronEngine, "_build", faulty)
+    result = Mismatch.of(score(recorded["bitwise"]), 0.0)
+    assert [each.name for each in result.modules if each.exceeds(result.limit)] == ["1.mlp"]
+    assert result.first is not None and 0 < result.first.mean < 1e-5, "rounding in fp32"
+    assert str(result.error).startswith("layer 1, MLP: engine and trainer differ by")
 
 
 def _result(module: float, logprob: float) -> Mismatch:

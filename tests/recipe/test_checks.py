@@ -18,7 +18,7 @@ from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
-from tests.fakes.toys import LLAMA_DFLASH, LLAMA_EAGLE3, SERVED, TOYS
+from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -49,6 +49,7 @@ DFLASH = (f"model.config={json.dumps(LLAMA_DFLASH)}", "mtp.repeat=3", "rollout.s
 DRAFT = ["train.stages=[draft, rl]", "train.draft.steps=5"]
 
 # A recipe for one card, which the tests' recipes are not.
+BITWISE, CORRECTED = ["numerics=bitwise"], ["train.rl.correction.mode=truncate"]
 CARD = ["cluster.device=cuda", "sync.transport=nccl"]
 
 
@@ -241,6 +242,18 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["model.tokenizer=/nowhere/tokenizer"], "model.tokenizer: there is no folder /nowhere/tokenizer; name a folder"),
         (["data.task=", f"data.path={__file__}", f"data.eval_path={__file__}"], "data.eval_path: equals data.path, which is trained on"),
         (["kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs a GPU; set auto"),
+        ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32; set fp32, or numerics: usual"),
+        ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32; set auto, or numerics: usual"),
+        ([*BITWISE, "train.lora.rank=4"], "train.lora: numerics: bitwise needs full weights; take the section out"),
+        ([*BITWISE, "rollout.tp=3"], "rollout.tp: numerics: bitwise needs unsplit layers, got 3; set 1"),
+        ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise needs unsplit layers and samples, got 2; set 1"),
+        ([*BITWISE, "kernels.linear_logprob=reference"], "kernels.linear_logprob: numerics: bitwise needs its own kernel; set auto"),
+        ([*BITWISE, "rollout.temperature=0.7"], "rollout.temperature: numerics: bitwise needs 1, got 0.7; set 1"),
+        ([*BITWISE, *CORRECTED, "rollout.top_p=0.9"], "rollout.top_p: numerics: bitwise needs the whole distribution"),
+        ([*BITWISE, *CORRECTED, "rollout.top_k=9"], "rollout.top_k: numerics: bitwise needs the whole distribution"),
+        ([*BITWISE, "rollout.engine_args={dtype: half}"], "rollout.engine_args: numerics: bitwise needs vLLM's default of dtype"),
+        ([*BITWISE, *CARD], "cluster.device: numerics: bitwise needs a CPU; set cpu, or numerics: usual"),
+        ([*BITWISE, "model.config.max_position_embeddings=9000"], "rollout.context: numerics: bitwise needs at most 8192 tokens, got 9000"),
         ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
         (["data.sft_task={min_digits: 4}"], "data.sft_task.min_digits: must be at most max_digits: 3, got 4"),
@@ -332,6 +345,15 @@ def list_complaints(sets: list[str]) -> list[str]:
 def test_engines_on_the_trainers_gpus_need_room_there(sets: list[str], message: str) -> None:
     complaints = list_complaints([*CARD, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
     assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in complaints] == ([True] if message else [])
+
+
+def test_bitwise_numerics_need_a_dense_mimo() -> None:
+    validate(load_recipe("tiny_mtp", sets=[*BITWISE, "rollout.speculation.num_tokens=3", "logprob.standalone=true"]).recipe)
+    for config, found in ((GLM4_MOE, "glm4-moe"), (LLAMA_EAGLE3, "llama")):
+        text = complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
+        assert text == f"model: numerics: bitwise needs a model of the family mimo, got {found}; use one, or set numerics: usual"
+    sglang = load_recipe("tiny_mtp", sets=[*BITWISE, "rollout={engine: sglang}"]).recipe
+    assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: usual" in list(complaints_of(sglang))
 
 
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])

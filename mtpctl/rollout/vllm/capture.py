@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtpctl.errors import UserError
+from mtpctl.kernels import exact
+from mtpctl.rollout.vllm.patches.exact import is_exact
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 STREAM = "stream"
@@ -115,6 +118,7 @@ class LayerCapture:
         logits: Tensor = self._model.compute_logits(rows.pop(OUTPUT).to(device)).float() / temperature
         rows["logit_scale"] = logits.abs().amax(-1).cpu()
         labels = torch.tensor(tokens[1:], device=device)
-        rows["logprob"] = logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1).cpu()
+        log_softmax = exact.log_softmax if is_exact() else partial(torch.log_softmax, dim=-1)
+        rows["logprob"] = log_softmax(logits).gather(-1, labels[:, None]).squeeze(-1).cpu()
         if path is not None:
             save_file(rows, path)

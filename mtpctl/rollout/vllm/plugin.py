@@ -23,6 +23,9 @@ OURS = "MTPCTL_VLLM"
 AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
 """Environment variable of an engine that admits each request as soon as a slot is free, so that its steps do not depend on time."""
 
+NUMERICS = "MTPCTL_NUMERICS"
+"""Environment variable with the recipe's `numerics`."""
+
 _WRAPPED = "_mtpctl_watches"
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
@@ -85,6 +88,7 @@ def install() -> None:
         cpu_kernels,
         draft_counts,
         drafter,
+        exact,
         logprobs,
         nemotron_h,
         pauses,
@@ -108,6 +112,7 @@ def install() -> None:
         cpu_kernels.install_short_queries,
         nemotron_h.install_ungated_experts,
         nemotron_h.install_mamba_drafts,
+        exact.install_exact,  # must follow install_gemm and install_rotary, whose functions it wraps
         verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
         drafter.install_drafter,
         drafter.install_depths,

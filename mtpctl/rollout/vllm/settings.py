@@ -12,9 +12,10 @@ from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES, ENGINE_STEP_TOKENS
 from mtpctl.plan.placement import ENGINE_MEMORY
 from mtpctl.recipe.model import DTYPES, engine_method, read_config
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
-from mtpctl.rollout.vllm.plugin import AT_ONCE, OURS, TRANSFER_BACKEND
+from mtpctl.rollout.vllm.plugin import AT_ONCE, NUMERICS, OURS, TRANSFER_BACKEND
 
 MAX_GRAPH_TOKENS = 2048
 """Maximum tokens of a step with prefill that is replayed as CUDA graphs."""
@@ -78,6 +79,7 @@ def engine_settings(
     outside_cache: int | None = None,
     admit_at_once: bool = False,
     host_limited: bool = False,
+    numerics: Numerics = "usual",
 ) -> VllmSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
@@ -89,6 +91,7 @@ def engine_settings(
             (`mtpctl.rollout.bursts`), which depends on measured times.
         host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
             the model runs in a separate process.
+        numerics: the recipe's; `bitwise` needs a CPU.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
@@ -161,6 +164,7 @@ def engine_settings(
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads) | ({AT_ONCE: "1"} if admit_at_once else {})
+    environment[NUMERICS] = numerics
     return VllmSettings(
         args,
         in_loop,

@@ -14,7 +14,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, nemotron_h, sampling, weights
+from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, exact, nemotron_h, sampling, weights
 from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
 from mtpctl.rollout.vllm.plugin import OURS, install
 
@@ -47,7 +47,10 @@ print(json.dumps(results))
 """
 """Calls every patch as if another release were installed, and prints what it returns or raises."""
 CPU_ONLY = {
-    patch.name for module in (cpu_kernels, nemotron_h, sampling, weights) for patch in vars(module).values() if isinstance(patch, Patch)
+    patch.name
+    for module in (cpu_kernels, exact, nemotron_h, sampling, weights)
+    for patch in vars(module).values()
+    if isinstance(patch, Patch)
 }
 
 
@@ -66,7 +69,7 @@ def test_every_patch_rejects_another_release() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 26 and results.keys() > CPU_ONLY
+    assert len(results) == 27 and results.keys() > CPU_ONLY
     for name, result in results.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
             assert result == "False"
@@ -103,6 +106,7 @@ def test_every_patch_rejects_another_release() -> None:
             "remove the patch",
         ),
         (nemotron_h.install_mamba_drafts, f"{nemotron_h.__name__}._ignores_accepted", lambda: False, "remove the patch"),
+        (exact.install_exact, "vllm.v1.sample.sampler.Sampler.sample", None, "is gone"),
         (drafter.install_mimo_v2_layers, "vllm.model_executor.models.mimo_v2_mtp._MIMO_V2_FLASH_NUM_MTP_LAYERS", 3, "remove the patch"),
         (drafter.install_depths, f"{drafter.__name__}._takes_later_depths", lambda forward: True, "takes later depths by itself"),
     ],

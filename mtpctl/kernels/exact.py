@@ -1,0 +1,166 @@
+"""Operations whose results depend neither on the order of summation nor on other rows: fp32 on a CPU, for `numerics: bitwise`.
+
+An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
+libraries select kernels by shape, and each sums in another order, so the last bits of a row depend on its company. Here no sum is rounded:
+before a sum over n terms, both factors are rounded to integer multiples of a power of two, small enough that every partial sum is an
+integer below 2⁵³. Sums of such integers in float64 are exact in any order, for any matrix library, number of threads and CPU (error-free
+matrix products by slicing: Ozaki et al., Numerical Algorithms 59, 2012). The result is rounded once. A row's power of two is set by its own
+largest element, and the number of bits by n, so a factor keeps 19 to 23 bits relative to that element.
+
+All else is elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit. Exponentials, logarithms,
+sines and cosines are polynomials of these in float64, because libraries evaluate them in other ways at the end of an array than in its
+middle.
+
+These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the usual operations.
+
+Shape legend: n samples, h query heads, g key-value heads, q queries, k keys, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mtpctl.recipe.numerics import MAX_CONTEXT
+
+MANTISSA = 53
+"""Bits of a float64 integer."""
+_SMALLEST = -400
+"""Exponent of the largest element of a row of zeros."""
+
+
+def _bits(terms: int) -> int:
+    """Bits of each factor of a sum of `terms` products."""
+    return (MANTISSA - (terms - 1).bit_length()) // 2
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent as float64, for int64 exponents from -1022 to 1023. `torch.ldexp` calls `pow`, which may round."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _units(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round each row of x [..., c] to integers of at most 2^bits times a power of two. Returns both in float64: [..., c] and [..., 1]."""
+    exponent = torch.frexp(x.abs().amax(-1, keepdim=True).double()).exponent.long().clamp(min=_SMALLEST)
+    return (x * _power(bits - exponent)).round_(), _power(exponent - bits)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in] · weightᵀ [out, in] → [rows, out], in the dtype of x."""
+    bits = _bits(x.shape[-1])
+    (rows, row_step), (columns, column_step) = _units(x, bits), _units(weight, bits)
+    return (rows @ columns.T).mul_(row_step).mul_(column_step.T).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean x² + eps) · (offset + weight) over the last dimension, in the dtype of x."""
+    width = x.shape[-1]
+    units, step = _units(x, _bits(width))
+    squares = units.mul_(units).sum(-1, keepdim=True)
+    inverse = (squares.mul_(step).mul_(step).mul_(1.0 / width).add_(eps)).sqrt_().reciprocal_()
+    return x.double().mul_(inverse).mul_(weight.double() + offset).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up for the halves gate and up of the last dimension, in the dtype of `gate_up`."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (gate / (1.0 + exp(-gate)) * up).to(gate_up.dtype)
+
+
+def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of fp32 angles, in fp32."""
+    wide = angles.double()
+    turns = (wide * (2 / math.pi)).round_()
+    rest = wide - turns * _HALF_PI_HIGH - turns * _HALF_PI_LOW
+    square = rest * rest
+    cos, sin = _polynomial(square, _COSINE), _polynomial(square, _SINE).mul_(rest)
+    quadrant = turns.long() & 3
+    odd = (quadrant & 1).bool()
+    cos, sin = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
+    cos, sin = torch.where((quadrant == 1) | (quadrant == 2), -cos, cos), torch.where(quadrant >= 2, -sin, sin)
+    return cos.to(angles.dtype), sin.to(angles.dtype)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention of query [n, h, q, d] to key and value [n, g, k, d], in the dtype of the query.
+
+    visible: bool, broadcast to [n, q, k]; every query must see a key. Other keys do not affect its result, whatever their finite values.
+    k must be at most
+    `MAX_CONTEXT`: the factors have the bits that so many keys leave, so that a result does not depend on the number of other keys.
+    """
+    keys, (samples, heads, queries, width), groups = key.shape[2], query.shape, key.shape[1]
+    assert keys <= MAX_CONTEXT, f"{keys} keys, at most {MAX_CONTEXT}"
+    folded = query.reshape(samples, groups, -1, width)
+    bits, weight_bits = _bits(width), _bits(MAX_CONTEXT)
+    (rows, row_step), (columns, column_step) = _units(folded, bits), _units(key, bits)
+    scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
+    scores = scores.view(samples, heads, queries, keys)
+    hidden = ~visible.expand(samples, queries, keys)[:, None]
+    scores.masked_fill_(hidden, float("-inf"))
+    weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0)
+    mass = _mass(weights, MAX_CONTEXT)
+    # A key's power of two moves from its value to its weight, whose largest over the visible keys then bounds the whole sum.
+    values, value_step = _units(value, weight_bits)
+    weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
+    weights, weight_step = _units(weights, weight_bits)
+    out = (weights @ values).mul_(weight_step).view(samples, heads, queries, -1)
+    return out.div_(mass).to(query.dtype)
+
+
+def log_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row's logits [..., vocab], and log Σ exp(logit − largest), both [..., 1] in the dtype of the logits."""
+    top = logits.amax(-1, keepdim=True)
+    weights = exp((logits - top).double())
+    return top, log(_mass(weights, logits.shape[-1])).to(logits.dtype)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-softmax of the last dimension, in fp32."""
+    logits = logits.float()
+    top, mass = log_mass(logits)
+    return (logits - top).sub_(mass)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x of float64 x with a relative error below 1e-11; x is limited to ±700."""
+    x = x.clamp(-700.0, 700.0)
+    power = (x * (1 / math.log(2))).round_()
+    rest = x.sub_(power * _LOG_2_HIGH).sub_(power * _LOG_2_LOW)
+    return _polynomial(rest, _EXPONENTIAL).mul_(_power(power.long()))
+
+
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm of float64 x ≥ 1, with an absolute error below 1e-11; 0 for 1."""
+    fraction, exponent = torch.frexp(x)
+    low = fraction < math.sqrt(0.5)
+    fraction, exponent = torch.where(low, fraction * 2, fraction), exponent - low.to(exponent.dtype)
+    ratio = (fraction - 1) / (fraction + 1)
+    return _polynomial(ratio * ratio, _LOGARITHM) * ratio + exponent.double() * math.log(2)
+
+
+def _mass(weights: Tensor, terms: int) -> Tensor:
+    """Sum of weights [..., c] from 0 to 1, of at most `terms`, rounded to a fixed step → [..., 1]."""
+    bits = MANTISSA - 1 - (terms - 1).bit_length()
+    return (weights * 2.0**bits).round_().sum(-1, keepdim=True).mul_(2.0**-bits)
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Horner's scheme; the highest power's coefficient is first. Products and sums are rounded separately."""
+    out = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        out.mul_(x).add_(coefficient)
+    return out
+
+
+_HALF_PI_HIGH = 1.5707963267341256
+"""π / 2 with 33 bits, so that its product with a number of quarter turns up to 2²⁰ is exact."""
+_HALF_PI_LOW = 6.077100506506192e-11
+_LOG_2_HIGH = 0.6931471803691238
+"""log 2 with 32 bits."""
+_LOG_2_LOW = 1.9082149292705877e-10
+_EXPONENTIAL = tuple(1 / math.factorial(n) for n in range(10, -1, -1))
+_COSINE = tuple((-1) ** n / math.factorial(2 * n) for n in range(7, -1, -1))
+_SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(7, -1, -1))
+_LOGARITHM = tuple(2 / (2 * n + 1) for n in range(9, -1, -1))

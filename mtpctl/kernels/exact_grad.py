@@ -1,0 +1,99 @@
+"""Gradients of the operations in `mtpctl.kernels.exact`: those of the usual operations at the same inputs.
+
+Only a forward pass has to match the engine's. Gradients take the rounding to integers as if it were not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpctl.kernels import exact
+from mtpctl.kernels.main_grad import accumulate_weight_grad, is_buffered
+from mtpctl.kernels.swiglu import swiglu_backward_torch
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in] · weightᵀ [out, in] → [..., out]. The weight's gradient goes to Megatron's buffer, if it has one."""
+    return _Linear.apply(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`exact.rms_norm`, with gradients."""
+    return _RmsNorm.apply(x, weight, eps, offset)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """`exact.attention`, with gradients."""
+    return _Attention.apply(query, key, value, visible, scale)
+
+
+def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """`exact.swiglu`, with gradients. There are no exact sums of experts, so there is no scale."""
+    assert scale is None
+    return _Swiglu.apply(gate_up)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # a parameter, which outlives the graph
+        return exact.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        grad = grads[0].flatten(0, -2)
+        x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        if is_buffered(weight):
+            accumulate_weight_grad(weight.main_grad, grad, x.flatten(0, -2))
+            return x_grad, None
+        return x_grad, grad.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.constants = eps, offset
+        return exact.rms_norm(x, weight, eps, offset)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        eps, offset = ctx.constants
+        x, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = F.rms_norm(x, (len(weight),), weight + offset, eps)
+        return *torch.autograd.grad(out, (x, weight), grads[0]), None, None
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return exact.swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return swiglu_backward_torch(grads[0], gate_up, None)[0]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value, visible)
+        ctx.scale = scale
+        return exact.attention(query, key, value, visible, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, visible = ctx.saved_tensors
+        query, key, value = (each.detach().requires_grad_() for each in inputs)
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(query, key, value, visible, scale=ctx.scale, enable_gqa=True)
+        return *torch.autograd.grad(out, (query, key, value), grads[0]), None, None

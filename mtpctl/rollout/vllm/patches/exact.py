@@ -1,0 +1,230 @@
+"""Exact sums in vLLM's CPU backend, for `numerics: bitwise` (vLLM 0.32.0).
+
+vLLM selects kernels by the shape of a step, so a token's log-prob depends on the other tokens of the step: a matrix product of one to three
+rows sums in another order than one of four, and attention over a chunk in another order than over one query. In an engine with `NUMERICS`
+set, the operations of a dense model with grouped-query attention are those of `mtpctl.kernels.exact`, which the trainer calls too: linear
+layers and LM head, norms, SwiGLU, rotary embedding, attention, and the log-softmax of sampled tokens. Drafters use the same layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.kernels import exact
+from mtpctl.kernels.qkv import rotate_pairs
+from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+from mtpctl.rollout.vllm.plugin import NUMERICS
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.v1.attention.backend import AttentionLayer
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+_TABLE = "_mtpctl_exact_table"
+
+
+def is_exact() -> bool:
+    """Whether the engine that is being built in this process sums exactly."""
+    return os.environ.get(NUMERICS) == "bitwise"
+
+
+@cpu_patch
+def install_exact() -> None:
+    """Let layers of an engine with `NUMERICS` set compute with exact sums. Layers of other engines are unchanged."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.sample.sampler import Sampler
+
+    replaced = ((utils, "dispatch_cpu_unquantized_gemm"), (CPUAttentionBackend, "get_impl_cls"), (Sampler, "sample"))
+    for owner, name in replaced:
+        if not hasattr(owner, name):
+            raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not exact")
+    dispatch, attention_class = utils.dispatch_cpu_unquantized_gemm, CPUAttentionBackend.get_impl_cls
+
+    @wraps(dispatch)
+    def dispatch_gemm(layer: nn.Module, remove_weight: bool) -> None:
+        dispatch(layer, remove_weight)
+        if is_exact() and layer.get_parameter("weight").ndim == 2:
+            layer.__dict__["cpu_linear"] = linear
+
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return exact_attention_class() if is_exact() else attention_class()
+
+    assign(utils, dispatch_cpu_unquantized_gemm=dispatch_gemm)
+    assign(CPUAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
+    _replace_forward(RMSNorm, rms_norm)
+    _replace_forward(SiluAndMul, silu_and_mul)
+    assign(RotaryEmbedding, forward_cpu=_rotary(RotaryEmbedding.forward_cpu))
+    _install_log_softmax(Sampler)
+
+
+def _replace_forward(layer: type[nn.Module], forward: Callable[..., object]) -> None:
+    """Let layers that are built for an exact engine compute `forward(layer, ...)`."""
+    upstream = layer.__init__
+
+    @wraps(upstream)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        if is_exact():
+            self.__dict__["_forward_method"] = forward.__get__(self)
+
+    assign(layer, __init__=__init__)
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] · weightᵀ + bias."""
+    out = exact.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return out if bias is None else out.add_(bias)
+
+
+def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm of x, or of x + residual together with that sum."""
+    if residual is not None:
+        x = x + residual
+    out = exact.rms_norm(x, self.weight.data, self.variance_epsilon)
+    return out if residual is None else (out, x)
+
+
+def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
+    return exact.swiglu(x)
+
+
+Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def _rotary(upstream: Rotation) -> Rotation:
+    """Rotate with an exact table of cosines and sines. All engines of a process share these layers, so each call looks at `NUMERICS`."""
+
+    @wraps(upstream)
+    def forward_cpu(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if not is_exact():
+            return upstream(self, positions, query, key)
+        if _TABLE not in self.__dict__:
+            angles = torch.arange(self.max_position_embeddings, dtype=torch.float32)[:, None] * self._compute_inv_freq(self.base)
+            self.__dict__[_TABLE] = exact.cos_sin(angles)
+        cos, sin = (each[positions] for each in self.__dict__[_TABLE])
+
+        def rotate(x: Tensor) -> Tensor:
+            return rotate_pairs(x.unflatten(-1, (-1, self.head_size)), cos, sin).flatten(1)
+
+        return rotate(query), None if key is None else rotate(key)
+
+    return forward_cpu
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@cache
+def exact_attention_class() -> type[CPUAttentionBackendImpl]:
+    """vLLM's CPU attention with `exact.attention`, and keys and values in the KV cache as they are computed, not packed for a kernel."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    class ExactAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
+        def forward(
+            self,
+            layer: AttentionLayer,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: CPUAttentionMetadata | None,
+            output: Tensor,
+            *_: object,
+            **__: object,
+        ) -> Tensor:
+            if attn_metadata is not None:
+                paged_attention(query, *_planes(kv_cache), attn_metadata, self.scale, output)
+            return output
+
+        def do_kv_cache_update(self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+            rows = (slot_mapping >= 0).nonzero().squeeze(1)  # others are padding
+            slots, size = slot_mapping[rows], kv_cache.shape[2]
+            for plane, new in zip(_planes(kv_cache), (key, value), strict=True):
+                plane[slots // size, :, slots % size] = new[rows]
+
+    return ExactAttention
+
+
+def _planes(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of keys and values [blocks, key-value heads, slots, width] in the KV cache."""
+    keys, values = kv_cache.chunk(2, dim=-1)
+    return keys, values
+
+
+def paged_attention(
+    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, metadata: CPUAttentionMetadata, scale: float, output: Tensor
+) -> None:
+    """Causal attention of each request's last tokens to its tokens in the KV cache. Writes to `output`, like query [tokens, heads, width].
+
+    Requests with equally many queries are computed together.
+    """
+    assert metadata.causal is True, "bidirectional attention has no exact sums"
+    starts, lengths, size = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), key_blocks.shape[2]
+    by_count: dict[int, list[int]] = {}
+    for request in range(len(starts) - 1):
+        by_count.setdefault(starts[request + 1] - starts[request], []).append(request)
+    for count, requests in by_count.items():
+        if not count:
+            continue
+        total = torch.tensor([lengths[request] for request in requests])[:, None]
+        longest = int(total.max())
+        blocks = metadata.block_table[requests, : -(-longest // size)].long()
+        keys, values = (plane[blocks].transpose(1, 2).flatten(2, 3)[:, :, :longest] for plane in (key_blocks, value_blocks))
+        rows = torch.tensor([starts[request] for request in requests])[:, None] + torch.arange(count)
+        slots = torch.arange(longest)
+        # Slots beyond a request's tokens have arbitrary contents.
+        keys, values = (x.masked_fill((slots >= total)[:, None, :, None], 0.0) for x in (keys, values))
+        visible = slots <= (total - count + torch.arange(count))[:, :, None]
+        out = exact.attention(query[rows].transpose(1, 2), keys, values, visible, scale)
+        output[rows] = out.transpose(1, 2).reshape(*rows.shape, *output.shape[1:])
+
+
+# ------------------------------------------------------------------------------------------------------------- sampling
+
+
+def _install_log_softmax(sampler: type[Sampler]) -> None:
+    """Let samplers of an exact engine compute log-probs with `exact.log_softmax`.
+
+    For a token after accepted drafts, vLLM's sampler is asked for logits and returns log-probs, to which the rejection sampler applies
+    log-softmax again; the second one rounds. These samplers return logits if they are asked for them.
+    """
+    build, forward, sample = sampler.__init__, sampler.forward, sampler.sample
+
+    @wraps(build)
+    def __init__(self: Sampler, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if is_exact():
+            self.__dict__["compute_logprobs"] = exact.log_softmax
+            self.__dict__["forward"] = _forward.__get__(self)
+            self.__dict__["sample"] = _sample.__get__(self)
+            self.topk_topp_sampler.logprobs_mode = "processed_logits"
+
+    def _forward(self: Sampler, *args: Any, **kwargs: Any) -> object:
+        self.__dict__["mtpctl_wants_logits"] = kwargs.get("logprobs_mode_override") == "processed_logits"
+        return forward(self, *args, **kwargs)
+
+    def _sample(self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
+        tokens, processed = sample(self, logits, sampling_metadata, logprobs_mode_override="processed_logits")
+        if processed is not None and not self.__dict__["mtpctl_wants_logits"]:
+            processed = exact.log_softmax(processed)
+        return tokens, processed
+
+    assign(sampler, __init__=__init__)

@@ -1,0 +1,191 @@
+"""Responses of a real engine in every situation that changes the shape of its steps, and their log-probs by the trainer.
+
+Run as a program, it prints a table: `python -m tests.fakes.bitwise --responses 500 --drafts 3 --method greedy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.recipe.numerics import Numerics
+from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.rollout.protocol import ABORTED
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.samples import GenerationRequest, Sample, ids_of
+from mtpctl.sync.sender import Publisher
+from mtpctl.sync.store import VersionStore
+from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.config import ScoreOptions
+from tests.fakes import tiny
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 112,
+    "max_position_embeddings": 256,
+}
+TOKENS, SHARED = 40, 96
+"""Maximum length of responses, and length of the prefix that every second prompt shares: three blocks."""
+ENGINE_ARGS: dict[str, object] = {
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    # Prompts take several steps, in which other requests decode.
+    "max_num_batched_tokens": 72,
+}
+KV_CACHE_BYTES = 24 * 32 * 3 * 2 * 32 * 4
+"""Room for 24 blocks of three layers, fewer than 16 requests need, so that some are preempted."""
+
+
+@dataclass
+class Counts:
+    """How often each situation occurred."""
+
+    preempted: int = 0
+    cached: int = 0
+    aborted: int = 0
+    chunked: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def versions(root: Path, count: int, **fields: Any) -> list[HfFolder]:
+    """Folders of one toy model with different weights."""
+    folders = []
+    for version in range(count):
+        folder = tiny.mimo(root / f"v{version}", **SIZES | fields)
+        generator = torch.Generator().manual_seed(version)
+        for file in folder.path.rglob("*.safetensors"):
+            tensors = {name: x + 0.03 * torch.randn(x.shape, generator=generator) for name, x in load_file(file).items()}
+            save_file(tensors, file, metadata={"format": "pt"})
+        folders.append(folder)
+    return folders
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count preemptions and prompts that take several steps in the block."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counts, preempt, schedule = Counts(), Scheduler._preempt_request, Scheduler.schedule
+
+    def _preempt_request(self: Any, *args: Any, **kwargs: Any) -> None:
+        counts.preempted += 1
+        preempt(self, *args, **kwargs)
+
+    def scheduled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        counts.chunked += sum(each.num_prompt_tokens > each.num_computed_tokens > 0 for each in self.running)
+        return output
+
+    Scheduler._preempt_request, Scheduler.schedule = _preempt_request, scheduled
+    try:
+        yield counts
+    finally:
+        Scheduler._preempt_request, Scheduler.schedule = preempt, schedule
+
+
+async def generate(
+    folders: list[HfFolder], store: Path, responses: int, *, k: int, method: str = "greedy", numerics: Numerics = "bitwise"
+) -> tuple[list[Sample], Counts]:
+    """Responses to prompts of many lengths, with a sync whenever a share of them has ended. Every second sync aborts the responses."""
+    speculation = SpeculationConfig(num_tokens=k, draft_method=method) if k else SpeculationConfig(num_tokens=0)  # type: ignore[arg-type]
+    rollout = VllmConfig(
+        max_in_flight=16, context=256, threads=1, kv_cache_bytes=KV_CACHE_BYTES, speculation=speculation, engine_args=ENGINE_ARGS
+    )
+    settings = engine_settings(rollout, model=str(folders[0].path), precision="fp32", device="cpu", numerics=numerics)
+    draw = random.Random(k)
+    vocab = folders[0].shape.vocab
+    shared = [draw.randrange(vocab) for _ in range(SHARED)]
+    lengths = [draw.choice((1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 120)) for _ in range(responses)]
+    prompts = [(shared if index % 2 else []) + [draw.randrange(vocab) for _ in range(length)] for index, length in enumerate(lengths)]
+    publisher = Publisher(VersionStore(store), bucket_bytes=1 << 20)
+    ended = 0
+
+    with counted() as counts:
+        engine = await VllmEngine.start(settings)
+        slots = asyncio.Semaphore(24)
+
+        async def respond(index: int) -> Sample:
+            nonlocal ended
+            request = GenerationRequest(Sample(f"p{index}", "g", ids_of(prompts[index])), TOKENS, temperature=1.0)
+            async with slots:
+                sample = await engine.generate(request)
+                while sample.finish_reason == ABORTED:
+                    counts.aborted += 1
+                    sample = await engine.generate(replace(request, sample=sample))
+            ended += 1
+            return sample
+
+        async def sync() -> None:
+            for version in range(1, len(folders)):
+                while ended < responses * version // len(folders):
+                    await asyncio.sleep(0.01)
+                (file,) = folders[version].path.rglob("*.safetensors")
+                manifest = publisher.publish(load_file(file).items(), version)
+                await engine.update(manifest, mode="abort" if version % 2 else "keep")
+
+        try:
+            samples, _ = await asyncio.gather(asyncio.gather(*map(respond, range(responses))), sync())
+        finally:
+            await engine.shutdown()
+    counts.cached = sum(sample.cached_tokens or 0 for sample in samples)
+    counts.drafted = sum(sample.speculation.drafted for sample in samples)
+    counts.accepted = sum(sample.speculation.accepted for sample in samples)
+    return samples, counts
+
+
+def differences(folders: list[HfFolder], samples: list[Sample], *, numerics: Numerics = "bitwise") -> np.ndarray:
+    """|difference| of the engine's log-probs from the trainer's and the log-prob server's, under the version that sampled each token."""
+    result = []
+    inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
+    for version, folder in enumerate(folders):
+        with tiny.engine(folder, numerics=numerics, tokens_per_microbatch=1500) as trainer:
+            passes = trainer.score(inputs), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
+        for scores in passes:
+            for sample, score in zip(samples, scores, strict=True):
+                own, behaviour = np.asarray(score.logprobs, np.float32), np.asarray(sample.behaviour_logprobs, np.float32)
+                result += [np.abs(own - behaviour)[span.start : span.end] for span in sample.version_spans if span.version == version]
+    return np.concatenate(result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--responses", type=int, default=500)
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--method", choices=("greedy", "probabilistic"), default="greedy")
+    parser.add_argument("--numerics", choices=("bitwise", "usual"), default="bitwise")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = versions(Path(scratch), 4)
+        began = time.monotonic()
+        sampling = generate(
+            folders, Path(scratch) / "store", options.responses, k=options.drafts, method=options.method, numerics=options.numerics
+        )
+        samples, counts = asyncio.run(sampling)
+        sampled = time.monotonic()
+        errors = differences(folders, samples, numerics=options.numerics)
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    print(f"{options.numerics}, {options.drafts} drafts, {options.method}: {len(samples)} responses, {tokens} tokens; {counts}")
+    print(f"  engine {sampled - began:.0f} s, trainer {time.monotonic() - sampled:.0f} s")
+    print(f"  {len(errors)} comparisons, {int((errors != 0).sum())} differ, largest difference {errors.max():.3g}")
+
+
+if __name__ == "__main__":
+    main()

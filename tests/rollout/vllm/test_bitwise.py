@@ -1,0 +1,31 @@
+"""`numerics: bitwise`: a real engine's log-probs equal the trainer's to the last bit, whatever steps computed them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.bitwise import differences, generate, versions
+from tests.fakes.engines import Loop
+
+
+def test_log_probs_equal_the_trainers_through_chunks_drafts_cache_hits_preemption_aborts_and_syncs(run: Loop, tmp_path: Path) -> None:
+    folders = versions(tmp_path, 3)
+    samples, counts = run(generate(folders, tmp_path / "store", 24, k=3), 200)
+    assert counts.preempted and counts.cached and counts.aborted and counts.chunked and counts.accepted, counts
+    assert {span.version for sample in samples for span in sample.version_spans} == {0, 1, 2}
+    errors = differences(folders, samples)
+    assert len(errors) == 2 * sum(len(sample.response_ids) for sample in samples)
+    assert errors.max() == 0.0
+    assert differences(folders[:1], samples, numerics="usual").max() > 0.0, "the usual sums round differently"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("k", "method"), [*((k, "greedy") for k in range(4)), (1, "probabilistic"), (3, "probabilistic")])
+def test_hundreds_of_responses_with_all_numbers_of_drafts(k: int, method: str, run: Loop, tmp_path: Path) -> None:
+    folders = versions(tmp_path, 4)
+    samples, counts = run(generate(folders, tmp_path / "store", 350, k=k, method=method), 600)
+    assert counts.preempted and counts.cached and counts.aborted and counts.chunked and (not k or counts.accepted), counts
+    assert differences(folders, samples).max() == 0.0
