@@ -117,15 +117,17 @@ def fit_problems(
 ) -> None:
     """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
 
-    With `targets`, also for the first prompt and solution, or conversation, that exceeds `context`. Prompts that fit at one token per
+    With `targets`, also for the first prompt and solution, or conversation, that exceeds `context`. Rows that fit at one token per
     character are not encoded, which saves most of the time with many rows.
     """
     template: int | None = None
     for problem in problems:
-        if not targets and not problem.messages and not problem.tools and problem.prompt.isascii():
+        target = problem.target if targets else ""
+        if not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
             if template is None:
                 template = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _JOINS
-            if template + len(problem.prompt) < context:
+            # A target has an end token, and may begin with a token of its own.
+            if template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
                 continue
         if targets and problem.is_conversation:
             length = sum(map(len, encode_sft(tokenizer, problem, config, tools, ends)[:2]))

@@ -15,9 +15,11 @@ from tests.fakes.convert_models import FAMILIES, assert_same_tensors, converted,
 from tests.fakes.convert_ranks import saved_again
 from tests.fakes.tiny import mimo
 
+LAYOUTS = ["mimo:tp=2", "mimo:pp=2", "odd:tp=2", "qwen3-moe:dp=2,ep=2"]
+PUBLISHED = ["fp8:tp=2:folder", "fp8:pp=2:folder", "packed:dp=2,ep=2:folder", "prefixed:tp=2:folder"]
 
-def through_ranks(root: Path, cases: list[str]) -> None:
-    """Convert each model, load and save it under the layout of each case, and convert back."""
+
+def convert_models(root: Path, cases: list[str]) -> None:
     for name in sorted({case.split(":")[0] for case in cases}):
         (root / name).mkdir()
         if name == "odd":
@@ -25,7 +27,10 @@ def through_ranks(root: Path, cases: list[str]) -> None:
         else:
             model(name, root / name / "hf")
         converted(root / name / "hf", root / name / "checkpoint")
-    under_ranks(root, cases)
+
+
+def assert_restored(root: Path, cases: list[str]) -> None:
+    """The checkpoints that the ranks saved give the folders back."""
     for case in cases:
         home, saved = root / case.split(":")[0], saved_again(root, case)
         converted(saved, Path(f"{saved}-back"), model=home / "hf")
@@ -44,8 +49,23 @@ def under_ranks(root: Path, cases: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_default_layouts_restore_and_save(tmp_path: Path) -> None:
-    through_ranks(tmp_path, ["mimo:tp=2", "mimo:pp=2", "odd:tp=2", "qwen3-moe:dp=2,ep=2"])
+@pytest.fixture(scope="module")
+def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that the ranks of `LAYOUTS` and `PUBLISHED` have loaded and saved, in one process, because its imports take the longest."""
+    root = tmp_path_factory.mktemp("ranks")
+    convert_models(root, LAYOUTS)
+    for create in (fp8, packed, prefixed):
+        home = root / create.__name__
+        home.mkdir()
+        create(home / "hf")
+        converted(home / "hf", home / "checkpoint")
+        converted(home / "checkpoint", home / "plain", dtype="bf16")
+    under_ranks(root, LAYOUTS + PUBLISHED)
+    return root
+
+
+def test_default_layouts_restore_and_save(saved_by_ranks: Path) -> None:
+    assert_restored(saved_by_ranks, LAYOUTS)
 
 
 @pytest.mark.slow
@@ -57,20 +77,14 @@ def test_every_family_restores_and_saves_under_other_layouts(tmp_path: Path, nam
     model(name, tmp_path / "probe" / "hf")
     if HfFolder.open(tmp_path / "probe" / "hf").shape.moe is not None:
         cases.append(f"{name}:dp=2,ep=2")
-    through_ranks(tmp_path, cases)
-
-
-def test_published_folder_variants_are_converted(tmp_path: Path) -> None:
-    """Folders that several ranks load equal the model that one process converts."""
-    cases = ["fp8:tp=2:folder", "fp8:pp=2:folder", "packed:dp=2,ep=2:folder", "prefixed:tp=2:folder"]
-    for give in (fp8, packed, prefixed):
-        home = tmp_path / give.__name__
-        home.mkdir()
-        give(home / "hf")
-        converted(home / "hf", home / "checkpoint")
-        converted(home / "checkpoint", home / "plain", dtype="bf16")
+    convert_models(tmp_path, cases)
     under_ranks(tmp_path, cases)
-    for case in cases:
-        home, saved = tmp_path / case.split(":")[0], saved_again(tmp_path, case)
+    assert_restored(tmp_path, cases)
+
+
+def test_published_folder_variants_are_converted(saved_by_ranks: Path) -> None:
+    """Folders that several ranks load equal the model that one process converts."""
+    for case in PUBLISHED:
+        home, saved = saved_by_ranks / case.split(":")[0], saved_again(saved_by_ranks, case)
         converted(saved, Path(f"{saved}-back"), model=home / "hf", dtype="bf16")
         assert_same_tensors(Path(f"{saved}-back"), home / "plain")

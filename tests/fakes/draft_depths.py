@@ -1,7 +1,6 @@
-"""The trainer's logits of each MTP depth, in a process of its own, since Megatron and vLLM share no process groups:
-`python -m tests.fakes.draft_depths FOLDER PRECISION SAMPLES.json OUT.pt`.
+"""The trainer's logits of each MTP depth, on a CPU: `python -m tests.fakes.draft_depths FOLDER PRECISION SAMPLES.json OUT.pt`.
 
-SAMPLES: for each sample its token ids and the position whose logits are asked for. OUT: [samples, depths, vocabulary].
+SAMPLES: for each sample its token ids and the position whose logits are requested. OUT: [samples, depths, vocabulary].
 """
 
 from __future__ import annotations
@@ -21,7 +20,14 @@ from tests.fakes.tiny import engine
 
 
 def main(folder: str, precision: str, samples: str, out: str) -> None:
-    requested: list[tuple[list[int], int]] = json.loads(Path(samples).read_text())
+    torch.save(depth_logits(folder, precision, json.loads(Path(samples).read_text())), out)
+
+
+def depth_logits(folder: str | Path, precision: str, requested: list[tuple[list[int], int]]) -> torch.Tensor:
+    """Logits [samples, depths, vocabulary] at the requested position of each sample's token ids.
+
+    The process must have no process groups, as with a running engine.
+    """
     lengths = [len(ids) for ids, _ in requested]
     flat = torch.tensor([token for ids, _ in requested for token in ids])
     source = HfFolder.open(folder)
@@ -30,7 +36,7 @@ def main(folder: str, precision: str, samples: str, out: str) -> None:
         hidden = created.module(flat, Packing.of(lengths, "cpu"), depths=DRAFTS)
         depths = [(state @ hidden.head.T).float().split(lengths) for state in hidden.mtp]
     result = [torch.stack([depth[number][position] for depth in depths]) for number, (_, position) in enumerate(requested)]
-    torch.save(torch.stack(result), out)
+    return torch.stack(result)
 
 
 if __name__ == "__main__":

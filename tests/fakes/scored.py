@@ -19,6 +19,11 @@ from mtpctl.samples import Sample
 
 
 def main(folder: str, file: str) -> None:
+    print(json.dumps(scored(folder, [Sample.from_dict(each) for each in json.loads(Path(file).read_text())])))
+
+
+def scored(folder: str | Path, samples: list[Sample]) -> dict[str, dict[str, Any]]:
+    """The differences, by `own` and `replayed`. The process must have no process groups, as with a running engine."""
     cpu_device.install()
     torch.set_num_threads(1)
     from mtpctl.convert.hf_folder import HfFolder
@@ -28,7 +33,6 @@ def main(folder: str, file: str) -> None:
     from mtpctl.trainer.engine import MegatronEngine
     from tests.fakes.sequences import sequences_of
 
-    samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())]
     tokens = max(512, *(sample.length for sample in samples))
     config = EngineConfig(ParallelConfig(), precision="bf16", mtp=MtpConfig(mode="off"), tokens_per_microbatch=tokens, train=False)
     engine = MegatronEngine(HfFolder.open(folder), config)
@@ -42,7 +46,7 @@ def main(folder: str, file: str) -> None:
             same = [(mine[..., None] == theirs[..., None, :]).any(-1).ravel() for mine, theirs in pairs if theirs is not None]
             result["own"]["agreement"] = float(np.concatenate(same).mean())
     engine.close()
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,9 @@ from vllm.platforms import current_platform
 
 from mtpctl.recipe.rollout import SpeculationConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.scored import scored
 from tests.fakes.toys import QWEN3_5, toy_folder
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU path")
@@ -29,12 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy_folder(QWEN3_5, tmp_path_factory.mktemp("model") / "qwen3.5", 0, "bf16")
 
 
-@pytest.fixture(scope="module")
-def engine(start_engine: Callable[[VllmSettings], VllmEngine], folder: Path) -> VllmEngine:
-    drafts = SpeculationConfig(num_tokens=2, draft_method="probabilistic", auto=True)
-    return start_engine(cpu_settings(folder, speculation=drafts, context=CONTEXT, precision="bf16"))
-
-
 async def responses(engine: VllmEngine, count: int) -> list[Sample]:
     prompts = ([(3 * index + place) % 97 for place in range(PROMPT)] for index in range(count))
     requests = (
@@ -43,17 +33,10 @@ async def responses(engine: VllmEngine, count: int) -> list[Sample]:
     return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
-def mismatch(folder: Path, samples: list[Sample], file: Path) -> float:
-    """Mean difference between the engine's log-probs and the trainer's in bf16, in nats."""
-    file.write_text(json.dumps([sample.to_dict() for sample in samples]))
-    command = [sys.executable, "-m", "tests.fakes.scored", str(folder), str(file)]
-    scored = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    return float(json.loads(scored.stdout.splitlines()[-1])["own"]["mean"])
+def test_drafts_up_to_the_context_limit_keep_the_logprobs_of_the_policy(run: Loop, folder: Path) -> None:
+    drafts = SpeculationConfig(num_tokens=2, draft_method="probabilistic", auto=True)
+    engine = run(VllmEngine.start(cpu_settings(folder, speculation=drafts, context=CONTEXT, precision="bf16")))
 
-
-def test_drafts_up_to_the_context_limit_keep_the_logprobs_of_the_policy(
-    engine: VllmEngine, run: Loop, folder: Path, tmp_path: Path
-) -> None:
     async def with_changing_drafts() -> list[Sample]:
         task = asyncio.ensure_future(responses(engine, 16))
         for drafts in (2, 1, 0, 2, 0, 1):
@@ -61,12 +44,15 @@ def test_drafts_up_to_the_context_limit_keep_the_logprobs_of_the_policy(
             await asyncio.sleep(0.01)
         return await task
 
-    run(engine.speculate(0))
-    plain = run(responses(engine, 16))
-    run(engine.speculate(2))
-    drafted = run(responses(engine, 16)) + run(with_changing_drafts())
+    try:
+        run(engine.speculate(0))
+        plain = run(responses(engine, 16))
+        run(engine.speculate(2))
+        drafted = run(responses(engine, 16)) + run(with_changing_drafts())
+    finally:
+        run(engine.shutdown())
     for sample in plain + drafted:
         assert len(sample.prompt_ids) + len(sample.response_ids) == CONTEXT or sample.finish_reason == "stop"
     assert sum(sample.speculation.accepted for sample in drafted) > 0
     # The same rounding with and without drafts; a state that is read at the wrong position differs by far more.
-    assert mismatch(folder, drafted, tmp_path / "drafted.json") < 2 * mismatch(folder, plain, tmp_path / "plain.json")
+    assert scored(folder, drafted)["own"]["mean"] < 2 * scored(folder, plain)["own"]["mean"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes.draft_depths import depth_logits
 from tests.fakes.engine_drafts import DRAFTS, Drafting
 from tests.fakes.toys import NARROW_VALUES, ON_CARDS, SERVED, TOYS, toy_folder
 
@@ -42,6 +43,8 @@ def drafted(folder: Path, precision: str, scratch: Path) -> tuple[list[int], lis
 def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: str, scratch: Path) -> torch.Tensor:
     """The trainer's logits [draftings, depths, vocabulary], had the engine's drafts been the tokens that follow."""
     samples = [([*ids[: each.position + 1], each.token, *each.drafts[:-1]], each.position) for each in draftings]
+    if not torch.cuda.is_available():
+        return depth_logits(folder, precision, samples)
     file, out = scratch / "samples.json", scratch / "logits.pt"
     file.write_text(json.dumps(samples))
     program("draft_depths", folder, precision, file, out, cards="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,11 +38,14 @@ def test_drafts_are_accepted_after_every_sync_until_the_drafter_is_zeroed(device
     store, watch = VersionStore(tmp_path / "store"), AcceptanceWatch()
     publisher = Publisher(store, bucket_bytes=1 << 16)
 
-    def served() -> list[Sample]:
+    async def responses() -> list[Sample]:
         # vLLM drafts without the embedding at the first position, which a longer prompt leaves behind.
         prompts = ([3, 4, 5 + index] for index in range(4))
         requests = [GenerationRequest(Sample(f"p{index}", "g", prompt), 200, temperature=0.0) for index, prompt in enumerate(prompts)]
-        return [run(engine.generate(request)) for request in requests]
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    def served() -> list[Sample]:
+        return run(responses())
 
     def accepted(samples: list[Sample]) -> float:
         return sum(each.speculation.accepted for each in samples) / sum(each.speculation.drafted for each in samples)

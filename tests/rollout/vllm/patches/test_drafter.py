@@ -16,7 +16,6 @@ from mtpctl.rollout.vllm.patches.drafter import TIMED_STEPS, DraftTimes
 from mtpctl.rollout.vllm.plugin import install
 
 COMPILED = """
-import sys
 import torch
 from torch import nn
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
@@ -29,43 +28,41 @@ class Layers(nn.Module):
         return hidden_states + (10.0, 20.0, 30.0)[spec_step_idx]
 
 
-if sys.argv[1] == "patched":
-    from mtpctl.rollout.vllm.patches.drafter import install_depths
+def added():
+    config = VllmConfig(compilation_config=CompilationConfig(mode=2, backend="eager"))
+    drafter = DeepSeekMTP.__new__(DeepSeekMTP)
+    nn.Module.__init__(drafter)
+    drafter.model = Layers()
+    drafter.vllm_config, drafter.compilation_config = config, config.compilation_config
+    drafter.do_not_compile = drafter.compiled = drafter.was_aot_compile_fn_loaded_from_disk = False
+    drafter._dynamic_arg_dims, drafter._compile_tag = {}, ""
+    with set_current_vllm_config(config):
+        TorchCompileWithNoGuardsWrapper.__init__(drafter)
+        call = lambda depth: drafter(
+            input_ids=torch.zeros(2, dtype=torch.int64), positions=torch.zeros(2), hidden_states=torch.zeros(2), spec_step_idx=depth
+        )
+        return [float(call(depth)[0]) for depth in range(3)]
 
-    install_depths()
-config = VllmConfig(compilation_config=CompilationConfig(mode=2, backend="eager"))
-drafter = DeepSeekMTP.__new__(DeepSeekMTP)
-nn.Module.__init__(drafter)
-drafter.model = Layers()
-drafter.vllm_config, drafter.compilation_config = config, config.compilation_config
-drafter.do_not_compile = drafter.compiled = drafter.was_aot_compile_fn_loaded_from_disk = False
-drafter._dynamic_arg_dims, drafter._compile_tag = {}, ""
-with set_current_vllm_config(config):
-    TorchCompileWithNoGuardsWrapper.__init__(drafter)
-    call = lambda depth: drafter(
-        input_ids=torch.zeros(2, dtype=torch.int64), positions=torch.zeros(2), hidden_states=torch.zeros(2), spec_step_idx=depth
-    )
-    print([float(call(depth)[0]) for depth in range(3)])
+
+shipped = added()
+from mtpctl.rollout.vllm.patches.drafter import install_depths
+
+install_depths()
+print(shipped, added())
 """
-"""A DeepSeek drafter of three layers that add 10, 20 and 30, compiled as vLLM compiles it: what it adds at depths 1 to 3."""
+"""A DeepSeek drafter of three layers that add 10, 20 and 30, compiled as vLLM compiles it: what it adds at depths 1 to 3 without and with
+the patch."""
 
 
-def compiled(how: str) -> str:
-    """What `COMPILED` prints, in a process of its own: a patch stays for as long as its process lives."""
+def test_patch_runs_the_layer_of_each_depth_of_a_compiled_drafter() -> None:
+    """Upstream runs the first layer for every depth."""
+    # In a process of its own: a patch stays for as long as its process lives.
     # An engine that another test has started in this process on a CPU has switched compilation off.
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILED, how]
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()[-1]
-
-
-def test_upstream_runs_the_first_layer_of_a_compiled_drafter_for_every_depth() -> None:
-    assert compiled("as shipped") == "[10.0, 10.0, 10.0]"
-
-
-def test_each_depth_has_its_layer() -> None:
-    assert compiled("patched") == "[10.0, 20.0, 30.0]"
+    assert done.stdout.splitlines()[-1] == "[10.0, 10.0, 10.0] [10.0, 20.0, 30.0]"
 
 
 def test_mimo_drafter_runs_the_requested_layer() -> None:
