@@ -126,7 +126,7 @@ def fit_problems(
         if not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
             if template is None:
                 template = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _JOINS
-            # A target has an end token, and may begin with a token of its own.
+            # A target has an end token, and may begin with an extra token.
             if template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
                 continue
         if targets and problem.is_conversation:
