@@ -309,7 +309,10 @@ class RolloutLoop:
             )
             return
         self.counts.rewards.append(rewards)
-        if self.teach is not None or not self.recipe.train.rl.dynamic_sampling or has_signal(rewards):
+        signal = has_signal(rewards)
+        if self.recipe.train.rl.signal_backoff:
+            self.cursor.rest(group.problem, signal=signal)
+        if self.teach is not None or not self.recipe.train.rl.dynamic_sampling or signal:
             self._without_signal = 0
             await self.buffer.put(group)
             return

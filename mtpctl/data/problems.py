@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from mtpctl.errors import UserError
 
@@ -82,6 +82,10 @@ def content_of(message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
+MAX_REST = 16
+"""Maximum number of epochs from one draw of a problem without signal to the next."""
+
+
 class CursorState(TypedDict):
     """The position of a cursor, and the inputs that determine its order, as stored in a checkpoint."""
 
@@ -90,10 +94,15 @@ class CursorState(TypedDict):
     seed: int
     shuffle: bool
     fingerprint: str
+    drawn: NotRequired[int]
+    resting: NotRequired[dict[str, list[int]]]
 
 
 class PromptCursor:
-    """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run neither repeats nor skips a problem."""
+    """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run neither repeats nor skips a problem.
+
+    With `rest`, problems whose group had no signal are skipped in the following epochs.
+    """
 
     def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True) -> None:
         """Raises UserError if there are no problems."""
@@ -102,6 +111,8 @@ class PromptCursor:
         self._problems = problems
         self._seed = seed
         self._shuffle = shuffle
+        self._drawn = 0
+        self._resting: dict[str, list[int]] = {}  # by prompt id: groups without signal in a row, epoch of the next draw
         self._begin(epoch=0, position=0)
 
     def _begin(self, epoch: int, position: int) -> None:
@@ -118,29 +129,57 @@ class PromptCursor:
     @property
     def drawn(self) -> int:
         """Number of problems drawn so far, over all epochs."""
-        return self._epoch * len(self._order) + self._position
+        return self._drawn
 
     def __iter__(self) -> PromptCursor:
         return self
 
     def __next__(self) -> Problem:
+        for _ in range(len(self._order)):
+            problem = self._advance()
+            if not self._rests(problem):
+                break
+        else:
+            # Every problem rests.
+            problem = self._advance()
+        self._drawn += 1
+        return problem
+
+    def _advance(self) -> Problem:
         if self._position == len(self._order):
             self._begin(self._epoch + 1, 0)
         problem = self._problems[self._order[self._position]]
         self._position += 1
         return problem
 
+    def _rests(self, problem: Problem) -> bool:
+        return problem.prompt_id in self._resting and self._resting[problem.prompt_id][1] > self._epoch
+
+    def rest(self, problem: Problem, *, signal: bool) -> None:
+        """Report whether a drawn problem's group had signal. After z groups without signal in a row, it is drawn in every 2^z-th epoch.
+
+        At most `MAX_REST` epochs pass between two draws. The rule is that of GRESO (arXiv 2506.02177), with intervals instead of
+        probabilities, so that a resumed run draws the same problems.
+        """
+        if signal:
+            self._resting.pop(problem.prompt_id, None)
+            return
+        in_a_row = self._resting.get(problem.prompt_id, [0])[0] + 1
+        self._resting[problem.prompt_id] = [in_a_row, self._epoch + min(2**in_a_row, MAX_REST)]
+
     def take(self, count: int) -> list[Problem]:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> CursorState:
-        """The state for `load_state_dict`, JSON-serializable."""
+        """The state for `load_state_dict`, JSON-serializable. Later calls of `rest` change its entry `resting`, which is not a copy."""
         return {
             "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
+            "drawn": self._drawn,
+            "resting": self._resting,
         }
 
     def load_state_dict(self, state: CursorState) -> None:
@@ -157,6 +196,8 @@ class PromptCursor:
                     "restore it or start a new run_dir"
                 )
         self._begin(state["epoch"], state["position"])
+        self._drawn = state.get("drawn", state["epoch"] * len(self._order) + state["position"])
+        self._resting = dict(state.get("resting", {}))
 
     @cached_property
     def _fingerprint(self) -> str:

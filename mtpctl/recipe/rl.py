@@ -188,6 +188,9 @@ class RlConfig(Section):
     kl_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty against the reference policy, the model before RL.")
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of the KL penalty; GRPO uses k3.")
     dynamic_sampling: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
+    signal_backoff: bool = Field(
+        False, description="Draw a prompt whose last z groups in a row had no signal only in every 2^z-th epoch, at most every 16th."
+    )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     teacher: TeacherConfig | None = Field(None, description="Teacher model of on-policy distillation.")
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
@@ -278,6 +281,8 @@ def check_loss(rl: RlConfig) -> Complaints:
         yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name your own loss as FILE.py:NAME"
     if rl.advantage_args and not is_reference(rl.advantage):
         yield f"train.rl.advantage_args: advantage: {rl.advantage} takes none; remove them, or name a function as FILE.py:NAME"
+    if rl.signal_backoff and not rl.dynamic_sampling:
+        yield "train.rl.signal_backoff: needs dynamic_sampling: true; without it, groups without signal are trained on as well"
     if rl.group_size > 1:
         return
     if rl.advantage in ADVANTAGES and rl.advantage != "reinforce_pp":

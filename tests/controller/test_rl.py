@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import math
 import random
@@ -17,7 +18,7 @@ from mtpctl.controller.rl import RlStage
 from mtpctl.controller.rollout_loop import BATCHES_WITHOUT_SIGNAL
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
-from mtpctl.data.problems import Problem
+from mtpctl.data.problems import Problem, PromptCursor
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Answered, Outcome
@@ -150,6 +151,24 @@ def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
     assert {int(s.prompt_id[1:]) % 2 for batch in world.batches for s in batch} == {1}
     assert all(len(batch) == 8 for batch in world.batches)
     assert world.rows[-1][1]["reward/signal_fraction"] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("backoff", [False, True])
+def test_problems_without_signal_rest_with_signal_backoff(tmp_path: Path, backoff: bool) -> None:
+    """Half of 16 problems never have signal. 8 epochs draw them 8 times, or in epochs 0, 2 and 6."""
+    recipe = recipe_of(steps=16, staleness=0.0, signal_backoff=backoff)
+    world, answered = World(), collections.Counter[str]()
+
+    def text(sample: Sample) -> str:
+        answered[sample.prompt_id] += 1
+        return str(sample.index) if int(sample.prompt_id[1:]) % 2 else "1"
+
+    stage = stage_of(recipe, world, tmp_path, text)
+    stage.rollout.cursor = PromptCursor([Problem(f"p{i}", f"{i}", "1") for i in range(16)], 0, shuffle=False)
+    drive(stage)
+    hopeless = sum(answered[f"p{i}"] for i in range(0, 16, 2)) / 16
+    learning = sum(answered[f"p{i}"] for i in range(1, 16, 2)) / 16
+    assert learning == 8 and hopeless == (3 if backoff else 8)
 
 
 def test_signal_fraction_excludes_trained_groups_without_signal(tmp_path: Path) -> None:

@@ -47,6 +47,53 @@ def test_resume(before: int) -> None:
     assert resumed.take(20) == cursor.take(20)
 
 
+def test_problems_without_signal_are_drawn_in_every_second_then_fourth_epoch_until_they_have_signal() -> None:
+    cursor, drawn = PromptCursor(PROBLEMS, seed=1), []
+    while cursor.epoch < 16:
+        epoch, problem = cursor.epoch, next(cursor)
+        if problem is PROBLEMS[3]:
+            drawn.append(epoch)
+        cursor.rest(problem, signal=problem is not PROBLEMS[3] or epoch == 6)
+    assert drawn == [0, 2, 6, 7, 9, 13]
+    assert cursor.drawn == 16 * 6 + len(drawn)
+
+
+def test_a_problem_without_signal_is_drawn_at_least_in_every_sixteenth_epoch() -> None:
+    cursor, drawn = PromptCursor(PROBLEMS, seed=1), []
+    while cursor.epoch < 64:
+        epoch, problem = cursor.epoch, next(cursor)
+        if problem is PROBLEMS[3]:
+            drawn.append(epoch)
+        cursor.rest(problem, signal=problem is not PROBLEMS[3])
+    assert drawn == [0, 2, 6, 14, 30, 46, 62]
+
+
+def test_problems_are_drawn_even_if_all_rest() -> None:
+    cursor = PromptCursor(PROBLEMS, seed=1)
+    for problem in cursor.take(7):
+        cursor.rest(problem, signal=False)
+    assert len(cursor.take(3)) == 3 and cursor.drawn == 10
+
+
+def test_a_resumed_cursor_skips_the_same_problems() -> None:
+    cursor = PromptCursor(PROBLEMS, seed=4)
+    for problem in cursor.take(9):
+        cursor.rest(problem, signal=problem.answer in "246")
+    resumed = PromptCursor(PROBLEMS, seed=4)
+    resumed.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
+    assert resumed.drawn == 9
+    assert resumed.take(30) == cursor.take(30)
+
+
+def test_a_state_without_a_number_of_draws_counts_whole_epochs() -> None:
+    """Checkpoints of earlier releases."""
+    state = PromptCursor(PROBLEMS, seed=4).state_dict() | {"epoch": 2, "position": 3}
+    del state["drawn"], state["resting"]
+    cursor = PromptCursor(PROBLEMS, seed=4)
+    cursor.load_state_dict(state)  # type: ignore[arg-type]
+    assert cursor.drawn == 17
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     state = PromptCursor(PROBLEMS, seed=4).state_dict()
     with pytest.raises(UserError, match=r"^seed: "):

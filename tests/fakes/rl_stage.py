@@ -123,11 +123,20 @@ def recipe_of(
     max_staleness: int = 8,
     deterministic: bool = False,
     dynamic_sampling: bool = True,
+    signal_backoff: bool = False,
 ) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": "anywhere"},
-            "train": {"rl": {"steps": steps, "prompts_per_step": 4, "group_size": 2, "dynamic_sampling": dynamic_sampling}},
+            "train": {
+                "rl": {
+                    "steps": steps,
+                    "prompts_per_step": 4,
+                    "group_size": 2,
+                    "dynamic_sampling": dynamic_sampling,
+                    "signal_backoff": signal_backoff,
+                }
+            },
             "async": {
                 "staleness_threshold": staleness,
                 "sync_every": sync_every,
