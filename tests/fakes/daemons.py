@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -86,8 +87,9 @@ class Command:
         self.process.wait()
 
 
-@pytest.fixture
-def command() -> Iterator[Command]:
+@contextmanager
+def started() -> Iterator[Command]:
+    """A command that has started. It is killed at the end."""
     # pytest's own folders are too deep for Ray's sockets
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         command = Command(Path(folder))
@@ -95,3 +97,9 @@ def command() -> Iterator[Command]:
             yield command
         finally:
             command.close()
+
+
+@pytest.fixture
+def command() -> Iterator[Command]:
+    with started() as command:
+        yield command

@@ -266,7 +266,10 @@ CASES = [
     _case("pp2-of-five-layers", "five", pp=2),
     _case("dp2", dp=2, poisoned=True),
     _case("cp2", cp=2, poisoned=True),
-    _case("cp4-small-blocks", cp=4, fields={"tokens_per_microbatch": 8}),
+    *(
+        _case(name, few=True, like="mimo-few", fields={"tokens_per_microbatch": 8}, **p)
+        for name, p in (("mimo-few", {}), ("cp4-small-blocks", {"cp": 4}))
+    ),
     _case("cp2-pp2", cp=2, pp=2),
     _case("dp2-sharded", dp=2, fields=SHARDED, saved=True),
     *(
@@ -421,14 +424,15 @@ DEFAULT = frozenset(
         *("tp2-tied-joint", "tied-clipped-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         *("token-sp2", "own-cp2", "gspo-cp2"),
-        *("tp2-dflash", "sp2-dflash", "cp2-dflash"),
-        *("tp2-eagle3", "sp2-eagle3", "cp2-eagle3", "tied-drafts-only-pp2", "eagle3-drafts-only-sp2"),
+        *("tp2-dflash", "sp2-dflash-against-trunk", "cp2-dflash-against-trunk"),
+        *("tp2-eagle3", "cp2-eagle3-against-trunk", "tied-drafts-only-pp2", "eagle3-drafts-only-sp2"),
         *("cp2-tied-against-trunk", "replay-sp2-pp2-recomputed", "replay-cp2-ep2-recomputed", "crowded-ep2", "crowded-lora-ep2"),
         *("sp2-tied-multistep", "cp2-three-depths-multistep"),
         *("dp2-sharded-to-tp2-sharded", "lora-moe-ep2", "lora-to-tp2"),
     }
 )
 """Cases of the default suite: each kind of parallelism and each path through an update once. The others are slow."""
+assert {case.name for case in CASES} >= DEFAULT, "each name is one of a case"
 
 
 def with_origins(names: frozenset[str]) -> list[Case]:

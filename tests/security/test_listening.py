@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,9 +16,14 @@ from mtpctl.cluster.local import keep_token_private, make_private_sessions
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
-from tests.fakes.daemons import Command, command
+from tests.fakes.daemons import Command, started
 
-__all__ = ["command"]  # a fixture
+
+@pytest.fixture(scope="module")
+def command() -> Iterator[Command]:
+    """One for all tests of this file, which only look at it."""
+    with started() as command:
+        yield command
 
 
 def listening(process: psutil.Process) -> set[str]:
