@@ -5,7 +5,7 @@ libraries select kernels by shape, and each sums in another order, so the last b
 before a sum over n terms, both factors are rounded to integer multiples of a power of two, small enough that every partial sum is an
 integer below 2⁵³. Sums of such integers in float64 are exact in any order, for any matrix library, number of threads and CPU (error-free
 matrix products by slicing: Ozaki et al., Numerical Algorithms 59, 2012). The result is rounded once. A row's power of two is set by its own
-largest element, and the number of bits by n, so a factor keeps 19 to 23 bits relative to that element.
+largest element, and the number of bits by n, so a factor keeps 19 to 24 bits relative to that element.
 
 All else is elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit. Exponentials, logarithms,
 sines and cosines are polynomials of these in float64, because libraries evaluate them in other ways at the end of an array than in its

@@ -16,7 +16,8 @@ from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
-from mtpctl.jobs.dry_run import check_rows, check_weights
+from mtpctl.jobs.dry_run import as_json, check_rows, check_weights, dry_run, render
+from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.runs import CONFIG, sparse_folder
 from tests.fakes.tiny import MIMO
@@ -156,3 +157,10 @@ def test_weights_of_a_7b_model_are_checked_without_torch(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_plan_mentions_bitwise_numerics(tmp_path: Path) -> None:
+    for numerics in ("usual", "bitwise"):
+        plan = dry_run(load_recipe("tiny_mtp", sets=[f"numerics={numerics}", f"run_dir={tmp_path}"]).recipe)
+        assert as_json(plan)["numerics"] == numerics
+        assert ("\nnumerics   bitwise: engine, log-prob server and trainer" in render(plan)) == (numerics == "bitwise")

@@ -44,6 +44,20 @@ def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float6
     return [float(torch.as_tensor(mean).detach()) for mean in means], grads
 
 
+def test_exact_sums_match_the_reference(tmp_path):
+    """Products read factors of 21 bits and more, relative to the largest of their row, and add up to 128 of them in two layers."""
+    folder, batch = mimo(tmp_path / "model"), sequences()
+    losses, expected = reference(folder, batch, depths=1, isolated=True, loss_scale=0.3)
+    with engine(
+        folder, mtp=MtpConfig(mode="isolated", loss_scale=0.3, clip_grad=0), tokens_per_microbatch=40, numerics="bitwise"
+    ) as trainer:
+        trainer.set_optimizer(GENTLE)
+        metrics = trainer.update(batch, NextToken())
+        result = gradients(trainer)
+    assert [metrics["sft/loss"], metrics["mtp/loss_1"]] == pytest.approx(losses, rel=2e-6)
+    assert_close(result, expected, 2e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["joint", "isolated"])
