@@ -28,7 +28,8 @@ def test_log_probs_of_a_version_are_equal_in_every_update(run: str, tmp_path: Pa
     rows = [row for row in start.rows() if row.get("phase") == "rl" and "actor/pg_loss" in row]
     assert len(rows) == UPDATES
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
-    assert len(same) >= UPDATES - 1 and set(same) == {0.0}
+    # With stale samples, an update may have no token that was sampled with the weights that score it.
+    assert len(same) >= (UPDATES if run == "recomputed" else 1) and set(same) == {0.0}
     assert min(row["actor/grad_norm"] for row in rows) > 0 and sum(row["rollout/spec_accepted"] for row in rows) > 0
     if run == "recomputed":
         assert {_on_policy(row) for row in rows} == {(0.0, 1.0, 0.0, 0.0)}
