@@ -24,8 +24,8 @@ from mtpctl.convert.tensor_files import INDEXES, FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
-from mtpctl.families.shape import DFlashShape, Eagle3Shape, ModelShape
-from mtpctl.families.tensors import aliases, section_of, tensor_shapes
+from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, ModelShape, MtpConvention
+from mtpctl.families.tensors import MTP_EXPERTS, aliases, section_of, tensor_shapes
 
 MTP_FILE = "model-mtp.safetensors"
 """Weight file of added MTP layers."""
@@ -79,8 +79,6 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
 def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
-    same = [index for index, kind in enumerate(shape.layer_kinds) if kind == mtp.kind]
-    last = f"{shape.prefix}layers.{same[-1]}."
     neutral = torch.zeros(hidden) if shape.delta is not None else torch.ones(hidden)
     for depth in range(shape.mtp_layers):
 
@@ -93,11 +91,24 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
         yield name(mtp.hidden_norm), neutral
         if mtp.final_norm is not None:
             yield name(mtp.final_norm), weights[shape.norm_name]
-        for tensor in weights:
-            # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
-            if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
-                leaf = tensor.removeprefix(last).replace("post_attention_layernorm", mtp.mlp_norm)
-                yield name(mtp.layer) + leaf, weights[tensor]
+        for ours, last in _copied_layers(shape, mtp):
+            for tensor in weights:
+                # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
+                if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
+                    leaf = tensor.removeprefix(last).replace("post_attention_layernorm", mtp.mlp_norm)
+                    yield name(ours) + leaf, weights[tensor]
+
+
+def _copied_layers(shape: ModelShape, mtp: MtpConvention) -> Iterator[tuple[str, str]]:
+    """The prefix of each layer of the drafter, with that of the last decoder layer of its kind."""
+
+    def last(kind: LayerKind) -> str:
+        return f"{shape.prefix}layers.{max(index for index, each in enumerate(shape.layer_kinds) if each == kind)}."
+
+    yield mtp.layer, last(mtp.kind)
+    if shape.mamba is not None:
+        sparse = max(index for index in range(shape.layers) if shape.mlp_of(index) == "sparse")
+        yield MTP_EXPERTS, f"{shape.prefix}layers.{sparse}."
 
 
 def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:

@@ -115,6 +115,8 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
     moe = _moe(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in _blocks(fields)) else None
+    if family.blocks and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
+        raise UserError(f"model config: the MTP layer of {family.name} needs the sizes of attention and experts; {BLOCKS} has not both")
     rope = rope_fields(family, fields.raw, positions)
     shape = ModelShape(
         family=family.name,
@@ -315,7 +317,7 @@ def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
     shared = {
         "none": 0,
         "shared_expert": fields.whole("shared_expert_intermediate_size", 0),
-        "shared_experts": fields.whole("n_shared_experts", 0)
+        "shared_experts": fields.whole("n_shared_experts", int(family.dense == "blocks"))
         * (fields.whole("moe_shared_expert_intermediate_size") if family.dense == "blocks" else ffn),
     }[family.shared]
     return MoeShape(

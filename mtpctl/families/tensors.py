@@ -14,6 +14,9 @@ from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, MambaShap
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 
+MTP_EXPERTS = "mtp.layers.1."
+"""Prefix of the experts of Nemotron-H's MTP layer, which folders and vLLM number as a layer."""
+
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     """Every tensor of the checkpoint: embedding, decoder layers, final norm, head, MTP layers. A tied head is not stored.
@@ -221,8 +224,8 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     }
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
     if shape.mamba is not None:
-        tensors.update(_block(shape, shape.mamba, "mtp.layers.0.", "full_attention", "none"))
-        tensors.update(_block(shape, shape.mamba, "mtp.layers.1.", "none", "sparse"))
+        tensors.update(_block(shape, shape.mamba, mtp.layer, "full_attention", "none"))
+        tensors.update(_block(shape, shape.mamba, MTP_EXPERTS, "none", "sparse"))
         return tensors
     sparse = shape.moe is not None and not mtp.dense
     tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))

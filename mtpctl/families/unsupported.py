@@ -88,7 +88,7 @@ UNSUPPORTED = (
         "MiMo-V2-Flash",
     ),
     Unsupported(
-        "Nemotron 3 Super and Ultra",
+        "Nemotron 3 Super or Ultra",
         (),
         ("nvidia-nemotron-3-super", "nvidia-nemotron-3-ultra", "nemotron-3-super", "nemotron-3-ultra"),
         "experts with a latent width (moe_latent_size)",

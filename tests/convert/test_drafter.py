@@ -22,7 +22,7 @@ from mtpctl.recipe.model import MtpConfig
 from tests.fakes.convert_models import change_config, converted
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import engine
-from tests.fakes.toys import GLM4_MOE, LLAMA_EAGLE3, MIMO, MIMO_V2_FLASH, QWEN3_5, QWEN3_MOE_EAGLE3, SIZES, toy_folder
+from tests.fakes.toys import GLM4_MOE, LLAMA_EAGLE3, MIMO, MIMO_V2_FLASH, NEMOTRON_H, QWEN3_5, QWEN3_MOE_EAGLE3, SIZES, toy_folder
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[dict[str, Any], Kind]] = {
     "qwen2": (QWEN2, "mtp"),
     "glm4-moe": (without(GLM4_MOE, "num_nextn_predict_layers"), "mtp"),
     "mimo-v2-flash": (MIMO_V2_FLASH | {"num_nextn_predict_layers": 0}, "mtp"),
+    "nemotron-h": (without(NEMOTRON_H, "num_nextn_predict_layers"), "mtp"),
     "qwen3.5": (without(QWEN3_5, "mtp_num_hidden_layers"), "mtp"),
 }
 
@@ -89,9 +90,10 @@ def test_new_drafter_is_a_working_decoder_layer(tmp_path: Path, name: str) -> No
     model, weights = ModelWeights(source), ModelWeights(folder.path)
     mtp = folder.shape.mtp
     assert mtp is not None
-    last = f"model.layers.{folder.shape.layers - 1}."
-    name_of = f"{mtp.name(mtp.layer, 0, folder.shape.layers)}self_attn.o_proj.weight"
-    assert torch.equal(weights[name_of], model[f"{last}self_attn.o_proj.weight"])
+    last = folder.shape.layers - 1 - folder.shape.layer_kinds[::-1].index(mtp.kind)
+    projection = "self_attn.o_proj.weight" if folder.shape.mamba is None else "mixer.o_proj.weight"
+    name_of = f"{mtp.name(mtp.layer, 0, folder.shape.layers)}{projection}"
+    assert torch.equal(weights[name_of], model[f"{folder.shape.prefix}layers.{last}.{projection}"])
     from mtpctl.model.packing import Packing
 
     with (

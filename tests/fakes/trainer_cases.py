@@ -115,6 +115,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 2,
     },
+    "nemotron-h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "ME*M",
+        "layer_norm_epsilon": 1e-5,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 4,
+        "ssm_state_size": 10,
+        "conv_kernel": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 20,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": False,
+        "rms_norm_eps": None,
+        "initializer_range": 0.1,
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -162,7 +185,7 @@ class Case:
     @property
     def bound(self) -> float:
         """Relative bound of gradients. The recurrence of linear attention amplifies rounding."""
-        return 5e-5 if self.model == "qwen3.5" else 1e-5
+        return 5e-5 if self.model in ("qwen3.5", "nemotron-h") else 1e-5
 
 
 def _case(
@@ -305,6 +328,8 @@ CASES = [
     *(_case(f"mimo-v2-{layout}", "mimo-v2", like="mimo-v2-one", saved=layout == "one", **parallel) for layout, parallel in LAYOUTS.items()),
     _case("mimo-v2-tp2-ep2", "mimo-v2", like="mimo-v2-one", tp=2, sequence_parallel=True, dp=2, ep=2),
     _case("mimo-v2-to-sp2", "mimo-v2", like="mimo-v2-one", restore="mimo-v2-one", tp=2, sequence_parallel=True),
+    *(_case(f"nemotron-{layout}", "nemotron-h", like="nemotron-one", saved=layout == "one", **p) for layout, p in LAYOUTS.items()),
+    _case("nemotron-to-sp2-cp2", "nemotron-h", like="nemotron-one", restore="nemotron-one", tp=2, sequence_parallel=True, cp=2),
     _case("qwen3-moe-ep2", "qwen3-moe", dp=2, ep=2),
     _case("qwen3-moe-tp2", "qwen3-moe", tp=2, sequence_parallel=True),
     _case("deepseek-sp2", "deepseek", tp=2, sequence_parallel=True),
@@ -423,6 +448,7 @@ DEFAULT = frozenset(
         *("tp2", "sp2-pp2", "pp2-mtp-alone", "cp2", "dp2", "cp4-small-blocks", "dp2-sharded", "tp2-odd-vocab"),
         *("tp2-tied-joint", "tied-clipped-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
+        "nemotron-to-sp2-cp2",
         *("token-sp2", "own-cp2", "gspo-cp2"),
         *("tp2-dflash", "sp2-dflash-against-trunk", "cp2-dflash-against-trunk"),
         *("tp2-eagle3", "cp2-eagle3-against-trunk", "tied-drafts-only-pp2", "eagle3-drafts-only-sp2"),

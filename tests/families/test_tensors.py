@@ -93,6 +93,20 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
 }
 
+BLOCKS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 3,
+    "ssm_state_size": 10,
+    "conv_kernel": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -110,6 +124,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**ERNIE, "moe_layer_start_index": 0, "moe_layer_interval": 2, "tie_word_embeddings": False},
     ),
     "mimo-v2-flash": ("MiMoV2Flash", WINDOWS),
+    "nemotron-h": ("NemotronH", BLOCKS),
+    "nemotron-h-dense": ("NemotronH", BLOCKS | {"layers_block_type": ["mlp", "linear_attention", "full_attention"]}),
     "qwen3-next": ("Qwen3Next", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
     "qwen3.5": ("Qwen3_5Text", {"head_dim": 32, **DELTA}),
     "qwen3.5-moe": ("Qwen3_5MoeText", {"head_dim": 32, **MOE, **SHARED, **DELTA}),
@@ -305,6 +321,34 @@ def test_parameters_of_mimo_v2_flash_equal_those_that_transformers_and_vllm_allo
     assert round(trunk_size / 1e9) == 309
     hidden = config.hidden_size
     assert counts["mtp"] == 3 * (sum(parameter.numel() for parameter in layer.parameters()) + 3 * hidden + 2 * hidden**2)
+
+
+def test_parameters_of_nemotron_equal_those_of_published_copies() -> None:
+    """llama.cpp reads the first number from Nemotron 3 Nano's weights. Lightning's folder has 65.8 GB in bf16; its MTP layer has the sizes of
+    the trunk's attention and experts."""
+    names = [f"nvidia/NVIDIA-Nemotron-{name}-30B-A3B-BF16" for name in ("3-Nano", "3.5-Lightning")]
+    nano, lightning = (shape_of(hub_config(name)) for name in names)
+    assert count_parameters(nano)["total"] == 31_577_940_288 and nano.mtp_layers == 0
+    counts = count_parameters(lightning)
+    assert counts["total"] - counts["mtp"] == 31_577_940_288 and round(2 * counts["total"] / 1e9, 1) == 65.8
+    tensors, hidden = tensor_shapes(lightning), lightning.hidden
+    kinds = (lightning.layer_kinds.index("full_attention"), lightning.layer_kinds.index("none"))
+    layers = sum(prod(size) for name, size in tensors.items() if name.startswith(tuple(f"backbone.layers.{kind}." for kind in kinds)))
+    assert counts["mtp"] == layers + 3 * hidden + 2 * hidden**2
+
+
+def test_older_patterns_name_the_same_layers_as_lists() -> None:
+    fields = {**TINY, **BLOCKS, "architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    older = {name: value for name, value in fields.items() if name != "layers_block_type"}
+    shape = shape_of(fields)
+    assert shape_of({**older, "hybrid_override_pattern": "ME*-", "mtp_hybrid_override_pattern": "*E"}) == shape
+    assert (
+        shape_of({**fields, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "mtp_layers_block_type": ["attention", "moe"]})
+        == shape
+    )
+    assert [shape.mlp_of(layer) for layer in range(4)] == ["none", "sparse", "none", "dense"]
+    assert section_of("mtp.layers.1.mixer.experts.3.up_proj.weight", shape) == "draft"
+    assert section_of("backbone.layers.1.mixer.experts.3.up_proj.weight", shape) == "target"
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 7])

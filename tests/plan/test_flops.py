@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.plan.flops import attention_flops, attention_weights, card_peak, step_flops
+from mtpctl.plan.flops import attention_flops, attention_weights, card_peak, step_flops, trunk_weights
 from tests.fakes.toys import LLAMA_DFLASH
 
 CONFIG = Qwen2Config(
@@ -96,3 +96,17 @@ def test_only_layers_with_softmax_attention_have_pairs_of_tokens() -> None:
     one, two = (step_flops(shape, lengths, 0, [0, 0, 0], isolated=True) for lengths in ([2048], [1024, 1024]))
     by_kind = {kind: attention_flops(shape, [2048], kind) - attention_flops(shape, [1024, 1024], kind) for kind in set(shape.layer_kinds)}
     assert one - two == 3 * (9 * by_kind["full_attention"] + (39 + 3) * by_kind["sliding_attention"])
+
+
+def test_layers_of_nemotron_count_their_mixer_or_their_mlp() -> None:
+    """All matrices of the layers that a token uses, plus the convolution and the recurrence of each Mamba-2 layer."""
+    shape = shape_of(hub_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
+    assert shape.mamba is not None and shape.moe is not None
+    expected = 0
+    for name, size in tensor_shapes(shape).items():
+        if name.startswith("backbone.layers.") and len(size) == 2:
+            expected += size[0] * size[1] * (1 if ".experts." not in name else 0)
+    sparse = shape.layer_kinds.count("none")
+    expected += sparse * shape.moe.experts_per_token * 2 * shape.hidden * shape.moe.ffn
+    recurrences = shape.layer_kinds.count("mamba") * (4 * (64 * 64 + 2 * 8 * 128) + 3 * 64 * 64 * 128)
+    assert trunk_weights(shape) == expected + recurrences

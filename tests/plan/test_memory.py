@@ -482,3 +482,13 @@ def test_sections_contain_each_tensor_once() -> None:
     assert sum(entry.nbytes for section in buckets.values() for b in section for entry in b.entries) == 2 * count_parameters(MIMO)["total"]
     assert set(section_buckets(recipe("sync.sections=[target]"), MIMO)) == {"target"}
     assert set(section_buckets(recipe("mtp.mode=off"), MIMO)) == {"target"}
+
+
+def test_mamba_layers_take_state_for_each_sequence_and_no_cache() -> None:
+    shape = shape_of(hub_config("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"))
+    # Six attention layers and the MTP layer's.
+    assert kv_bytes_per_token(shape, 1, 2, drafting=True) == 7 * 2 * 2 * 128 * 2
+    memory = engine_memory(recipe(name="nemotron_3_5_lightning_mtp"), shape)
+    channels, state = 64 * 64 + 2 * 8 * 128, 64 * 64 * 128
+    # One copy of each state for the sequence, one for its draft, one at the last block boundary; convolutions in bf16, states in fp32.
+    assert memory.sequence_state == 3 * 23 * (channels * (3 + 1) * 2 + state * 4)
