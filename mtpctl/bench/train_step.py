@@ -326,8 +326,8 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
     return [Sequence(row, prompt, [1] * (length - prompt)) for row in ids]
 
 
-PER_LAYER = ("layer_types", "hybrid_layer_pattern", "moe_layer_freq")
-"""Config fields that may be lists with an entry for each decoder layer."""
+PER_LAYER = ("layer_types", "hybrid_layer_pattern", "moe_layer_freq", "layers_block_type", "hybrid_override_pattern")
+"""Config fields that may have an entry, or a letter, for each decoder layer."""
 
 
 def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
@@ -335,7 +335,7 @@ def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
     whole = shape_of(config).layers
     if layers > whole:
         raise UserError(f"--layers: the model has {whole}, got {layers}")
-    lists = {key: value[:layers] for key in PER_LAYER if isinstance(value := config.get(key), list)}
+    lists = {key: value[:layers] for key in PER_LAYER if isinstance(value := config.get(key), list | str)}
     return {**config, "num_hidden_layers": layers, **lists}
 
 

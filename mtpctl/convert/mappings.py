@@ -307,6 +307,8 @@ def _nemotron_h(upstream: type) -> type:
             provider = super().provider_bridge(hf_pretrained)
             provider.moe_shared_expert_overlap = False
             provider.is_hybrid_model = False  # not upstream's model
+            # Upstream prefers a stray `rms_norm_eps`.
+            provider.layernorm_epsilon = hf_pretrained.config.layer_norm_epsilon
             return provider
 
         def mapping_registry(self) -> MegatronMappingRegistry:

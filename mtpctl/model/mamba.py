@@ -193,7 +193,7 @@ class Scan:
         steps, log_decay = self._discretized()
         queries, keys = (part.repeat_interleave(x.shape[1] // self.groups, dim=1)[None] for part in (c, b))
         values = (x.float() * steps[..., None]).to(x.dtype)[None]
-        out: Tensor = chunk_simple_gla(queries, keys, values, g=log_decay[None], scale=1.0, cu_seqlens=cu_seqlens)[0]
+        out: Tensor = chunk_simple_gla(queries, keys, values, g=log_decay[None], scale=1.0, **samples)[0]
         return out[0] + self._skipped(x)
 
     def _skipped(self, x: Tensor) -> Tensor:

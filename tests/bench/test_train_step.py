@@ -47,3 +47,6 @@ def test_fewer_layers_keep_the_kinds_of_the_first_ones() -> None:
     whole = shape_of(hub_config("XiaomiMiMo/MiMo-V2-Flash"))
     shape = shape_of(with_layers(hub_config("XiaomiMiMo/MiMo-V2-Flash"), 6))
     assert shape.layers == 6 and shape.layer_kinds == whole.layer_kinds[:6] and shape.moe is not None and shape.moe.dense_layers == {0}
+    for name in ("3-Nano", "3.5-Lightning"):  # a pattern of letters, and a list
+        mixed = shape_of(with_layers(hub_config(f"nvidia/NVIDIA-Nemotron-{name}-30B-A3B-BF16"), 8))
+        assert mixed.layer_kinds == ("mamba", "none", "mamba", "none", "mamba", "full_attention", "none", "mamba")

@@ -199,7 +199,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         MIMO_V2_FLASH | {"n_group": 3, "topk_group": 1, "v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None},
     ),
     "nemotron-h": ("NemotronH", NEMOTRON_H),
-    "nemotron-h-dense": ("NemotronH", NEMOTRON_H | {"layers_block_type": ["mlp", "full_attention", "linear_attention"], "n_groups": 1}),
+    "nemotron-h-dense": (
+        "NemotronH",
+        NEMOTRON_H | {"layers_block_type": ["mlp", "full_attention", "linear_attention"], "n_groups": 1, "rms_norm_eps": 0.1},
+    ),
     "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "glm4-moe-lite-one-group": (
         "Glm4MoeLite",

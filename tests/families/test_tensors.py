@@ -324,8 +324,8 @@ def test_parameters_of_mimo_v2_flash_equal_those_that_transformers_and_vllm_allo
 
 
 def test_parameters_of_nemotron_equal_those_of_published_copies() -> None:
-    """llama.cpp reads the first number from Nemotron 3 Nano's weights. Lightning's folder has 65.8 GB in bf16; its MTP layer has the sizes of
-    the trunk's attention and experts."""
+    """llama.cpp reads the first number from Nemotron 3 Nano's weights. Lightning's folder has 65.8 GB in bf16, and its MTP layer the sizes
+    of the trunk's attention and experts."""
     names = [f"nvidia/NVIDIA-Nemotron-{name}-30B-A3B-BF16" for name in ("3-Nano", "3.5-Lightning")]
     nano, lightning = (shape_of(hub_config(name)) for name in names)
     assert count_parameters(nano)["total"] == 31_577_940_288 and nano.mtp_layers == 0

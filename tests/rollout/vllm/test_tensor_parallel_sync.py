@@ -15,7 +15,7 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes.engines import START_S, Loop, cpu_settings
-from tests.fakes.toys import GLM4_MOE, QWEN3_5_MOE, toy_folder
+from tests.fakes.toys import GLM4_MOE, NEMOTRON_H, QWEN3_5_MOE, toy_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -32,6 +32,7 @@ MODELS = {
         QWEN3_5_MOE | EVEN | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 64},
         "bf16",
     ),
+    "nemotron-h": (NEMOTRON_H | EVEN | {"mamba_num_heads": 4, "n_groups": 2, "moe_shared_expert_intermediate_size": 64}, "fp32"),
 }
 """What two ranks can share."""
 
