@@ -48,7 +48,7 @@ ADAPTED = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
-    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "in_proj"),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
     "out_proj": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),

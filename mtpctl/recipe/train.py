@@ -212,5 +212,5 @@ def adapter_targets(shape: ModelShape) -> list[str]:
         names = [*query, "linear_kv_down_proj", "linear_kv_up_proj", *names]
     elif names:
         names = ["linear_qkv", *names]
-    delta = ["in_proj", "out_proj"] if {"linear_attention", "mamba"} & set(shape.layer_kinds) else []
+    delta = ["in_proj", "out_proj"] if "linear_attention" in shape.layer_kinds else []
     return [*names, *delta, "linear_fc1", "linear_fc2"]
