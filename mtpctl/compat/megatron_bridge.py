@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtpctl.compat import require_release
+from mtpctl.compat.transformers_import import import_transformers
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -37,6 +38,7 @@ def import_auto_bridge() -> type[AutoBridge]:
     modules replace it during the import and are removed afterwards. megatron-core is imported first, so that it does not detect the stubs.
     """
     require_release("megatron-bridge", RELEASE, __name__)
+    import_transformers()
     if "megatron.bridge" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
         auto_bridge = _auto_bridge()
     else:

@@ -7,11 +7,14 @@ speculates with the MTP layers if the method is `mtp`.
 
 from __future__ import annotations
 
+from mtpctl.compat.transformers_import import import_transformers
+
 MODEL_TYPE = "mimo"
 
 
 def install() -> bool:
     """Register the configuration class. Returns False, without a change, if one is already registered."""
+    import_transformers()
     from transformers import AutoConfig, Qwen2Config
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mtpctl.compat.transformers_import import import_transformers
 from mtpctl.data.messages import NotRendered, RenderCheck, for_template, without_nulls
 from mtpctl.data.problems import Message
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -187,6 +188,7 @@ def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer
 
     Raises UserError for a folder without a tokenizer, EnvironmentMissing if the hub does not respond.
     """
+    import_transformers()
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
@@ -205,6 +207,7 @@ def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokeniz
         raise UserError(f"model.tokenizer: {folder} has no tokenizer (tokenizer.json); name a folder or hub id that has one")
     if not (folder / "tokenizer.json").is_file():
         return load_tokenizer(folder, ignore_tools=ignore_tools)
+    import_transformers()
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -221,6 +224,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def load_byte_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
     """The tokenizer that `make_byte_tokenizer` wrote. `AutoTokenizer` would take seconds to find its class."""
+    import_transformers()
     from transformers import PreTrainedTokenizerFast
 
     return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(str(folder)), str(folder), ignore_tools=ignore_tools)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.cluster.process import importing
+from mtpctl.compat.transformers_import import import_transformers
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
@@ -59,6 +60,7 @@ class VllmEngine(Engine):
         os.environ.update(settings.environment)
         check_plugin()
         with importing():
+            import_transformers()  # which vLLM imports
             import torch
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext

@@ -1,0 +1,53 @@
+"""Imports transformers without a test of every file of every installed package.
+
+transformers asks at import which distribution provides each package. To answer, Python tests the existence of all files that any
+distribution has installed: 28,000 with our dependencies. This takes 0.5 s on a local disk, and longer on a network file system, in each
+process. The lists of files are sufficient to answer.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+
+from mtpctl.compat import replaced
+
+
+def import_transformers() -> None:
+    """Import transformers, unless it is imported. Raises RuntimeError if Python no longer answers by `packages_distributions`."""
+    if "transformers" in sys.modules:
+        return
+    moved = f"importlib.metadata has no packages_distributions: see {__name__}"
+    with replaced("importlib.metadata", "packages_distributions", packages_distributions, moved):
+        importlib.import_module("transformers.utils.import_utils")
+
+
+def packages_distributions() -> dict[str, list[str]]:
+    """The distributions of each top-level package, like `importlib.metadata.packages_distributions`.
+
+    Packages of which a distribution lists files that are not there are included.
+    """
+    result: defaultdict[str, list[str]] = defaultdict(list)
+    for distribution in importlib.metadata.distributions():
+        name, declared = distribution.metadata["Name"], (distribution.read_text("top_level.txt") or "").split()
+        for package in declared or _top_level(_files(distribution)):
+            result[package].append(name)
+    return dict(result)
+
+
+def _files(distribution: importlib.metadata.Distribution) -> Iterable[str]:
+    record = distribution.read_text("RECORD")
+    return map(str, distribution.files or ()) if record is None else (row[0] for row in csv.reader(record.splitlines()) if row)
+
+
+def _top_level(files: Iterable[str]) -> set[str]:
+    names = set()
+    for file in files:
+        first, separator, _ = file.partition("/")
+        names.add(first if separator else inspect.getmodulename(file) or file)
+    return {name for name in names if "." not in name}
