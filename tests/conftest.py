@@ -74,17 +74,18 @@ def _skip_without_a_card(items: list[pytest.Item]) -> None:
 
 
 def _keep_bytecode(config: pytest.Config) -> None:
-    """Keep bytecode in pytest's cache where the environment writes none and its packages came without.
+    """Write bytecode although the environment forbids it: in pytest's cache if the packages came without any, else beside the sources.
 
-    Tests start dozens of processes that import torch, Megatron or vLLM, and each would compile them anew, which is half of its start.
+    Tests start hundreds of processes that import this project, and dozens that import torch, Megatron or vLLM. Each would compile them
+    again.
     """
     torch = importlib.util.find_spec("torch")
-    if not sys.dont_write_bytecode or torch is None or torch.cached is None or Path(torch.cached).exists():
+    if not sys.dont_write_bytecode or torch is None or torch.cached is None:
         return
-    cache: pytest.Cache | None = getattr(config, "cache", None)  # -p no:cacheprovider
-    if cache is None:
-        return
-    retained = str(cache.mkdir("bytecode"))
-    sys.dont_write_bytecode, sys.pycache_prefix = False, retained
+    if not Path(torch.cached).exists():
+        cache: pytest.Cache | None = getattr(config, "cache", None)  # -p no:cacheprovider
+        if cache is None:
+            return
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache.mkdir("bytecode"))
+    sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = retained
