@@ -1,7 +1,8 @@
-"""Nemotron-H in vLLM's CPU backend (vLLM 0.32.0): experts without a gate, and Mamba-2 layers that verify drafts."""
+"""Nemotron-H in vLLM 0.32.0: the dtype of its MTP layer; on CPUs also experts without a gate, and Mamba-2 layers that verify drafts."""
 
 from __future__ import annotations
 
+import inspect
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,38 @@ from torch.nn import functional
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.cpu_kernels import convolve
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, patch
 from mtpctl.rollout.vllm.patches.weights import keep_loaded
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTP
+
+
+@patch
+def install_draft_dtype() -> None:
+    """Create the projection of the MTP layer in the engine's dtype.
+
+    vLLM creates it in the dtype of config.json, even if the engine's is another one. The first draft then fails, because the projection
+    and its input differ.
+    """
+    from vllm.model_executor.models import nemotron_h_mtp as model
+
+    if "params_dtype=config.dtype" not in inspect.getsource(model.NemotronHMTPAttentionDecoderLayer.__init__):
+        raise UpstreamMoved(f"{__name__}: Nemotron-H's MTP layer no longer has the dtype of config.json; remove the patch")
+    upstream = model.NemotronHMTP.__init__
+
+    @wraps(upstream)
+    def init(self: NemotronHMTP, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        assert vllm_config.speculative_config is not None
+        draft = vllm_config.speculative_config.draft_model_config
+        draft.hf_config.get_text_config().dtype = draft.dtype
+        upstream(self, vllm_config=vllm_config, prefix=prefix)
+
+    assign(model.NemotronHMTP, __init__=init)
 
 
 @cpu_patch
