@@ -110,6 +110,7 @@ def install() -> None:
         cpu_kernels.install_narrow_values,
         cpu_kernels.install_context_norms,
         cpu_kernels.install_short_queries,
+        nemotron_h.install_log_decays,
         nemotron_h.install_draft_dtype,
         nemotron_h.install_ungated_experts,
         nemotron_h.install_mamba_drafts,

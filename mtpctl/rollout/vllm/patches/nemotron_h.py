@@ -1,8 +1,9 @@
-"""Nemotron-H in vLLM 0.32.0: the dtype of its MTP layer; on CPUs also experts without a gate, and Mamba-2 layers that verify drafts."""
+"""Nemotron-H in vLLM 0.32.0: its decays and its MTP layer; on CPUs also experts without a gate, and Mamba-2 layers that verify drafts."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.cpu_kernels import convolve
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, patch
-from mtpctl.rollout.vllm.patches.weights import keep_loaded
+from mtpctl.rollout.vllm.patches.weights import LOG_DECAY, keep_loaded
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTP
+
+
+@patch
+def install_log_decays() -> None:
+    """Keep the logarithm of a Mamba-2 layer's decays as loaded.
+
+    Folders and updates have `A_log`, of which vLLM keeps only `A`, −exp of it, so an update would have nothing to write to. The logarithm
+    of `A` differs from the loaded one in the last bits.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    if getattr(mamba_mixer2, "composed_weight_loader", None) is None:
+        raise UpstreamMoved(f"{__name__}: {mamba_mixer2.__name__}.composed_weight_loader is gone; find how the decays are loaded")
+
+    def composed_weight_loader(
+        loader: Callable[[Tensor, Tensor], None], transform: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor], None]:
+        def load(parameter: Tensor, loaded: Tensor) -> None:
+            loader(parameter, loaded)
+            setattr(parameter, LOG_DECAY, parameter.data.clone())
+            parameter.data.copy_(transform(parameter))
+
+        return load
+
+    assign(mamba_mixer2, composed_weight_loader=composed_weight_loader)
 
 
 @patch

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _LOADED = "_mtpctl_loaded"
 """Attribute of a layer with experts: the object that packs them, and the loaded weights by name."""
-_LOG_DECAY = "_mtpctl_log_decay"
-"""Attribute of a Mamba-2 layer: the logarithm of its decays, which is what folders store. vLLM's `A` is −exp of it."""
+LOG_DECAY = "_mtpctl_log_decay"
+"""Attribute of a Mamba-2 layer's parameter `A`: its logarithm, which is what folders store. `A` is −exp of it."""
 _DECAY, _DECAY_SIBLING = "A", "dt_bias"
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
@@ -163,7 +163,10 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
         kernel: torch.Tensor = getattr(layer, _CONVOLUTION)
         return kernel.view(kernel.shape[0], 1, -1)
     if leaf == _DECAY and hasattr(layer, _DECAY_SIBLING):
-        logarithm: torch.Tensor = layer.__dict__.setdefault(_LOG_DECAY, getattr(layer, leaf).data.neg().log())
+        decay = layer.get_parameter(leaf)
+        if not hasattr(decay, LOG_DECAY):  # not loaded from a folder
+            setattr(decay, LOG_DECAY, decay.data.neg().log())
+        logarithm: torch.Tensor = getattr(decay, LOG_DECAY)
         return logarithm
     if _LOADED in layer.__dict__:
         loaded: torch.Tensor = layer.__dict__[_LOADED][1][leaf]
@@ -186,8 +189,9 @@ def repack(model: nn.Module) -> None:
             from vllm import _custom_ops as ops
 
             layer.get_parameter("weight").data.copy_(ops.causal_conv1d_weight_pack(getattr(layer, _CONVOLUTION)))
-        if _LOG_DECAY in layer.__dict__:
-            layer.get_parameter(_DECAY).data.copy_(layer.__dict__[_LOG_DECAY].exp().neg())
+        if hasattr(layer, _DECAY) and hasattr(getattr(layer, _DECAY), LOG_DECAY):
+            decay = layer.get_parameter(_DECAY)
+            decay.data.copy_(getattr(decay, LOG_DECAY).exp().neg())
         if _LOADED in layer.__dict__:
             experts, loaded = layer.__dict__[_LOADED]
             for leaf, weight in loaded.items():
