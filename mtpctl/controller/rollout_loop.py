@@ -160,9 +160,11 @@ class RolloutLoop:
         self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
         self.recorder, self.teach = recorder, teach
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
-        self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle)
+        backoff = recipe.train.rl.signal_backoff
+        self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle, backoff=backoff)
         if state.cursor is not None:
             self.cursor.load_state_dict(state.cursor)
+            state.cursor = self.cursor.state_dict()
         self.acceptance = AcceptanceWatch()
         self.counts = RolloutCounts()
         self.last_progress = time.monotonic()
@@ -310,8 +312,7 @@ class RolloutLoop:
             return
         self.counts.rewards.append(rewards)
         signal = has_signal(rewards)
-        if self.recipe.train.rl.signal_backoff:
-            self.cursor.rest(group.problem, signal=signal)
+        self.cursor.record_signal(group.problem, signal=signal)
         if self.teach is not None or not self.recipe.train.rl.dynamic_sampling or signal:
             self._without_signal = 0
             await self.buffer.put(group)

@@ -82,7 +82,7 @@ def content_of(message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
-MAX_REST = 16
+MAX_INTERVAL = 16
 """Maximum number of epochs from one draw of a problem without signal to the next."""
 
 
@@ -95,16 +95,16 @@ class CursorState(TypedDict):
     shuffle: bool
     fingerprint: str
     drawn: NotRequired[int]
-    resting: NotRequired[dict[str, list[int]]]
+    draws: NotRequired[dict[str, list[int]]]
 
 
 class PromptCursor:
     """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run neither repeats nor skips a problem.
 
-    With `rest`, problems whose group had no signal are skipped in the following epochs.
+    backoff: skip problems for some epochs after groups without signal, which `record_signal` reports.
     """
 
-    def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True, backoff: bool = False) -> None:
         """Raises UserError if there are no problems."""
         if not problems:
             raise UserError("data.path: the training set is empty; add problems")
@@ -112,7 +112,8 @@ class PromptCursor:
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = 0
-        self._resting: dict[str, list[int]] = {}  # by prompt id: groups without signal in a row, epoch of the next draw
+        self._backoff = backoff
+        self._draws: dict[str, list[int]] = {}  # by prompt id: groups without signal in a row, epoch of the last draw
         self._begin(epoch=0, position=0)
 
     def _begin(self, epoch: int, position: int) -> None:
@@ -137,12 +138,14 @@ class PromptCursor:
     def __next__(self) -> Problem:
         for _ in range(len(self._order)):
             problem = self._advance()
-            if not self._rests(problem):
+            if not self._skipped(problem):
                 break
         else:
-            # Every problem rests.
+            # All problems would be skipped in this epoch.
             problem = self._advance()
         self._drawn += 1
+        if self._backoff:
+            self._draws.setdefault(problem.prompt_id, [0, 0])[1] = self._epoch
         return problem
 
     def _advance(self) -> Problem:
@@ -152,26 +155,25 @@ class PromptCursor:
         self._position += 1
         return problem
 
-    def _rests(self, problem: Problem) -> bool:
-        return problem.prompt_id in self._resting and self._resting[problem.prompt_id][1] > self._epoch
+    def _skipped(self, problem: Problem) -> bool:
+        in_a_row, epoch = self._draws.get(problem.prompt_id, (0, 0))
+        return in_a_row > 0 and self._epoch < epoch + min(2**in_a_row, MAX_INTERVAL)
 
-    def rest(self, problem: Problem, *, signal: bool) -> None:
-        """Report whether a drawn problem's group had signal. After z groups without signal in a row, it is drawn in every 2^z-th epoch.
+    def record_signal(self, problem: Problem, *, signal: bool) -> None:
+        """Report whether a drawn problem's group had signal. After z groups without signal in a row, skip it for 2^z - 1 epochs.
 
-        At most `MAX_REST` epochs pass between two draws. The rule is that of GRESO (arXiv 2506.02177), with intervals instead of
-        probabilities, so that a resumed run draws the same problems.
+        At most `MAX_INTERVAL` - 1 epochs are skipped. GRESO (arXiv 2506.02177) skips with a probability instead.
         """
         if signal:
-            self._resting.pop(problem.prompt_id, None)
-            return
-        in_a_row = self._resting.get(problem.prompt_id, [0])[0] + 1
-        self._resting[problem.prompt_id] = [in_a_row, self._epoch + min(2**in_a_row, MAX_REST)]
+            self._draws.pop(problem.prompt_id, None)
+        elif problem.prompt_id in self._draws:
+            self._draws[problem.prompt_id][0] += 1
 
     def take(self, count: int) -> list[Problem]:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> CursorState:
-        """The state for `load_state_dict`, JSON-serializable. Later calls of `rest` change its entry `resting`, which is not a copy."""
+        """The state for `load_state_dict`, JSON-serializable. Its entry `draws` is not a copy, so it includes later results."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -179,7 +181,7 @@ class PromptCursor:
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
             "drawn": self._drawn,
-            "resting": self._resting,
+            "draws": self._draws,
         }
 
     def load_state_dict(self, state: CursorState) -> None:
@@ -197,7 +199,7 @@ class PromptCursor:
                 )
         self._begin(state["epoch"], state["position"])
         self._drawn = state.get("drawn", state["epoch"] * len(self._order) + state["position"])
-        self._resting = dict(state.get("resting", {}))
+        self._draws = dict(state.get("draws", {})) if self._backoff else {}
 
     @cached_property
     def _fingerprint(self) -> str:

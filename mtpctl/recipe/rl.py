@@ -189,7 +189,7 @@ class RlConfig(Section):
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of the KL penalty; GRPO uses k3.")
     dynamic_sampling: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
     signal_backoff: bool = Field(
-        False, description="Draw a prompt whose last z groups in a row had no signal only in every 2^z-th epoch, at most every 16th."
+        False, description="After z consecutive groups without signal, skip a prompt for 2^z - 1 epochs, at most 15."
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     teacher: TeacherConfig | None = Field(None, description="Teacher model of on-policy distillation.")
@@ -281,6 +281,8 @@ def check_loss(rl: RlConfig) -> Complaints:
         yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name your own loss as FILE.py:NAME"
     if rl.advantage_args and not is_reference(rl.advantage):
         yield f"train.rl.advantage_args: advantage: {rl.advantage} takes none; remove them, or name a function as FILE.py:NAME"
+    if rl.signal_backoff and rl.teacher is not None:
+        yield "train.rl.signal_backoff: a teacher trains on groups without signal as well; set it to false"
     if rl.signal_backoff and not rl.dynamic_sampling:
         yield "train.rl.signal_backoff: needs dynamic_sampling: true; without it, groups without signal are trained on as well"
     if rl.group_size > 1:

@@ -248,6 +248,8 @@ def check_deterministic(recipe: Recipe) -> Complaints:
     if not recipe.async_.deterministic:
         return
     rollout = recipe.rollout
+    if recipe.train.rl.signal_backoff:
+        yield "train.rl.signal_backoff: which prompts are skipped depends on the order of completion; set it to false"
     if rollout.elastic:
         yield "rollout.replicas: async.deterministic needs a fixed number of replicas; write a number instead of min and max"
     if rollout.speculation.auto:

@@ -154,7 +154,7 @@ def test_groups_without_signal_are_replaced_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backoff", [False, True])
-def test_problems_without_signal_rest_with_signal_backoff(tmp_path: Path, backoff: bool) -> None:
+def test_signal_backoff_skips_problems_without_signal(tmp_path: Path, backoff: bool) -> None:
     """Half of 16 problems never have signal. 8 epochs draw them 8 times, or in epochs 0, 2 and 6."""
     recipe = recipe_of(steps=16, staleness=0.0, signal_backoff=backoff)
     world, answered = World(), collections.Counter[str]()
@@ -164,7 +164,7 @@ def test_problems_without_signal_rest_with_signal_backoff(tmp_path: Path, backof
         return str(sample.index) if int(sample.prompt_id[1:]) % 2 else "1"
 
     stage = stage_of(recipe, world, tmp_path, text)
-    stage.rollout.cursor = PromptCursor([Problem(f"p{i}", f"{i}", "1") for i in range(16)], 0, shuffle=False)
+    stage.rollout.cursor = PromptCursor([Problem(f"p{i}", f"{i}", "1") for i in range(16)], 0, shuffle=False, backoff=backoff)
     drive(stage)
     hopeless = sum(answered[f"p{i}"] for i in range(0, 16, 2)) / 16
     learning = sum(answered[f"p{i}"] for i in range(1, 16, 2)) / 16

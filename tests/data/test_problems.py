@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -47,48 +48,70 @@ def test_resume(before: int) -> None:
     assert resumed.take(20) == cursor.take(20)
 
 
-def test_problems_without_signal_are_drawn_in_every_second_then_fourth_epoch_until_they_have_signal() -> None:
-    cursor, drawn = PromptCursor(PROBLEMS, seed=1), []
-    while cursor.epoch < 16:
-        epoch, problem = cursor.epoch, next(cursor)
-        if problem is PROBLEMS[3]:
+def epochs_drawn(cursor: PromptCursor, problem: Problem, epochs: int, signal: Callable[[int], bool]) -> list[int]:
+    """The epochs that draw `problem`, whose group in epoch e has `signal(e)`. All other groups have signal."""
+    drawn = []
+    while cursor.epoch < epochs:
+        epoch, each = cursor.epoch, next(cursor)
+        if each is problem:
             drawn.append(epoch)
-        cursor.rest(problem, signal=problem is not PROBLEMS[3] or epoch == 6)
+        cursor.record_signal(each, signal=each is not problem or signal(epoch))
+    return drawn
+
+
+def test_problem_without_signal_is_skipped_for_1_3_7_epochs_until_it_has_signal() -> None:
+    cursor = PromptCursor(PROBLEMS, seed=1, backoff=True)
+    drawn = epochs_drawn(cursor, PROBLEMS[3], 16, lambda epoch: epoch == 6)
     assert drawn == [0, 2, 6, 7, 9, 13]
     assert cursor.drawn == 16 * 6 + len(drawn)
 
 
-def test_a_problem_without_signal_is_drawn_at_least_in_every_sixteenth_epoch() -> None:
-    cursor, drawn = PromptCursor(PROBLEMS, seed=1), []
-    while cursor.epoch < 64:
-        epoch, problem = cursor.epoch, next(cursor)
-        if problem is PROBLEMS[3]:
-            drawn.append(epoch)
-        cursor.rest(problem, signal=problem is not PROBLEMS[3])
-    assert drawn == [0, 2, 6, 14, 30, 46, 62]
+def test_at_most_15_epochs_are_skipped() -> None:
+    cursor = PromptCursor(PROBLEMS, seed=1, backoff=True)
+    assert epochs_drawn(cursor, PROBLEMS[3], 64, lambda _: False) == [0, 2, 6, 14, 30, 46, 62]
 
 
-def test_problems_are_drawn_even_if_all_rest() -> None:
-    cursor = PromptCursor(PROBLEMS, seed=1)
+def test_skipped_epochs_count_from_the_draw_if_the_group_completes_in_the_next_epoch() -> None:
+    cursor = PromptCursor(PROBLEMS, seed=1, backoff=True)
+    last = cursor.take(7)[-1]
+    cursor.take(3)
+    cursor.record_signal(last, signal=False)
+    assert last not in cursor.take(4)
+    assert last in cursor.take(7)
+
+
+def test_without_backoff_every_problem_is_drawn_in_every_epoch() -> None:
+    assert epochs_drawn(PromptCursor(PROBLEMS, seed=1), PROBLEMS[3], 5, lambda _: False) == [0, 1, 2, 3, 4]
+
+
+def test_problems_are_drawn_even_if_all_would_be_skipped() -> None:
+    cursor = PromptCursor(PROBLEMS, seed=1, backoff=True)
     for problem in cursor.take(7):
-        cursor.rest(problem, signal=False)
+        cursor.record_signal(problem, signal=False)
     assert len(cursor.take(3)) == 3 and cursor.drawn == 10
 
 
 def test_a_resumed_cursor_skips_the_same_problems() -> None:
-    cursor = PromptCursor(PROBLEMS, seed=4)
+    cursor = PromptCursor(PROBLEMS, seed=4, backoff=True)
     for problem in cursor.take(9):
-        cursor.rest(problem, signal=problem.answer in "246")
-    resumed = PromptCursor(PROBLEMS, seed=4)
-    resumed.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
-    assert resumed.drawn == 9
+        cursor.record_signal(problem, signal=problem.answer in "246")
+    state = json.loads(json.dumps(cursor.state_dict()))
+    resumed, without = PromptCursor(PROBLEMS, seed=4, backoff=True), PromptCursor(PROBLEMS, seed=4)
+    resumed.load_state_dict(state)
+    without.load_state_dict(state)
+    assert resumed.drawn == without.drawn == 9
+    assert sorted(problem.prompt_id for problem in without.take(5)) == sorted({p.prompt_id for p in PROBLEMS} - first_two_of_epoch_1())
     assert resumed.take(30) == cursor.take(30)
+
+
+def first_two_of_epoch_1() -> set[str]:
+    return {problem.prompt_id for problem in PromptCursor(PROBLEMS, seed=4).take(9)[7:]}
 
 
 def test_a_state_without_a_number_of_draws_counts_whole_epochs() -> None:
     """Checkpoints of earlier releases."""
     state = PromptCursor(PROBLEMS, seed=4).state_dict() | {"epoch": 2, "position": 3}
-    del state["drawn"], state["resting"]
+    del state["drawn"], state["draws"]
     cursor = PromptCursor(PROBLEMS, seed=4)
     cursor.load_state_dict(state)  # type: ignore[arg-type]
     assert cursor.drawn == 17
