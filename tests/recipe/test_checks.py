@@ -179,7 +179,10 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "train.rl.dynamic_sampling: replaces every group of group_size: 1, whose rewards cannot differ; set it to false",
         ),
         (["train.rl.signal_backoff=true", "train.rl.dynamic_sampling=false"], "train.rl.signal_backoff: needs dynamic_sampling: true"),
-        (["train.rl.signal_backoff=true", "train.rl.teacher.path=org/teacher"], "train.rl.signal_backoff: a teacher trains on groups without"),
+        (
+            ["train.rl.signal_backoff=true", "train.rl.teacher.path=org/teacher"],
+            "train.rl.signal_backoff: a teacher trains on groups without",
+        ),
         (["train.rl.signal_backoff=true", "async.deterministic=true"], "train.rl.signal_backoff: which prompts are skipped depends"),
         (["train.rl.clip_low=1"], "train.rl.clip_low: must be below 1, got 1.0"),
         (["train.rl.clip_low=1.5", "train.rl.loss=cispo"], "train.rl.clip_low: must be at most 1, got 1.5"),
