@@ -419,11 +419,16 @@ def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape
         return
     rollout, lora = recipe.rollout, recipe.train.lora
     yield from unsupported_by_vllm_cpu(shape, recipe.sent_precision)
-    if "linear_attention" in shape.layer_kinds and rollout.engine_args.get("enable_prefix_caching") and rollout.speculation.num_tokens:
-        yield (
-            "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with speculation; leave enable_prefix_caching "
-            "out, or set rollout.speculation.num_tokens: 0"
-        )
+    if rollout.engine_args.get("enable_prefix_caching"):
+        # The state of linear attention with drafts is copied by Triton kernels. The scan of Mamba-2 returns only the last state of a
+        # prompt, but the cache needs that of every block.
+        if "linear_attention" in shape.layer_kinds and rollout.speculation.num_tokens:
+            yield (
+                "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with speculation; leave enable_prefix_caching "
+                "out, or set rollout.speculation.num_tokens: 0"
+            )
+        if "mamba" in shape.layer_kinds:
+            yield "rollout.engine_args: vLLM on a CPU has no prefix cache for Mamba-2; leave enable_prefix_caching out"
     if shape.moe and lora and "adapter" in recipe.sync.sections and EXPERT_TARGETS & set(lora.targets):
         yield (
             "train.lora.targets: vLLM on a CPU has no adapters for experts; leave out linear_fc1 and linear_fc2, "

@@ -572,6 +572,18 @@ def test_a_toy_of_every_family_fits(family: str, dtype: str, tmp_path: Path) -> 
             "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with speculation",
         ),
         (
+            "nemotron-h",
+            {},
+            ["rollout.engine_args={enable_prefix_caching: true}"],
+            "rollout.engine_args: vLLM on a CPU has no prefix cache for Mamba-2; leave enable_prefix_caching out",
+        ),
+        (
+            "nemotron-h",
+            {},
+            ["rollout.engine_args={enable_prefix_caching: true}", "rollout.speculation.num_tokens=0", "mtp.mode=load"],
+            "rollout.engine_args: vLLM on a CPU has no prefix cache for Mamba-2; leave enable_prefix_caching out",
+        ),
+        (
             "deepseek-v3",
             {"kv_lora_rank": 64},
             [],
