@@ -151,19 +151,19 @@ def exact_attention_class() -> type[CPUAttentionBackendImpl]:
             **__: object,
         ) -> Tensor:
             if attn_metadata is not None:
-                paged_attention(query, *_planes(kv_cache), attn_metadata, self.scale, output)
+                paged_attention(query, *_key_value_views(kv_cache), attn_metadata, self.scale, output)
             return output
 
         def do_kv_cache_update(self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
             rows = (slot_mapping >= 0).nonzero().squeeze(1)  # others are padding
             slots, size = slot_mapping[rows], kv_cache.shape[2]
-            for plane, new in zip(_planes(kv_cache), (key, value), strict=True):
+            for plane, new in zip(_key_value_views(kv_cache), (key, value), strict=True):
                 plane[slots // size, :, slots % size] = new[rows]
 
     return ExactAttention
 
 
-def _planes(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+def _key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of keys and values [blocks, key-value heads, slots, width] in the KV cache."""
     keys, values = kv_cache.chunk(2, dim=-1)
     return keys, values

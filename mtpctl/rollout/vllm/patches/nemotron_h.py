@@ -14,7 +14,7 @@ from torch.nn import functional
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.cpu_kernels import convolve
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, patch
-from mtpctl.rollout.vllm.patches.weights import LOG_DECAY, keep_loaded
+from mtpctl.rollout.vllm.patches.weights import LOG_DECAY, save_loaded_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,7 +103,7 @@ def install_ungated_experts() -> None:
             return FusedMoEExperts.is_supported_config(cls, *args)
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            keep_loaded(self, layer)
+            save_loaded_weights(self, layer)
 
         def apply(
             self,
@@ -239,13 +239,15 @@ def scan_drafts(
         states: [slots, H heads, P, N].
         decay_H: the state decays by exp(decay · step) at each token.
         slots_SK: slots of the states after each token of a sequence's step.
-        accepted_S: tokens of each sequence's previous step that were accepted, at least 1.
+        accepted_S: tokens of each sequence's previous step that were accepted, at least 1; ignored for sequences without tokens (padding).
         bounds: [S + 1], start of each sequence's tokens, and the end.
     """
     lengths = bounds.diff()
     per_group = x_THP.shape[1] // b_TGN.shape[1]
     b_THN, c_THN = (part.float().repeat_interleave(per_group, dim=1) for part in (b_TGN, c_TGN))
-    state = states[slots_SK.gather(1, accepted_S[: len(lengths), None].long() - 1)[:, 0].long()].float()
+    # A padding sequence has no tokens and no accepted ones; the state that is read for it is not used.
+    last = (accepted_S[: len(lengths), None].long() - 1).clamp(min=0)
+    state = states[slots_SK.gather(1, last)[:, 0].long()].float()
     for index in range(int(lengths.max())):
         rows = (lengths > index).nonzero()[:, 0]
         tokens = bounds[rows].long() + index

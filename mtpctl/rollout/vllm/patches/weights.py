@@ -143,13 +143,13 @@ def install_packed() -> None:
     upstream = CPUUnquantizedExperts.process_weights_after_loading
 
     def process_weights_after_loading(self: CPUUnquantizedExperts, layer: nn.Module) -> None:
-        keep_loaded(self, layer)
+        save_loaded_weights(self, layer)
         upstream(self, layer)
 
     assign(CPUUnquantizedExperts, process_weights_after_loading=process_weights_after_loading)
 
 
-def keep_loaded(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
+def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
     """Keep a copy of the weights of `layer` as loaded, once. experts: the object that packs them."""
     if _LOADED not in layer.__dict__:
         # The layer has the router's bias too, which is updated in the router.

@@ -43,7 +43,9 @@ def token_by_token(
     return states, outputs
 
 
-@pytest.mark.parametrize(("lengths", "accepted"), [([1], [1]), ([3], [1]), ([3], [3]), ([3, 1, 2], [2, 3, 1])])
+@pytest.mark.parametrize(
+    ("lengths", "accepted"), [([1], [1]), ([3], [1]), ([3], [3]), ([3, 1, 2], [2, 3, 1]), ([2, 0, 1, 0], [1, 0, 2, 0])]
+)
 def test_a_step_continues_from_the_last_accepted_token(lengths: list[int], accepted: list[int]) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
 
@@ -52,7 +54,7 @@ def test_a_step_continues_from_the_last_accepted_token(lengths: list[int], accep
 
     tokens, slots = sum(lengths), torch.arange(1, 1 + 3 * len(lengths)).view(-1, 3)
     states, x, b, c = (
-        drawn(11, HEADS, WIDTH, STATE),
+        drawn(1 + slots.numel(), HEADS, WIDTH, STATE),
         drawn(tokens, HEADS, WIDTH),
         drawn(tokens, GROUPS, STATE),
         drawn(tokens, GROUPS, STATE),
@@ -62,6 +64,9 @@ def test_a_step_continues_from_the_last_accepted_token(lengths: list[int], accep
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     scan_drafts(states, x, steps, decay, b, c, skip, slots, torch.tensor(accepted), bounds, out)
     for sequence, (length, count) in enumerate(zip(lengths, accepted, strict=True)):
+        if not length:  # padding
+            assert torch.equal(states[slots[sequence]], before[slots[sequence]])
+            continue
         rows = slice(int(bounds[sequence]), int(bounds[sequence + 1]))
         after, outputs = token_by_token(before[slots[sequence, count - 1]], x[rows], steps[rows], decay, b[rows], c[rows], skip)
         torch.testing.assert_close(out[rows], torch.stack(outputs), atol=1e-5, rtol=1e-5)
