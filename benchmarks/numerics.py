@@ -1,4 +1,4 @@
-"""Cost of `numerics: bitwise` on a CPU: tokens per CPU second of engine and trainer, next to the usual numerics.
+"""Cost of `numerics: bitwise` on a CPU: tokens per CPU second of engine and trainer, compared with the default numerics.
 
     python benchmarks/numerics.py
     python benchmarks/numerics.py --drafts 3 --requests 64 --rounds 5
@@ -37,7 +37,7 @@ from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 
-NUMERICS: tuple[Numerics, ...] = ("usual", "bitwise")
+NUMERICS: tuple[Numerics, ...] = ("default", "bitwise")
 PROMPT, RESPONSE = 12, 48
 
 

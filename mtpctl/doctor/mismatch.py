@@ -53,7 +53,7 @@ class Mismatch:
     """Differences of all modules, in the order of the forward pass, and of log-probs.
 
     limit: the largest mean difference of a module that rounding explains; 0 with `numerics: bitwise`. moe_layers: layers whose MLP is a
-    mixture of experts.
+    mixture of experts. is_bitwise: the recipe has `numerics: bitwise`.
     """
 
     modules: list[ModuleDifference]
@@ -62,13 +62,14 @@ class Mismatch:
     precision: str
     moe_layers: list[int]
     seconds: float = 0.0
+    is_bitwise: bool = False
 
     @classmethod
     def of(cls, document: dict[str, Any], seconds: float) -> Mismatch:
         """From the result of `mismatch_parts.score`."""
         modules = [ModuleDifference(**each) for each in document["modules"]]
         logprobs = [LogprobDifference(**each) for each in document["logprobs"]]
-        return cls(modules, logprobs, document["limit"], document["precision"], document["moe_layers"], seconds)
+        return cls(modules, logprobs, document["limit"], document["precision"], document["moe_layers"], seconds, document["bitwise"])
 
     @property
     def first(self) -> ModuleDifference | None:
@@ -78,7 +79,7 @@ class Mismatch:
     @property
     def bound(self) -> float:
         """The largest mean difference of log-probs, in nats."""
-        return AGREEMENT_BOUNDS[self.precision] if self.limit else 0.0
+        return 0.0 if self.is_bitwise else AGREEMENT_BOUNDS[self.precision]
 
     def label(self, name: str) -> str:
         """The name of a module for users."""
@@ -112,8 +113,8 @@ class Mismatch:
 
     @property
     def _explained(self) -> str:
-        if not self.limit:
-            return "numerics: bitwise permits none"
+        if self.is_bitwise:
+            return "numerics: bitwise allows no difference"
         return f"rounding in {self.precision} explains {self.limit:.1e}"
 
     @property

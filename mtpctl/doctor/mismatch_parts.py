@@ -188,6 +188,7 @@ def score(folder: Path) -> dict[str, Any]:
         "modules": [asdict(each) for each in modules],
         "logprobs": [asdict(each) for each in lines],
         "limit": 0.0 if recipe.numerics == "bitwise" else FACTOR * trainer["rounding"],
+        "bitwise": recipe.numerics == "bitwise",
         "precision": recipe.train.precision,
         "moe_layers": trainer["moe_layers"],
     }

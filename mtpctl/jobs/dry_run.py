@@ -283,7 +283,7 @@ def render(plan: Plan) -> str:
         f"drafter    {plan.drafting.drafter}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
     ]
     if recipe.numerics == "bitwise":
-        lines.append("numerics   bitwise: engine, log-prob server and trainer compute equal log-probs, more slowly than usual")
+        lines.append("numerics   bitwise: engine, log-prob server and trainer compute equal log-probs, at a cost in speed")
     if plan.placement is not None:
         lines += _placement_lines(recipe, plan.placement, plan.hosts)
         if plan.rl and recipe.rollout.elastic:

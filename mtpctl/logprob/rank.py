@@ -52,7 +52,7 @@ class ReplicaConfig:
     lora: LoraConfig | None = None
     version: int = 0
     random_seed: int | None = None
-    numerics: Numerics = "usual"
+    numerics: Numerics = "default"
 
 
 class ScoreRank:

@@ -274,7 +274,7 @@ async def start_server(
         # Without a checkpoint the weights arrive merged, or an adapter is merged when it arrives.
         lora=None if checkpoint is None else recipe.train.lora,
         version=version,
-        numerics=recipe.numerics if role == "logprob" else "usual",
+        numerics=recipe.numerics if role == "logprob" else "default",
     )
 
     async def start(index: int) -> Replica:

@@ -41,7 +41,7 @@ from mtpctl.model.layers import (
     Mlp,
     RMSNorm,
     RowParallelLinear,
-    sums_exactly,
+    uses_exact_sums,
     use_exact_sums,
 )
 from mtpctl.model.mamba import Mamba2
@@ -67,7 +67,7 @@ def complete_config(
     mtp: MtpConfig,
     recompute: str = "none",
     moe: MoeConfig | None = None,
-    numerics: Numerics = "usual",
+    numerics: Numerics = "default",
 ) -> TransformerConfig:
     """Set this run's layout and precision in the bridge's config. Returns the same object, finalized."""
     _check_fit(shape, parallel)
@@ -358,7 +358,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         mtp_block_spec=mtp_spec(config, shape),
     )
     device, window_rope = torch.device(torch.cuda.current_device()), window_rope_of(shape)
-    rope = replace(rope_of(shape), exact=sums_exactly(config)).on(device) if shape.rotary_fraction else None
+    rope = replace(rope_of(shape), exact=uses_exact_sums(config)).on(device) if shape.rotary_fraction else None
     model.use_rope(rope, None if window_rope is None else window_rope.on(device))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)

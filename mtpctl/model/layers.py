@@ -33,7 +33,7 @@ def use_exact_sums(config: TransformerConfig) -> None:
     setattr(config, _EXACT, True)
 
 
-def sums_exactly(config: TransformerConfig) -> bool:
+def uses_exact_sums(config: TransformerConfig) -> bool:
     return getattr(config, _EXACT, False)
 
 
@@ -69,7 +69,7 @@ class ColumnParallelLinear(UpstreamColumnParallelLinear):
     """
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        if sums_exactly(self.config):
+        if uses_exact_sums(self.config):
             return _with_bias(exact_grad.linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
         if args or kwargs or self.tp_group.size() > 1 or not is_buffered(self.weight):
             return super().forward(input_, *args, **kwargs)
@@ -80,7 +80,7 @@ class RowParallelLinear(UpstreamRowParallelLinear):
     """[..., in / tp] → [..., out], and the bias if the caller adds it. Bypasses upstream like `ColumnParallelLinear`."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if sums_exactly(self.config):
+        if uses_exact_sums(self.config):
             return _with_bias(exact_grad.linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
         if self.tp_group.size() > 1 or not is_buffered(self.weight):
             return super().forward(input_)
@@ -139,7 +139,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = exact_grad.rms_norm if sums_exactly(self.config) else rms_norm
+        norm = exact_grad.rms_norm if uses_exact_sums(self.config) else rms_norm
         return norm(x, self.reduced_weight(), self.eps, norm_offset(self.config))
 
     def reduced_weight(self) -> Tensor:
@@ -178,13 +178,13 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             return super().forward(normed, *args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
-        norm = exact_grad.rms_norm if sums_exactly(self.config) else rms_norm
+        norm = exact_grad.rms_norm if uses_exact_sums(self.config) else rms_norm
         return norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
 
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
     """The activation between the two linear layers of an MLP or an expert: SwiGLU, or a squared ReLU without a gate."""
-    if sums_exactly(config):
+    if uses_exact_sums(config):
         return exact_grad.swiglu
     return swiglu if config.gated_linear_unit else squared_relu
 

@@ -10,13 +10,27 @@ from mtpctl.recipe.section import Complaints
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
 
-Numerics = Literal["usual", "bitwise"]
+Numerics = Literal["default", "bitwise"]
 
 MAX_CONTEXT = 8192
 """Maximum number of keys of a query with exact sums (`mtpctl.kernels.exact`)."""
+BLOCK_BYTES = 1 << 24
+"""Limit of a float64 temporary of an operation with exact sums. One row may exceed it. An operation has up to eight temporaries."""
 FAMILIES = ("mimo",)
-ENGINE_ARGS = ("attention_backend", "attention_config", "dtype", "enable_lora", "kv_cache_dtype", "logprobs_mode", "quantization")
-"""Options of vLLM that change its arithmetic or its log-probs."""
+ENGINE_ARGS = (
+    "block_size",
+    "disable_log_stats",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "kv_cache_memory_bytes",
+    "long_prefill_token_threshold",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks_override",
+    "scheduling_policy",
+    "seed",
+)
+"""Options of vLLM that are known to change neither its arithmetic nor its log-probs."""
 
 
 def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
@@ -25,42 +39,41 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         return
     rollout, train, needs = recipe.rollout, recipe.train, "numerics: bitwise needs"
     if recipe.device != "cpu":
-        yield f"cluster.device: {needs} a CPU; set cpu, or numerics: usual"
+        yield f"cluster.device: {needs} a CPU; set cpu, or numerics: default"
     if train.precision != "fp32":
-        yield f"train.precision: {needs} fp32; set fp32, or numerics: usual"
+        yield f"train.precision: {needs} fp32; set fp32, or numerics: default"
     if train.lora is not None:
-        yield f"train.lora: {needs} full weights; take the section out, or set numerics: usual"
+        yield f"train.lora: {needs} full weights; remove the section, or set numerics: default"
     if recipe.kernels.linear_logprob != "auto":
-        yield f"kernels.linear_logprob: {needs} its own kernel; set auto, or numerics: usual"
+        yield f"kernels.linear_logprob: {needs} its own kernel; set auto, or numerics: default"
     parallels = {"train.parallel": train.parallel} | ({"logprob.parallel": recipe.logprob.parallel} if recipe.logprob.standalone else {})
     for name, parallel in parallels.items():
         for axis in ("tp", "cp"):
             if (ranks := getattr(parallel, axis)) > 1:
-                yield f"{name}.{axis}: {needs} unsplit layers and samples, got {ranks}; set 1, or numerics: usual"
+                yield f"{name}.{axis}: {needs} unsplit layers and samples, got {ranks}; set 1, or numerics: default"
     yield from _rollout(recipe, needs)
     if shape is None:
         return
     if shape.family not in FAMILIES or shape.rope_scaling is not None:
         family = f"{shape.family} with scaled rope" if shape.rope_scaling is not None else shape.family
-        yield f"model: {needs} a model of the family {', '.join(FAMILIES)}, got {family}; use one, or set numerics: usual"
+        yield f"model: {needs} a model of the family {', '.join(FAMILIES)}, got {family}; use one, or set numerics: default"
     if (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
-        yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: usual"
+        yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"
 
 
 def _rollout(recipe: Recipe, needs: str) -> Complaints:
     rollout = recipe.rollout
     if rollout.engine != "vllm":
-        yield f"rollout.engine: {needs} vllm; set it, or numerics: usual"
+        yield f"rollout.engine: {needs} vllm; set it, or numerics: default"
         return
     if rollout.dtype == "bf16":
-        yield f"rollout.dtype: {needs} fp32; set auto, or numerics: usual"
+        yield f"rollout.dtype: {needs} fp32; set auto, or numerics: default"
     if rollout.tp > 1:
-        yield f"rollout.tp: {needs} unsplit layers, got {rollout.tp}; set 1, or numerics: usual"
+        yield f"rollout.tp: {needs} unsplit layers, got {rollout.tp}; set 1, or numerics: default"
     if rollout.temperature != 1:
-        yield f"rollout.temperature: {needs} 1, got {rollout.temperature:g}; set 1, or numerics: usual"
+        yield f"rollout.temperature: {needs} 1, got {rollout.temperature:g}; set 1, or numerics: default"
     if rollout.top_p < 1 or rollout.top_k:
         name = "top_p" if rollout.top_p < 1 else "top_k"
-        yield f"rollout.{name}: {needs} the whole distribution; leave {name} out, or set numerics: usual"
-    for name in ENGINE_ARGS:
-        if name in rollout.engine_args:
-            yield f"rollout.engine_args: {needs} vLLM's default of {name}; take it out, or set numerics: usual"
+        yield f"rollout.{name}: {needs} the whole distribution; leave {name} out, or set numerics: default"
+    for name in sorted(rollout.engine_args.keys() - set(ENGINE_ARGS)):
+        yield f"rollout.engine_args: numerics: bitwise requires vLLM's default for {name}; remove it, or set numerics: default"

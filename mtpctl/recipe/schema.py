@@ -96,7 +96,7 @@ class Recipe(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     numerics: Numerics = Field(
-        "usual",
+        "default",
         description="bitwise: engine, log-prob server and trainer compute the same log-probs to the last bit, at a cost in speed. Needs "
         "fp32, a CPU and a dense MiMo model.",
     )

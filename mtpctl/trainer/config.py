@@ -39,7 +39,7 @@ class EngineConfig:
     drafts: int = 0
     greedy_drafts: bool = False
     only_drafter: bool = False
-    numerics: Numerics = "usual"
+    numerics: Numerics = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Head:
         parallel: ParallelConfig,
         *,
         sequence_parallel: bool,
-        numerics: Numerics = "usual",
+        numerics: Numerics = "default",
     ) -> None:
         self.kernels, self.shape, self.parallel, self.sequence_parallel = kernels, shape, parallel, sequence_parallel
         self.implementation = "exact" if numerics == "bitwise" else kernels.linear_logprob

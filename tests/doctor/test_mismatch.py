@@ -26,7 +26,7 @@ from tests.fakes.toys import GLM4_MOE, MIMO
 TOYS = {"dense": (MIMO, 2), "moe": (GLM4_MOE, 1), "bitwise": (MIMO, 3)}
 """Configs, and drafts per step."""
 ROUNDED = ("dense", "moe")
-"""Toys with the usual numerics."""
+"""Toys with the default numerics."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_module_with_other_rounding_is_named(recorded: dict[str, Path], toy: str
 
 def test_bitwise_numerics_permit_no_difference(recorded: dict[str, Path]) -> None:
     result = Mismatch.of(score(recorded["bitwise"]), 0.0)
-    assert result.error is None and result.verdict.endswith("numerics: bitwise permits none")
+    assert result.error is None and result.verdict.endswith("numerics: bitwise allows no difference")
     assert {(each.mean, each.worst, each.total, each.prefill) for each in result.modules} == {(0.0, 0.0, 0.0, 0.0)}
     assert {(each.mean, each.largest) for each in result.logprobs} == {(0.0, 0.0)}
 
@@ -142,6 +142,16 @@ def test_log_probs_beyond_the_bound_are_a_mismatch_if_every_module_agrees() -> N
     error = _result(0.01, 0.5).error
     assert error is not None and str(error).startswith("engine, prefill: log-probs differ from the trainer's by 5.0e-01 nats")
     assert _result(0.01, float("nan")).error is not None
+
+
+def test_recipe_and_not_the_limit_decides_whether_a_difference_is_allowed() -> None:
+    exact = ModuleDifference("head", 0.0, 0.0, 0.0, 0.0)
+    rounded, bitwise = (
+        Mismatch([exact], [LogprobDifference("engine, prefill", 1e-7, 1e-7)], 0.0, "fp32", [], is_bitwise=is_bitwise)
+        for is_bitwise in (False, True)
+    )
+    assert rounded.error is None and "rounding in fp32 explains" in rounded.verdict
+    assert bitwise.error is not None
 
 
 def test_nan_and_a_single_wrong_token_exceed_the_limit() -> None:

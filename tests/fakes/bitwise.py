@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=500)
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--method", choices=("greedy", "probabilistic"), default="greedy")
-    parser.add_argument("--numerics", choices=("bitwise", "usual"), default="bitwise")
+    parser.add_argument("--numerics", choices=("bitwise", "default"), default="bitwise")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folders = versions(Path(scratch), 4)

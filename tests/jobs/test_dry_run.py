@@ -160,7 +160,7 @@ def test_weights_of_a_7b_model_are_checked_without_torch(tmp_path: Path) -> None
 
 
 def test_plan_mentions_bitwise_numerics(tmp_path: Path) -> None:
-    for numerics in ("usual", "bitwise"):
+    for numerics in ("default", "bitwise"):
         plan = dry_run(load_recipe("tiny_mtp", sets=[f"numerics={numerics}", f"run_dir={tmp_path}"]).recipe)
         assert as_json(plan)["numerics"] == numerics
         assert ("\nnumerics   bitwise: engine, log-prob server and trainer" in render(plan)) == (numerics == "bitwise")

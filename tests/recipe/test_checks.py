@@ -248,17 +248,23 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["model.tokenizer=/nowhere/tokenizer"], "model.tokenizer: there is no folder /nowhere/tokenizer; name a folder"),
         (["data.task=", f"data.path={__file__}", f"data.eval_path={__file__}"], "data.eval_path: equals data.path, which is trained on"),
         (["kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs a GPU; set auto"),
-        ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32; set fp32, or numerics: usual"),
-        ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32; set auto, or numerics: usual"),
-        ([*BITWISE, "train.lora.rank=4"], "train.lora: numerics: bitwise needs full weights; take the section out"),
+        ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32; set fp32, or numerics: default"),
+        ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32; set auto, or numerics: default"),
+        ([*BITWISE, "train.lora.rank=4"], "train.lora: numerics: bitwise needs full weights; remove the section"),
         ([*BITWISE, "rollout.tp=3"], "rollout.tp: numerics: bitwise needs unsplit layers, got 3; set 1"),
         ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise needs unsplit layers and samples, got 2; set 1"),
         ([*BITWISE, "kernels.linear_logprob=reference"], "kernels.linear_logprob: numerics: bitwise needs its own kernel; set auto"),
         ([*BITWISE, "rollout.temperature=0.7"], "rollout.temperature: numerics: bitwise needs 1, got 0.7; set 1"),
         ([*BITWISE, *CORRECTED, "rollout.top_p=0.9"], "rollout.top_p: numerics: bitwise needs the whole distribution"),
         ([*BITWISE, *CORRECTED, "rollout.top_k=9"], "rollout.top_k: numerics: bitwise needs the whole distribution"),
-        ([*BITWISE, "rollout.engine_args={dtype: half}"], "rollout.engine_args: numerics: bitwise needs vLLM's default of dtype"),
-        ([*BITWISE, *CARD], "cluster.device: numerics: bitwise needs a CPU; set cpu, or numerics: usual"),
+        *(
+            (
+                [*BITWISE, f"rollout.engine_args={{{arg}}}"],
+                f"rollout.engine_args: numerics: bitwise requires vLLM's default for {arg.split(':')[0]}; remove it, or set numerics: default",
+            )
+            for arg in ("dtype: half", "tensor_parallel_size: 2", "max_model_len: 16384", "model_impl: transformers", "hf_overrides: {}")
+        ),
+        ([*BITWISE, *CARD], "cluster.device: numerics: bitwise needs a CPU; set cpu, or numerics: default"),
         ([*BITWISE, "model.config.max_position_embeddings=9000"], "rollout.context: numerics: bitwise needs at most 8192 tokens, got 9000"),
         ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
@@ -357,9 +363,9 @@ def test_bitwise_numerics_need_a_dense_mimo() -> None:
     validate(load_recipe("tiny_mtp", sets=[*BITWISE, "rollout.speculation.num_tokens=3", "logprob.standalone=true"]).recipe)
     for config, found in ((GLM4_MOE, "glm4-moe"), (LLAMA_EAGLE3, "llama")):
         text = complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
-        assert text == f"model: numerics: bitwise needs a model of the family mimo, got {found}; use one, or set numerics: usual"
+        assert text == f"model: numerics: bitwise needs a model of the family mimo, got {found}; use one, or set numerics: default"
     sglang = load_recipe("tiny_mtp", sets=[*BITWISE, "rollout={engine: sglang}"]).recipe
-    assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: usual" in list(complaints_of(sglang))
+    assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: default" in list(complaints_of(sglang))
 
 
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])

@@ -79,7 +79,7 @@ def engine_settings(
     outside_cache: int | None = None,
     admit_at_once: bool = False,
     host_limited: bool = False,
-    numerics: Numerics = "usual",
+    numerics: Numerics = "default",
 ) -> VllmSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 

@@ -20,7 +20,7 @@ from mtpctl.rollout.vllm.plugin import NUMERICS, install
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU backend's layers")
 
 
-@pytest.mark.parametrize("numerics", ["usual", "bitwise"])
+@pytest.mark.parametrize("numerics", ["default", "bitwise"])
 def test_only_layers_of_a_bitwise_engine_are_exact(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.setenv(NUMERICS, numerics)
