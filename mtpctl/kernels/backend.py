@@ -86,7 +86,8 @@ class LocalScores:
     @classmethod
     def concatenate(cls, parts: list[LocalScores]) -> LocalScores:
         """Scores of consecutive rows, without saved state."""
-        stats = RowStats(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(RowStats)))
+        kind = type(parts[0].stats)
+        stats = kind(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(kind)))
         best = [part.best for part in parts if part.best is not None]
         return cls(stats, (torch.cat([values for values, _ in best]), torch.cat([ids for _, ids in best])) if best else None)
 

@@ -11,6 +11,8 @@ All else is elementwise: additions, products, quotients and square roots, which 
 sines and cosines are polynomials of these in float64, because libraries evaluate them in other ways at the end of an array than in its
 middle.
 
+Rows are independent, so results do not depend on the blocks in which they are computed. Blocks limit the memory of float64 temporaries.
+
 These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the usual operations.
 
 Shape legend: n samples, h query heads, g key-value heads, q queries, k keys, d head width.
@@ -19,16 +21,17 @@ Shape legend: n samples, h query heads, g key-value heads, q queries, k keys, d 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from mtpctl.recipe.numerics import MAX_CONTEXT
+from mtpctl.recipe.numerics import BLOCK_BYTES, MAX_CONTEXT
 
 MANTISSA = 53
 """Bits of a float64 integer."""
 _SMALLEST = -400
-"""Exponent of the largest element of a row of zeros."""
+"""Lower limit of exponents, so that powers stay normal."""
 
 
 def _bits(terms: int) -> int:
@@ -47,11 +50,22 @@ def _units(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return (x * _power(bits - exponent)).round_(), _power(exponent - bits)
 
 
+def _blocks(count: int, width: int) -> Iterator[slice]:
+    """Ranges of `count` rows of `width` elements in float64, of at most `BLOCK_BYTES` each."""
+    step = max(1, BLOCK_BYTES // (8 * max(1, width)))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, in] · weightᵀ [out, in] → [rows, out], in the dtype of x."""
     bits = _bits(x.shape[-1])
-    (rows, row_step), (columns, column_step) = _units(x, bits), _units(weight, bits)
-    return (rows @ columns.T).mul_(row_step).mul_(column_step.T).to(x.dtype)
+    rows, row_step = _units(x, bits)
+    out = x.new_empty(len(x), len(weight))
+    for block in _blocks(len(weight), max(x.shape)):
+        columns, column_step = _units(weight[block], bits)
+        out[:, block] = (rows @ columns.T).mul_(row_step).mul_(column_step.T)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -65,8 +79,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) · up for the halves gate and up of the last dimension, in the dtype of `gate_up`."""
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    return (gate / (1.0 + exp(-gate)) * up).to(gate_up.dtype)
+    rows = gate_up.flatten(0, -2)
+    out = rows.new_empty(len(rows), rows.shape[1] // 2)
+    for block in _blocks(*out.shape):
+        gate, up = rows[block].double().chunk(2, dim=-1)
+        out[block] = gate / (1.0 + exp(-gate)) * up
+    return out.unflatten(0, gate_up.shape[:-1])
 
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,37 +105,41 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     """Attention of query [n, h, q, d] to key and value [n, g, k, d], in the dtype of the query.
 
     visible: bool, broadcast to [n, q, k]; every query must see a key. Other keys do not affect its result, whatever their finite values.
-    k must be at most
-    `MAX_CONTEXT`: the factors have the bits that so many keys leave, so that a result does not depend on the number of other keys.
+
+    k must be at most `MAX_CONTEXT`: the factors have the bits that so many keys leave, so that a result does not depend on the number of
+    other keys.
     """
     keys, (samples, heads, queries, width), groups = key.shape[2], query.shape, key.shape[1]
     assert keys <= MAX_CONTEXT, f"{keys} keys, at most {MAX_CONTEXT}"
-    folded = query.reshape(samples, groups, -1, width)
+    visible = visible.expand(samples, queries, keys)
     bits, weight_bits = _bits(width), _bits(MAX_CONTEXT)
-    (rows, row_step), (columns, column_step) = _units(folded, bits), _units(key, bits)
-    scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
-    scores = scores.view(samples, heads, queries, keys)
-    hidden = ~visible.expand(samples, queries, keys)[:, None]
-    scores.masked_fill_(hidden, float("-inf"))
-    weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0)
-    mass = _mass(weights, MAX_CONTEXT)
-    # A key's power of two moves from its value to its weight, whose largest over the visible keys then bounds the whole sum.
-    values, value_step = _units(value, weight_bits)
-    weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
-    weights, weight_step = _units(weights, weight_bits)
-    out = (weights @ values).mul_(weight_step).view(samples, heads, queries, -1)
-    return out.div_(mass).to(query.dtype)
+    (columns, column_step), (values, value_step) = _units(key, bits), _units(value, weight_bits)
+    out = query.new_empty(samples, heads, queries, value.shape[-1])
+    for block in _blocks(queries, samples * heads * keys):
+        part, hidden = query[:, :, block], ~visible[:, None, block]
+        rows, row_step = _units(part.reshape(samples, groups, -1, width), bits)
+        scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
+        scores = scores.view(*part.shape[:3], keys).masked_fill_(hidden, float("-inf"))
+        weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0)
+        mass = _mass(weights, MAX_CONTEXT)
+        # A key's power of two moves from its value to its weight, whose largest over the visible keys then bounds the whole sum.
+        weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
+        weights, weight_step = _units(weights, weight_bits)
+        out[:, :, block] = (weights @ values).mul_(weight_step).view(*part.shape[:3], -1).div_(mass)
+    return out
 
 
 def log_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row's logits [..., vocab], and log Σ exp(logit − largest), both [..., 1] in the dtype of the logits."""
+    """The largest of each row's logits [n, vocab], and log Σ exp(logit − largest), both [n, 1] in the dtype of the logits."""
     top = logits.amax(-1, keepdim=True)
-    weights = exp((logits - top).double())
-    return top, log(_mass(weights, logits.shape[-1])).to(logits.dtype)
+    mass = torch.empty_like(top)
+    for block in _blocks(*logits.shape):
+        mass[block] = log(_mass(exp((logits[block] - top[block]).double()), logits.shape[1]))
+    return top, mass
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-softmax of the last dimension, in fp32."""
+    """Log-softmax of each row of logits [n, vocab], in fp32."""
     logits = logits.float()
     top, mass = log_mass(logits)
     return (logits - top).sub_(mass)

@@ -29,11 +29,21 @@ class ExactStats(RowStats):
 
 
 class Exact(Chunked):
-    """All columns at once. The vocabulary must not be split over ranks. Gradients are those of `Chunked`."""
+    """All columns of a slice of rows at once. The vocabulary must not be split over ranks. Gradients are those of `Chunked`.
+
+    The workspace limits fp32 temporaries. Those in float64 are limited by `BLOCK_BYTES`.
+    """
 
     name = "exact"
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+        count = -(-len(problem.hidden) // self.rows_per_slice(problem))
+        # Logits that do not fit the workspace are not saved: the backward pass recomputes them.
+        saves = for_backward and count <= 1
+        parts = [self._slice_scores(part, entropy=entropy, topk=topk, for_backward=saves) for part in problem.split(count)]
+        return parts[0] if len(parts) == 1 else LocalScores.concatenate(parts)
+
+    def _slice_scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         z = scaled(exact.linear(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
         top, log_mass = (each.squeeze(1) for each in exact.log_mass(z))
         target = z.gather(1, problem.targets.unsqueeze(1)).squeeze(1)

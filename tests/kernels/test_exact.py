@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mtpctl.kernels import exact, exact_grad
 from mtpctl.kernels.drafts import Draft
@@ -147,6 +150,57 @@ def test_gradients_are_those_of_the_usual_operations() -> None:
             results.append(torch.autograd.grad((out * out.detach().sign()).sum(), leaves))
         for found, expected in zip(*results, strict=True):
             assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+class _Largest(TorchDispatchMode):
+    """Records the size in bytes of the largest tensor that an operation in the block returns, apart from views."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        sizes = [x.numel() * x.itemsize for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in inputs]
+        self.largest = max([self.largest, *sizes])
+        return out
+
+
+def test_results_do_not_depend_on_blocks_which_limit_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value, causal = _attention_case(256)
+    x, weight = _drawn(256, 64), _drawn(256, 64, seed=1)
+    runs = {
+        "attention": lambda: exact.attention(query, key, value, causal, 0.2),
+        "linear": lambda: exact.linear(x, weight),
+        "swiglu": lambda: exact.swiglu(weight),
+        "log_softmax": lambda: exact.log_softmax(x @ weight.T),
+    }
+    whole = {name: run() for name, run in runs.items()}
+    inputs = max(8 * each.numel() for each in (query, key, value, x, weight))
+    for block_bytes in (1, 1 << 15, 1 << 17):
+        monkeypatch.setattr(exact, "BLOCK_BYTES", block_bytes)
+        for name, run in runs.items():
+            with _Largest() as memory:
+                assert torch.equal(run(), whole[name]), (name, block_bytes)
+            assert memory.largest <= max(block_bytes, inputs, whole[name].nbytes), (name, block_bytes)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_head_kernels_split_rows_by_the_workspace(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = _drawn(600, 16, spread=0.3).requires_grad_(gradients), _drawn(512, 16, seed=1, spread=0.3).requires_grad_(gradients)
+    labels = torch.randint(512, (600,), generator=torch.Generator().manual_seed(0))
+    results, workspace = [], 1 << 18
+    monkeypatch.setattr(exact, "BLOCK_BYTES", 1 << 16)
+    for limit in (1 << 30, workspace):
+        with _Largest() as memory:
+            out = linear_logprob(hidden, weight, labels, implementation="exact", workspace_bytes=limit, entropy=True, topk=2)
+            grads = torch.autograd.grad((out.logprob + out.entropy).sum(), (hidden, weight)) if gradients else ()
+        assert out.entropy is not None and out.topk is not None
+        results.append(((out.logprob, *out.topk), (out.entropy, *grads)))
+    assert memory.largest <= workspace
+    for whole, split in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(whole, split)
+    for whole, split in zip(results[0][1], results[1][1], strict=True):
+        assert torch.allclose(whole, split, rtol=1e-4, atol=1e-5 * float(whole.detach().abs().max()))
 
 
 def test_head_kernels_give_the_engines_log_probs() -> None:

@@ -9,7 +9,7 @@ layers and LM head, norms, SwiGLU, rotary embedding, attention, and the log-soft
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -174,16 +174,11 @@ def paged_attention(
 ) -> None:
     """Causal attention of each request's last tokens to its tokens in the KV cache. Writes to `output`, like query [tokens, heads, width].
 
-    Requests with equally many queries are computed together.
+    Requests with equally many queries are computed together, as many as the limit of temporaries allows.
     """
     assert metadata.causal is True, "bidirectional attention has no exact sums"
-    starts, lengths, size = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), key_blocks.shape[2]
-    by_count: dict[int, list[int]] = {}
-    for request in range(len(starts) - 1):
-        by_count.setdefault(starts[request + 1] - starts[request], []).append(request)
-    for count, requests in by_count.items():
-        if not count:
-            continue
+    starts, lengths, (_, groups, size, width) = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), key_blocks.shape
+    for count, requests in _batches(starts, lengths, 8 * groups * width):
         total = torch.tensor([lengths[request] for request in requests])[:, None]
         longest = int(total.max())
         blocks = metadata.block_table[requests, : -(-longest // size)].long()
@@ -195,6 +190,18 @@ def paged_attention(
         visible = slots <= (total - count + torch.arange(count))[:, :, None]
         out = exact.attention(query[rows].transpose(1, 2), keys, values, visible, scale)
         output[rows] = out.transpose(1, 2).reshape(*rows.shape, *output.shape[1:])
+
+
+def _batches(starts: list[int], lengths: list[int], key_bytes: int) -> Iterator[tuple[int, list[int]]]:
+    """Numbers of queries, and requests with so many, whose padded keys of `key_bytes` each take at most `exact.BLOCK_BYTES`."""
+    by_count: dict[int, list[int]] = {}
+    for request in range(len(lengths)):
+        by_count.setdefault(starts[request + 1] - starts[request], []).append(request)
+    by_count.pop(0, None)
+    for count, requests in by_count.items():
+        together = max(1, exact.BLOCK_BYTES // (key_bytes * max(lengths[request] for request in requests)))
+        for first in range(0, len(requests), together):
+            yield count, requests[first : first + together]
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling

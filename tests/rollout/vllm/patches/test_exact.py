@@ -37,8 +37,10 @@ def test_only_layers_of_a_bitwise_engine_are_exact(numerics: str, monkeypatch: p
     assert torch.equal(sampler.compute_logprobs(x), exact.log_softmax(x)) == is_exact
 
 
-def test_paged_attention_equals_attention_to_a_requests_own_tokens() -> None:
+@pytest.mark.parametrize("block_bytes", [exact.BLOCK_BYTES, 1])
+def test_paged_attention_equals_attention_to_a_requests_own_tokens(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of several lengths and query counts, with blocks in any order; free slots hold NaN, as unused memory may."""
+    monkeypatch.setattr(exact, "BLOCK_BYTES", block_bytes)
     generator = torch.Generator().manual_seed(0)
     lengths, counts, heads, groups, width, size = [5, 9, 1, 7], [2, 9, 1, 2], 4, 2, 32, 4
     tables = torch.tensor([[7, 2, 0], [5, 1, 4], [6, 0, 0], [3, 8, 0]])
