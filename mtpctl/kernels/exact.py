@@ -13,7 +13,7 @@ middle.
 
 Rows are independent, so results do not depend on the blocks in which they are computed. Blocks limit the memory of float64 temporaries.
 
-These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the usual operations.
+These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the inexact operations.
 
 Shape legend: n samples, h query heads, g key-value heads, q queries, k keys, d head width.
 """

@@ -41,8 +41,8 @@ from mtpctl.model.layers import (
     Mlp,
     RMSNorm,
     RowParallelLinear,
-    uses_exact_sums,
     use_exact_sums,
+    uses_exact_sums,
 )
 from mtpctl.model.mamba import Mamba2
 from mtpctl.model.rope import rope_of, window_rope_of

@@ -260,7 +260,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         *(
             (
                 [*BITWISE, f"rollout.engine_args={{{arg}}}"],
-                f"rollout.engine_args: numerics: bitwise requires vLLM's default for {arg.split(':')[0]}; remove it, or set numerics: default",
+                f"rollout.engine_args: numerics: bitwise requires vLLM's default for {arg.split(':')[0]}; remove it",
             )
             for arg in ("dtype: half", "tensor_parallel_size: 2", "max_model_len: 16384", "model_impl: transformers", "hf_overrides: {}")
         ),
