@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtpctl.families.shape import LayerKind, MambaShape, ModelShape
+from mtpctl.families.shape import LayerKind, ModelShape
+from mtpctl.plan.activations import attention_width, drafter_width, ffn_width, layer_widths, peak_transient, peak_width
 from mtpctl.plan.buckets import adapted_weights
 from mtpctl.plan.placement import engine_memory_share, shares_card
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
@@ -137,7 +138,7 @@ def engine_reserve(recipe: Recipe, shape: ModelShape) -> int:
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
     limit = rollout.engine_args.get("max_num_batched_tokens")
     tokens = limit if isinstance(limit, int) else ENGINE_STEP_TOKENS
-    activations = int(tokens * (4 * shape.hidden + _attention_width(shape) + 3 * _ffn_width(shape)) * width)
+    activations = int(tokens * (4 * shape.hidden + attention_width(shape) + 3 * ffn_width(shape)) * width)
     sampled = rollout.max_in_flight * (1 + rollout.speculation.num_tokens)
     sampling = sampled * shape.vocab * 4 * SAMPLER_COPIES
     graphs = 0 if getattr(rollout, "eager", False) else ENGINE_GRAPH_BYTES
@@ -153,81 +154,9 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     copies = 2 if server.keep_previous else 1
     ranks = zip(_stages(recipe, shape, server.parallel), merged, strict=True)
     weights, base = max(((stage.parameters * copies, base.parameters) for stage, base in ranks), key=sum)
-    elements = activation_width(shape, server.parallel) + transient_width(shape, server.parallel)
+    elements = peak_width(shape, server.parallel, range(shape.layers), drafter=_depths(recipe, shape) > 0)
     one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
     return LogprobMemory(weights * width, base * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
-
-
-def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements per token that a decoder layer with full attention, and experts if there are any, saves for its backward pass.
-
-    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP, minus the
-    tensors that the backward pass recomputes (`mtpctl.model.layers`).
-
-    - Split over tp only with sequence parallelism: the inputs of both norms, and the parts of latent attention that all heads share.
-    - Always split over tp: q, k, v, the attention's output, gate and up.
-    - Replicated: the sine and cosine of latent attention (other attention has one table for all layers), three indices and a weight for
-      each selected expert, and the tokens that ranks gather if tp splits each expert.
-    - With expert parallelism also the rows from other ranks, assumed to be as many as this rank sends.
-
-    Nemotron-H's layers have either a mixer or an MLP: this is their mean.
-    """
-    if shape.mamba is not None:
-        return sum(_block_width(shape, shape.mamba, layer, parallel) for layer in range(shape.layers)) / shape.layers
-    latent, moe = shape.latent, shape.moe
-    entry = 2 * shape.hidden
-    if latent:
-        entry += shape.hidden + 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_dim
-    if moe:
-        # The normed state, and the router's outputs.
-        entry += shape.hidden + 3 * moe.experts
-    copies = _copies(shape, parallel) if moe else 0.0
-    tables = 4 * latent.rope_dim if latent else 0
-    entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
-    return entry_width + copies + tables + (_attention_width(shape) + 2 * _ffn_width(shape)) / parallel.tp
-
-
-def _copies(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements per token of an MoE layer's indices and weights, received rows and gathered tokens."""
-    moe = shape.moe
-    assert moe is not None
-    copies = 4 * moe.experts_per_token + (moe.experts_per_token * shape.hidden / parallel.tp if parallel.ep > 1 else 0)
-    return copies + (shape.hidden if expert_tp(parallel) > 1 else 0)
-
-
-def _block_width(shape: ModelShape, mamba: MambaShape, layer: int, parallel: ParallelConfig) -> float:
-    """Elements per token that one layer of Nemotron-H saves for its backward pass.
-
-    A Mamba-2 layer saves the output of its input projection, the convolution before and after its activation, decays in fp32, the input
-    and output projections of the state for every head, and the scan's output before and after the norm.
-    """
-    kind, mlp, moe = shape.layer_kinds[layer], shape.mlp_of(layer), shape.moe
-    entry, split = float(shape.hidden), 0.0
-    if kind == "mamba":
-        split = 3 * mamba.inner + 3 * mamba.channels + 6 * mamba.heads + 2 * mamba.heads * mamba.state
-    elif kind == "full_attention":
-        split = _attention_width(shape)
-    elif mlp == "sparse" and moe is not None:
-        entry += shape.hidden + 3 * moe.experts
-        split = _ffn_width(shape) + parallel.tp * _copies(shape, parallel)
-    else:
-        split = shape.ffn
-    return entry / (parallel.tp if parallel.sequence_parallel else 1) + split / parallel.tp
-
-
-def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements per token of a layer's temporaries, in addition to `activation_width`: the normed input and the product of gate and up.
-
-    Routed experts peak in the backward pass of their first product, with rows (copies of their tokens' states), the rows' gradients, and
-    gate and up; with expert parallelism also with the received rows. Routing is assumed to be even.
-    """
-    width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    if not shape.moe:
-        return width + shape.ffn / parallel.tp
-    split = expert_tp(parallel)
-    rows = shape.moe.experts_per_token * split / parallel.tp
-    routed = rows * ((2 + (parallel.ep > 1)) * shape.hidden + 2 * shape.moe.ffn / split)
-    return width + routed + shape.moe.shared_ffn / parallel.tp
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
@@ -275,23 +204,6 @@ def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
     convolved = channels * (conv - 1 + drafts)
     copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
     return copies * layers * (convolved * width + state * (4 if fp32 else width)) // rollout.tp
-
-
-def _attention_width(shape: ModelShape) -> float:
-    if shape.latent:
-        return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
-    q, kv = shape.heads * shape.head_dim, max(map(shape.kv_heads_of, shape.layer_kinds)) * shape.head_dim
-    # Narrower values are padded for the kernel, and the narrower output is copied.
-    copied = shape.heads * shape.value_dim if shape.value_dim != shape.head_dim else 0
-    # QK norms save the tensor that the heads are split from. An output gate saves itself and its input.
-    mixed = q + 2 * kv + (q if shape.gated_attention else 0)
-    return 2 * q + 2 * kv + copied + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
-
-
-def _ffn_width(shape: ModelShape) -> float:
-    """Hidden width of the MLP, or of a token's experts together."""
-    moe = shape.moe
-    return moe.experts_per_token * moe.ffn + moe.shared_ffn if moe else shape.ffn
 
 
 def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list[Stage]:
@@ -348,11 +260,13 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
 
 def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, passes: int, training: str) -> int:
     train, parallel = recipe.train, recipe.train.parallel
-    layers = (0 if training == "draft" else len(stage.layers)) + (passes if stage.has_head else 0)
-    width, transient = activation_width(shape, parallel), transient_width(shape, parallel)
+    trunk, passes = range(0) if training == "draft" else stage.layers, passes if stage.has_head else 0
+    widths = layer_widths(shape, parallel, trunk) + ([drafter_width(shape, parallel)] * passes if passes else [])
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    saved = width * layers if train.recompute != "full" else entry * layers
-    once = transient if train.recompute != "full" else width + transient
+    saved = sum(widths) if train.recompute != "full" else entry * len(widths)
+    # A frozen trunk saves nothing, but its layers have temporaries.
+    peak = peak_transient if train.recompute != "full" else peak_width
+    once = peak(shape, parallel, stage.layers, drafter=passes > 0)
     in_flight = parallel.pp - index  # 1F1B schedule: microbatches in flight at this stage.
     return int(train.tokens_per_microbatch / parallel.cp * (saved * in_flight + once) * WEIGHT_BYTES[train.precision])
 
@@ -396,11 +310,8 @@ def _inner(shape: ModelShape, target: str, ffn: int) -> int:
 def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     """For each linear layer of attention, the sides (input, output) that are replicated, and those that tp splits, in elements."""
     hidden, kind = shape.hidden, shape.layer_kinds[layer]
-    if kind == "none":
+    if kind in ("none", "mamba"):  # Mamba-2 has no adapters
         return {}
-    if kind == "mamba":
-        assert shape.mamba is not None
-        return {"in_proj": (hidden, shape.mamba.inner + shape.mamba.channels + shape.mamba.heads), "out_proj": (hidden, shape.mamba.inner)}
     if kind == "linear_attention":
         delta = shape.delta
         assert delta is not None

@@ -1,4 +1,4 @@
-"""A layer saves as many bytes for its backward pass as `mtpctl.plan.memory` assumes.
+"""A layer saves as many bytes for its backward pass as `mtpctl.plan.activations` assumes.
 
 A CPU runs norms and attention in pieces that keep more than a card's kernels do; stand-ins here keep what those keep.
 """
@@ -15,7 +15,7 @@ import torch
 
 from mtpctl.kernels.qkv import split_heads_torch
 from mtpctl.model import attention, core_attention, layers
-from mtpctl.plan.memory import activation_width
+from mtpctl.plan.activations import activation_width, layer_widths
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from tests.fakes.kept import Kept
@@ -106,6 +106,20 @@ def test_layer_saves_the_planned_bytes(tmp_path, monkeypatch, case):
     a_token = (second - first) / tokens / 4
     expected = activation_width(less.shape, ParallelConfig())
     assert expected == pytest.approx(a_token, rel=0.05)
+
+
+@pytest.mark.parametrize("letter", ["*", "E", "-"])
+def test_layer_of_nemotron_saves_the_planned_bytes(tmp_path, monkeypatch, letter):
+    """Mamba-2 is left out: on a CPU its scan saves the matrices of every chunk."""
+    sizes = {**WIDE, **MODELS["nemotron-h"]}
+    patterns = "E*" + letter, "E*" + 2 * letter
+    less, more = (
+        mimo(tmp_path / pattern.replace("*", "A"), **sizes | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)})
+        for pattern in patterns
+    )
+    (first, tokens), (second, _) = kept_bytes(monkeypatch, less), kept_bytes(monkeypatch, more)
+    (expected,) = layer_widths(less.shape, ParallelConfig(), range(2, 3))
+    assert expected == pytest.approx((second - first) / tokens / 4, rel=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
+from mtpctl.plan.activations import activation_width, drafter_width, layer_widths, peak_width, transient_width
 from mtpctl.plan.buckets import section_buckets
 from mtpctl.plan.memory import (
     ENGINE_GRAPH_BYTES,
     GIB,
     SAMPLER_COPIES,
-    activation_width,
     engine_memory,
     kv_bytes_per_token,
     logprob_memory,
@@ -492,3 +492,42 @@ def test_mamba_layers_take_state_for_each_sequence_and_no_cache() -> None:
     channels, state = 64 * 64 + 2 * 8 * 128, 64 * 64 * 128
     # One copy of each state for the sequence, one for its draft, one at the last block boundary; convolutions in bf16, states in fp32.
     assert memory.sequence_state == 3 * 23 * (channels * (3 + 1) * 2 + state * 4)
+
+
+LIGHTNING = shape_of(hub_config("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"))
+MAMBA = 2688 + 3 * 64 * 64 + 3 * (64 * 64 + 2 * 8 * 128) + 6 * 64 + 2 * 64 * 128
+"""Saved elements per token of a Mamba-2 layer of Nemotron 3.5 Lightning."""
+ATTENTION = 2688 + 2 * (32 + 2) * 128
+"""The same of an attention layer."""
+EXPERTS = 2 * 2688 + 3 * 128 + 4 * 6 + 6 * 1856 + 3712
+"""The same of a layer with experts: its input, the normed state, the router, and one inner matrix of experts without a gate."""
+
+
+def test_layers_of_nemotron_save_what_their_mixer_or_mlp_saves() -> None:
+    widths = layer_widths(LIGHTNING, ParallelConfig(), range(LIGHTNING.layers))
+    assert widths == [{"mamba": MAMBA, "full_attention": ATTENTION, "none": EXPERTS}[kind] for kind in LIGHTNING.layer_kinds]
+    assert drafter_width(LIGHTNING, ParallelConfig()) == ATTENTION + EXPERTS
+
+
+def test_temporaries_of_experts_without_a_gate_have_one_inner_matrix() -> None:
+    assert transient_width(LIGHTNING, ParallelConfig()) == 2688 + 6 * (2 * 2688 + 1856) + 3712
+
+
+def test_recomputation_needs_the_largest_layer_of_a_hybrid_model() -> None:
+    transient = transient_width(LIGHTNING, ParallelConfig())
+    assert EXPERTS + transient > MAMBA + 2688, "experts, whose temporaries are larger"
+    peak = peak_width(LIGHTNING, ParallelConfig(), range(LIGHTNING.layers), drafter=False)
+    assert peak == EXPERTS + transient
+    assert peak_width(LIGHTNING, ParallelConfig(), range(LIGHTNING.layers), drafter=True) == ATTENTION + EXPERTS + transient
+    memory = trainer_memory(recipe("train.tokens_per_microbatch=1024", name="nemotron_3_5_lightning_mtp"), LIGHTNING)
+    assert memory.activations == 1024 * 2 * (53 * 2688 + ATTENTION + EXPERTS + transient)
+
+
+def test_recomputation_of_a_dense_hybrid_model_needs_its_mamba_layer() -> None:
+    config = hub_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") | {"hybrid_override_pattern": "M-*-M-", "num_hidden_layers": 6}
+    shape = shape_of(config)
+    sets = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=1024", "mtp.mode=off", "rollout.speculation.num_tokens=0"]
+    memory = trainer_memory(recipe(*sets, "train.recompute=full"), shape)
+    assert memory.activations == 1024 * 2 * (6 * 2688 + MAMBA + 2688)
+    stored = trainer_memory(recipe(*sets, "train.recompute=none"), shape)
+    assert stored.activations == 1024 * 2 * (2 * MAMBA + ATTENTION + 3 * (2688 + 1856) + 2688 + 1856)
