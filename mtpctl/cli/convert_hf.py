@@ -18,7 +18,7 @@ from mtpctl.cli.options import Json, answer
 from mtpctl.errors import UserError
 
 TENTHS = 10
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "bf16", "fp16", "fp8")
 SIDES = ("megatron", "hf")
 
 
@@ -27,7 +27,8 @@ def convert_hf(
     target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to make.")] = None,
     to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Format of DST; inferred from SRC by default.")] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="fp32|bf16|fp16", help="Dtype of the weights; default: as in SRC.")
+        str | None,
+        typer.Option("--dtype", metavar="fp32|bf16|fp16|fp8", help="Dtype of the weights; default: as in SRC. fp8: of folders."),
     ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder, for a checkpoint that does not name one.")
@@ -78,7 +79,9 @@ def convert_hf(
     answer(f"{target}: {what} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)")
     if result.verified is not None:
         drafts = "" if result.verified.mtp_logits is None else f", MTP logits by {result.verified.mtp_logits:.1e}"
-        answer(f"verified: {result.verified.tensors} tensors bit-equal; logits differ by {result.verified.logits:.1e}{drafts}")
+        error = result.verified.relative_error
+        quantized = "" if error is None else f" after quantization, relative error up to {error:.1e}"
+        answer(f"verified: {result.verified.tensors} tensors bit-equal{quantized}; logits differ by {result.verified.logits:.1e}{drafts}")
 
 
 def _list(contents: Mapping[str, object]) -> str:

@@ -22,6 +22,7 @@ import torch
 from mtpctl.checkpoint.listing import flush
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
 from mtpctl.convert.adapters import MergedReader, adapted, require_weights, write_adapter
+from mtpctl.convert.fp8_folder import FP8, fp8_layout, names_to_quantize, quantization_config, written_tensors
 from mtpctl.convert.hf_folder import HfFolder, carried_files, carry, check_target, write_config, written_config
 from mtpctl.convert.hf_writer import NAMES, HfWriter, cast, common, main_dtype
 from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, recast, save_layout
@@ -73,6 +74,8 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, report: R
     if options.to not in (None, to):
         kind = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
         raise UserError(f"--to {options.to}: {source} is {kind} already")
+    if options.dtype == FP8 and checkpoint is None:
+        raise UserError("--dtype fp8: only Hugging Face folders are written in FP8, and SRC is one; name a checkpoint or a run")
     adapter = None if checkpoint is None else adapter_of(checkpoint)
     if options.merge and adapter is None:
         raise UserError(f"--merge: {source} holds no adapter")
@@ -156,8 +159,13 @@ def _to_hf(
                 if adapter
                 else PartReader(checkpoint, skeleton)
             )
-            types, layout = _types_and_layout(reference, reader, sizes, NAMES.get(options.dtype or ""))
+            fp8 = names_to_quantize(shape, sizes) if options.dtype == FP8 else frozenset()
+            wanted = torch.bfloat16 if fp8 else NAMES.get(options.dtype or "")
+            types, layout = _types_and_layout(reference, reader, sizes, wanted)
             config = written_config(folder.config, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
+            if fp8:
+                config["quantization_config"] = quantization_config(shape, fp8, layout)
+                layout = fp8_layout(layout, fp8, shape)
             output = stack.enter_context(_Output(target))
             writer = HfWriter(output.folder, layout, sizes)
             count = _started(output, reader.nbytes, writer.nbytes - sum(reader.nbytes), folder.path, progress)
@@ -165,7 +173,7 @@ def _to_hf(
             with _in_thread() as run:
                 for number in range(len(reader.parts)):
                     for name, value in reader.read(number).items():
-                        for hf_name, tensor in skeleton.to_hf(name, value).items():
+                        for hf_name, tensor in written_tensors(skeleton.to_hf(name, value), fp8):
                             writer.put(hf_name, tensor)
                         count(value.nbytes)
                     run(writer.flush)
@@ -178,9 +186,9 @@ def _to_hf(
         verified = None
         if options.verify and adapter is not None:
             base = require_weights(checkpoint, reference.weights)
-            verified = verify_merged(ModelWeights(output.folder), checkpoint, base, adapter, carried=reference.carried)
+            verified = verify_merged(ModelWeights(output.folder), checkpoint, base, adapter, carried=reference.carried, fp8=fp8)
         elif options.verify:
-            verified = verify_conversion(ModelWeights(output.folder), checkpoint, folder, carried=reference.carried)
+            verified = verify_conversion(ModelWeights(output.folder), checkpoint, folder, carried=reference.carried, fp8=fp8)
         output.publish()
     return len(layout), writer.nbytes, verified
 

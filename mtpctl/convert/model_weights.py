@@ -90,6 +90,13 @@ class ModelWeights(Mapping[str, "Tensor"]):
         entry = self.raw.entries[self._locations[name].name]
         return self.plain_dtype if entry.code in FP8 else entry.dtype
 
+    def quantized(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The values and scales of a tensor that the folder stores by itself in FP8; None if it does not."""
+        location = self._locations[name]
+        if location.expert is not None or self.raw.entries[location.name].code not in FP8:
+            return None
+        return self.raw.tensor(location.name), self.raw.tensor(location.name + SCALE)
+
     @cached_property
     def plain_dtype(self) -> torch.dtype:
         """The config's dtype, to which FP8 weights are dequantized."""
@@ -231,20 +238,12 @@ class ModelWeights(Mapping[str, "Tensor"]):
 
     def _dequantized(self, location: Location, weight: Tensor) -> Tensor:
         """Multiply an FP8 weight by its block scales (DeepSeek-V3, arXiv 2412.19437, section 3.3). Returns `plain_dtype`."""
-        import torch
+        from mtpctl.kernels.block_fp8 import dequantize
 
         scale = self.raw.tensor(location.name + SCALE)
         if location.expert is not None:
             weight, scale = weight[location.expert], scale[location.expert]
-        if scale.numel() == 1:
-            return (weight.float() * scale.float()).to(self.plain_dtype)
-        rows, columns = _block(self.folder.config)
-        wide = scale.float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        result = torch.empty(weight.shape, dtype=self.plain_dtype)
-        # One row of blocks at a time: converting the whole matrix would need two fp32 copies, each four times its size.
-        for target, part, factors in zip(result.split(rows), weight.split(rows), wide, strict=True):
-            target.copy_(part.float() * factors)
-        return result
+        return dequantize(weight, scale, self.plain_dtype, _block(self.folder.config))
 
 
 def _block(config: HfConfig) -> tuple[int, int]:

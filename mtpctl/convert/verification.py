@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ from mtpctl.checkpoint import sharded
 from mtpctl.checkpoint.sharded import AdapterRecord
 from mtpctl.convert.adapters import MergedReader, adapted, export_adapter, fill_adapter
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.convert.model_weights import SCALE, ModelWeights
 from mtpctl.convert.parts import PartReader
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.convert.source import has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed
+from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.model.packing import Packing
 from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
@@ -32,11 +34,15 @@ BOUND = 1e-5
 
 @dataclass(frozen=True)
 class Verified:
-    """The number of tensors that are bitwise equal, and the largest differences of logits and MTP logits on the fixed prompt."""
+    """The number of tensors that are bitwise equal, and the largest differences of logits and MTP logits on the fixed prompt.
+
+    relative_error: the largest of a quantized matrix, as a ratio of Frobenius norms; None if none is quantized.
+    """
 
     tensors: int
     logits: float
     mtp_logits: float | None
+    relative_error: float | None = None
 
 
 def verify_conversion(
@@ -45,22 +51,46 @@ def verify_conversion(
     folder: HfFolder,
     *,
     carried: FolderWeights | None = None,
+    fp8: frozenset[str] = frozenset(),
 ) -> Verified:
     """Compare a folder's weights with the checkpoint at `saved`. Raises ThresholdMissed if they differ.
+
+    Matrices in `fp8` are compared with a new quantization of the checkpoint's. Logits then differ, by any amount.
 
     folder: provides the config of both. carried: the checkpoint's tensors outside the language model.
     """
     mtp = has_mtp(saved)
-    tensors = compare_extras(weights, carried)
+    tensors, error = compare_extras(weights, carried), 0.0
     with Skeleton(folder, mtp=mtp) as skeleton:
         reader = PartReader(saved, skeleton)
         for number in range(len(reader.parts)):
             for name, value in reader.read(number).items():
                 for hf_name, tensor in skeleton.to_hf(name, value).items():
-                    compare(hf_name, weights[hf_name].to(tensor.dtype), tensor)
+                    if hf_name in fp8:
+                        error = max(error, compare_quantized(hf_name, weights, tensor))
+                    elif fp8:
+                        compare(hf_name, weights[hf_name], tensor.to(weights.dtype(hf_name)))
+                    else:
+                        compare(hf_name, weights[hf_name].to(tensor.dtype), tensor)
                     tensors += 1
         wide = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    return Verified(tensors, *_logits(weights, saved, folder, mtp=mtp, precision="fp32" if wide else "bf16"))
+    precision, bound = "fp32" if wide else "bf16", math.inf if fp8 else BOUND
+    return Verified(tensors, *_logits(weights, saved, folder, mtp=mtp, precision=precision, bound=bound), error if fp8 else None)
+
+
+def compare_quantized(name: str, weights: ModelWeights, tensor: Tensor) -> float:
+    """Compare a folder's FP8 matrix with a new quantization of `tensor`. Raises ThresholdMissed if they differ.
+
+    Returns the relative error of the quantization.
+    """
+    stored = weights.quantized(name)
+    if stored is None:
+        raise ThresholdMissed(f"verify: {name} is not stored in FP8")
+    for part, here, there in zip((name, name + SCALE), stored, quantize(tensor, name), strict=True):
+        compare(part, here, there)
+    wide = tensor.float()
+    norm = float(wide.norm())
+    return float((dequantize(*stored, torch.float32) - wide).norm()) / norm if norm else 0.0
 
 
 def compare_extras(weights: ModelWeights, carried: FolderWeights | None) -> int:
@@ -81,14 +111,14 @@ def compare(name: str, here: Tensor, there: Tensor) -> None:
         raise ThresholdMissed(f"verify: {name} differs, first at element {first}")
 
 
-def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, precision: str) -> tuple[float, float | None]:
+def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, precision: str, bound: float) -> tuple[float, float | None]:
     """Compare the logits of one model after restoring the checkpoint and after loading the folder, both as the trainer does."""
     with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
         sharded.restore(saved, sharded.Contents(skeleton.model, None, 0, None, None))
         there = prompt_logits(skeleton)
         skeleton.bridge.fill([skeleton.model], weights)
         here = prompt_logits(skeleton)
-    return compare_logits(here, there, BOUND)
+    return compare_logits(here, there, bound)
 
 
 def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tuple[float, float | None]:
@@ -114,30 +144,43 @@ APPLIED_BOUND = 1e-4
 
 
 def verify_merged(
-    written: ModelWeights, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord, *, carried: FolderWeights | None = None
+    written: ModelWeights,
+    checkpoint: Path,
+    base: ModelWeights,
+    adapter: AdapterRecord,
+    *,
+    carried: FolderWeights | None = None,
+    fp8: frozenset[str] = frozenset(),
 ) -> Verified:
-    """Compare a folder of merged weights with the base weights and the adapter. Raises ThresholdMissed if they differ."""
-    tensors = compare_extras(written, carried)
+    """Compare a folder of merged weights with the base weights and the adapter. Raises ThresholdMissed if they differ.
+
+    fp8: see `verify_conversion`.
+    """
+    tensors, error = compare_extras(written, carried), 0.0
     merged: dict[str, Tensor] = {}
     with adapted(checkpoint, base.folder, adapter) as skeleton:
         reader = MergedReader(checkpoint, skeleton, base, adapter)
         for number in range(len(reader.parts)):
             for name, value in reader.read(number).items():
                 for hf_name, tensor in skeleton.to_hf(name, value).items():
-                    compare(hf_name, written[hf_name], tensor.to(written.dtype(hf_name)))
+                    if hf_name in fp8:
+                        error = max(error, compare_quantized(hf_name, written, tensor))
+                    else:
+                        compare(hf_name, written[hf_name], tensor.to(written.dtype(hf_name)))
                     merged[hf_name] = tensor
                     tensors += 1
         wide = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    return Verified(tensors, *_merged_logits(written, merged, wide=wide))
+    logits = _merged_logits(written, merged, wide=wide, bound=math.inf if fp8 else BOUND)
+    return Verified(tensors, *logits, error if fp8 else None)
 
 
-def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide: bool) -> tuple[float, float | None]:
+def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide: bool, bound: float) -> tuple[float, float | None]:
     """Compare the logits of one model filled from the folder and from the merged tensors."""
     with Skeleton(written.folder, mtp=True, precision="fp32" if wide else "bf16") as skeleton:
         skeleton.bridge.fill([skeleton.model], written)
         here = prompt_logits(skeleton)
         skeleton.fill(merged)
-        return compare_logits(here, prompt_logits(skeleton), BOUND)
+        return compare_logits(here, prompt_logits(skeleton), bound)
 
 
 def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> Verified:

@@ -124,6 +124,7 @@ _MIMO_V2_MTP = MtpConvention(
     dense=True,
     kind="sliding_attention",
     mlp_norm="pre_mlp_layernorm",
+    unquantized=("self_attn.o_proj",),
 )
 # vLLM supports one MTP layer: attention is its layer 0, and experts are its layer 1.
 _NEMOTRON_MTP = MtpConvention(

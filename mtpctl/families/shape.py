@@ -41,7 +41,8 @@ class MtpConvention:
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
     `final_norm`: None if the LM head reads the layer's output directly. `dense`: the layer has a dense MLP even in a model with experts.
-    `kind`: of the layer's attention. `mlp_norm`: name of the norm before the MLP.
+    `kind`: of the layer's attention. `mlp_norm`: name of the norm before the MLP. `unquantized`: matrices of the layer that vLLM never
+    reads in FP8, in addition to the projection.
     """
 
     layer: str
@@ -57,6 +58,7 @@ class MtpConvention:
     mlp_norm: str = "post_attention_layernorm"
     embedding_copy: str | None = None
     head_copy: str | None = None
+    unquantized: tuple[str, ...] = ()
 
     @property
     def shared(self) -> bool:

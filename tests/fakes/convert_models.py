@@ -38,12 +38,13 @@ MTP_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-m
 MTP_FAMILIES += ("ernie4.5-moe", "mimo-v2-flash", "nemotron-h")
 
 
-def model(case: str, path: Path) -> Any:
-    """Create a folder at `path`. Returns the model of transformers, None if transformers lacks it."""
+def model(case: str, path: Path, **sizes: Any) -> Any:
+    """Create a folder at `path`. Returns the model of transformers, None if transformers lacks it. sizes: config fields to change."""
     if case == "mimo":
-        mimo(path)
+        mimo(path, **sizes)
         return None
-    created = hf_model(*CASES[case], path)
+    kind, fields = CASES[case]
+    created = hf_model(kind, fields | sizes, path)
     if case in MTP_FAMILIES:
         count = "mtp_num_hidden_layers" if case.startswith("qwen3.5") else "num_nextn_predict_layers"
         change_config(path, **{count: 1})

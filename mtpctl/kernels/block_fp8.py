@@ -1,0 +1,72 @@
+"""Block-wise FP8 weights in the format of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3).
+
+Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale, by which values are multiplied to dequantize them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mtpctl.errors import UserError
+
+BLOCK = 128
+"""Rows and columns of a block."""
+FP8_MAX = 448.0
+"""Largest finite value of float8_e4m3fn."""
+_MIN_SCALE = torch.finfo(torch.float32).tiny
+"""Smallest normal fp32. Subnormal scales would overflow the quotient, or flush to zero on GPUs."""
+_CHUNK = 16 * BLOCK
+"""Rows that are quantized at a time, which bounds the fp32 copies."""
+
+
+def scale_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales of a matrix."""
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix.
+
+    A block's scale is its largest absolute value divided by 448, and 1 for a block of zeros. Blocks at the right and bottom edge may be
+    smaller. Blocks are independent: rows that are a multiple of 128 can be quantized separately with the same result.
+
+    Args:
+        weight: [rows, columns], of any floating-point dtype, on any device.
+        name: of the tensor, for the error message.
+
+    Returns:
+        Values [rows, columns] in float8_e4m3fn, and scales [rows / 128, columns / 128] in fp32, rounded up.
+
+    Raises:
+        UserError: if the matrix contains infinities or NaN.
+    """
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
+    for start in range(0, rows, _CHUNK):
+        chunk = weight[start : start + _CHUNK].float()
+        height = len(chunk)
+        blocks = pad(chunk, (0, -columns % BLOCK, 0, -height % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        largest = blocks.abs().amax((1, 3))
+        scale = torch.where(largest == 0, 1.0, (largest / FP8_MAX).clamp_min(_MIN_SCALE))
+        scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
+        values[start : start + height] = scaled.flatten(2, 3).flatten(0, 1)[:height, :columns].to(torch.float8_e4m3fn)
+        scales[start // BLOCK : start // BLOCK + len(scale)] = scale
+    if not bool(scales.isfinite().all()):
+        raise UserError(f"{name}: contains infinities or NaN, which cannot be quantized; use another checkpoint")
+    return values, scales
+
+
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
+    """Multiply a matrix of FP8 values by its scales, one for each block or a single one. Computed in fp32, returned in `dtype`."""
+    if scales.numel() == 1:
+        return (values.float() * scales.float()).to(dtype)
+    rows, columns = block
+    wide = scales.float().repeat_interleave(columns, 1)[:, : values.shape[1]]
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    # One row of blocks at a time: converting the whole matrix would need two fp32 copies, each four times its size.
+    for target, part, factors in zip(result.split(rows), values.split(rows), wide, strict=True):
+        target.copy_(part.float() * factors)
+    return result
