@@ -4,12 +4,13 @@ Three folders of the same checkpoint are served: bf16, FP8, and bf16 with the de
 is due to FP8 activations and kernels. Without `--model`, random models with the shapes of MiMo-7B (with its MTP layer as drafter) and
 Qwen3-30B-A3B are used, with few layers. Exit code 1: that difference exceeds twice the difference that quantized weights make.
 
-    python benchmarks/fp8_folder.py [--layers 4] [--model FOLDER] [--bound 0.01] [--work DIRECTORY]
+    python benchmarks/fp8_folder.py
+    python benchmarks/fp8_folder.py --model FOLDER      # a trained model
+    python benchmarks/fp8_folder.py --toy               # on a CPU with AMX
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from harness import parser, print_environment
 
 SHAPES: dict[str, dict[str, Any]] = {
     "mimo": {
@@ -55,6 +58,9 @@ COMMON = {
     "initializer_range": 0.02,
     "hidden_act": "silu",
 }
+TOY = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "num_experts": 8}
+TOY |= {"head_dim": 64, "moe_intermediate_size": 128}
+TOY_ENGINE = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -107,28 +113,31 @@ def measure(name: str, source: Path, work: Path, options: dict[str, Any], bound:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, help="a folder to measure instead of random models")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--bound", type=float, default=0.01, help="nats that are allowed in addition")
-    parser.add_argument("--work", type=Path, help="where folders are written; default: a temporary directory")
-    parser.add_argument("--options", default='{"gpu_memory_utilization": 0.6, "enforce_eager": true}', help="engine arguments, as JSON")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, help="a folder to measure instead of random models")
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--bound", type=float, default=0.01, help="nats that are allowed in addition")
+    options.add_argument("--work", type=Path, help="where folders are written; default: a temporary directory")
+    options.add_argument("--options", default='{"gpu_memory_utilization": 0.6, "enforce_eager": true}', help="engine arguments, as JSON")
+    options.add_argument("--toy", action="store_true", help="narrow models, for a CPU")
+    arguments = options.parse_args()
     from mtpctl.convert.hf_folder import create_hf_folder
 
+    print_environment()
     print("| model | GB | FP8 - bf16 | dequantized - bf16 | FP8 - dequantized |\n|---|---|---|---|---|", flush=True)
     passed = True
-    options = json.loads(arguments.options)
+    engine = TOY_ENGINE if arguments.toy else json.loads(arguments.options)
     with tempfile.TemporaryDirectory(dir=arguments.work) as root:
         if arguments.model:
-            return 0 if measure(arguments.model.name, arguments.model, Path(root), options, arguments.bound) else 1
+            return 0 if measure(arguments.model.name, arguments.model, Path(root), engine, arguments.bound) else 1
         import torch
 
         for name, fields in SHAPES.items():
             work = Path(root) / name
             work.mkdir()
+            fields = fields | TOY if arguments.toy else fields
             create_hf_folder(COMMON | fields | {"num_hidden_layers": arguments.layers}, work / "hf", 0, dtype=torch.bfloat16)
-            passed &= measure(name, work / "hf", work, options, arguments.bound)
+            passed &= measure(name, work / "hf", work, engine, arguments.bound)
     return 0 if passed else 1
 
 
