@@ -79,7 +79,7 @@ def convert(*words: object) -> None:
 
 
 def logprobs(folder: Path, *, drafts: bool, options: dict[str, Any], prompts: list[list[int]]) -> list[float]:
-    """Log-probs of the prompts' tokens, from vLLM in a process of its own."""
+    """Log-probs of the prompts' tokens, from vLLM in a separate process."""
     command = [sys.executable, "-c", SERVE, str(folder), json.dumps(drafts), json.dumps(options), json.dumps(prompts)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"VLLM_PLUGINS": ""})
     return [value for row in json.loads(done.stdout.rpartition("result ")[2]) for value in row]
