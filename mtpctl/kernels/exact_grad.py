@@ -1,4 +1,4 @@
-"""Gradients of the operations in `mtpctl.kernels.exact`: those of the usual operations at the same inputs.
+"""Gradients of the operations in `mtpctl.kernels.exact`: those of the inexact operations at the same inputs.
 
 Only a forward pass has to match the engine's. Gradients take the rounding to integers as if it were not there.
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels import exact
-from mtpctl.kernels.main_grad import accumulate_weight_grad, is_buffered
+from mtpctl.kernels.main_grad import linear_backward
 from mtpctl.kernels.swiglu import swiglu_backward_torch
 
 
@@ -46,13 +46,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        grad = grads[0].flatten(0, -2)
-        x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        if is_buffered(weight):
-            accumulate_weight_grad(weight.main_grad, grad, x.flatten(0, -2))
-            return x_grad, None
-        return x_grad, grad.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return linear_backward(ctx, grads[0])
 
 
 class _RmsNorm(torch.autograd.Function):

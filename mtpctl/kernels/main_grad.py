@@ -60,9 +60,16 @@ class _BufferedLinear(torch.autograd.Function):
         return torch.mm(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        grad = grads[0].flatten(0, -2)
-        x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return linear_backward(ctx, grads[0])
+
+
+def linear_backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the inputs x [..., in] (the saved tensor) and `ctx.weight`, whose gradient goes to its buffer instead if it has one."""
+    (x,), weight = ctx.saved_tensors, ctx.weight
+    grad = out_grad.flatten(0, -2)
+    x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    if is_buffered(weight):
         accumulate_weight_grad(weight.main_grad, grad, x.flatten(0, -2))
         return x_grad, None
+    return x_grad, grad.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None

@@ -69,28 +69,29 @@ class ColumnParallelLinear(UpstreamColumnParallelLinear):
     """
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        if uses_exact_sums(self.config):
-            return _with_bias(exact_grad.linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
-        if args or kwargs or self.tp_group.size() > 1 or not is_buffered(self.weight):
-            return super().forward(input_, *args, **kwargs)
-        return _with_bias(buffered_linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
+        out = _product(self, input_, has_options=bool(args or kwargs))
+        return super().forward(input_, *args, **kwargs) if out is None else out
 
 
 class RowParallelLinear(UpstreamRowParallelLinear):
     """[..., in / tp] → [..., out], and the bias if the caller adds it. Bypasses upstream like `ColumnParallelLinear`."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if uses_exact_sums(self.config):
-            return _with_bias(exact_grad.linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
-        if self.tp_group.size() > 1 or not is_buffered(self.weight):
-            return super().forward(input_)
-        return _with_bias(buffered_linear(input_, self.weight), self.bias, skip_bias_add=self.skip_bias_add)
+        out = _product(self, input_, has_options=False)
+        return super().forward(input_) if out is None else out
 
 
-def _with_bias(out: Tensor, bias: Tensor | None, *, skip_bias_add: bool) -> tuple[Tensor, Tensor | None]:
-    if skip_bias_add or bias is None:
-        return out, bias if skip_bias_add else None
-    return out + bias, None
+def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_options: bool) -> tuple[Tensor, Tensor | None] | None:
+    """The layer's output, and the bias if the caller adds it; None if upstream's forward pass must compute them."""
+    if uses_exact_sums(layer.config):
+        out = exact_grad.linear(x, layer.weight)
+    elif has_options or layer.tp_group.size() > 1 or not is_buffered(layer.weight):
+        return None
+    else:
+        out = buffered_linear(x, layer.weight)
+    if layer.skip_bias_add or layer.bias is None:
+        return out, layer.bias if layer.skip_bias_add else None
+    return out + layer.bias, None
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -124,6 +125,11 @@ def norm_offset(config: TransformerConfig) -> float:
     return 1.0 if config.layernorm_zero_centered_gamma else 0.0
 
 
+def _rms_norm(config: TransformerConfig, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    norm = exact_grad.rms_norm if uses_exact_sums(config) else rms_norm
+    return norm(x, weight, eps, norm_offset(config))
+
+
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; supports sequence-parallel input.
 
@@ -139,8 +145,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = exact_grad.rms_norm if uses_exact_sums(self.config) else rms_norm
-        return norm(x, self.reduced_weight(), self.eps, norm_offset(self.config))
+        return _rms_norm(self.config, x, self.reduced_weight(), self.eps)
 
     def reduced_weight(self) -> Tensor:
         """The weight, with its gradient summed over ranks if `is_head_sharded`."""
@@ -178,8 +183,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             return super().forward(normed, *args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
-        norm = exact_grad.rms_norm if uses_exact_sums(self.config) else rms_norm
-        return norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, norm_offset(self.config))
+        return _rms_norm(self.config, x, self.layer_norm_weight, self.config.layernorm_epsilon)
 
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor | None], Tensor]:

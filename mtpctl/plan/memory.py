@@ -13,6 +13,7 @@ from mtpctl.plan.activations import attention_width, drafter_width, ffn_width, l
 from mtpctl.plan.buckets import adapted_weights
 from mtpctl.plan.placement import engine_memory_share, shares_card
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
+from mtpctl.recipe.numerics import BLOCK_BYTES
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import Replay
@@ -155,7 +156,7 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     ranks = zip(_stages(recipe, shape, server.parallel), merged, strict=True)
     weights, base = max(((stage.parameters * copies, base.parameters) for stage, base in ranks), key=sum)
     elements = peak_width(shape, server.parallel, range(shape.layers), drafter=_depths(recipe, shape) > 0)
-    one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width)
+    one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width) + _exact_sums(recipe, shape, server.tokens_per_batch)
     return LogprobMemory(weights * width, base * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
 
 
@@ -268,7 +269,13 @@ def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, pa
     peak = peak_transient if train.recompute != "full" else peak_width
     once = peak(shape, parallel, stage.layers, drafter=passes > 0)
     in_flight = parallel.pp - index  # 1F1B schedule: microbatches in flight at this stage.
-    return int(train.tokens_per_microbatch / parallel.cp * (saved * in_flight + once) * WEIGHT_BYTES[train.precision])
+    elements = train.tokens_per_microbatch / parallel.cp * (saved * in_flight + once)
+    return int(elements * WEIGHT_BYTES[train.precision]) + _exact_sums(recipe, shape, train.tokens_per_microbatch)
+
+
+def _exact_sums(recipe: Recipe, shape: ModelShape, tokens: int) -> int:
+    """Bytes of float64 temporaries with `numerics: bitwise`: the widest layer's input, and up to eight blocks."""
+    return 8 * tokens * max(2 * shape.hidden, shape.ffn) + 8 * BLOCK_BYTES if recipe.numerics == "bitwise" else 0
 
 
 def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:

@@ -149,6 +149,14 @@ def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
     assert memory.activations == 8192 * 2 * (37 * LAYER + 4096 + 11008)
 
 
+def test_exact_sums_need_float64_temporaries() -> None:
+    sets = "train.precision=fp32", "train.tokens_per_microbatch=4096", "logprob.tokens_per_batch=4096"
+    before, after = recipe(*sets), recipe(*sets, "numerics=bitwise")
+    more = 8 * 4096 * max(2 * 4096, 11008) + 8 * (16 << 20)
+    assert trainer_memory(after, MIMO).activations - trainer_memory(before, MIMO).activations == more
+    assert logprob_memory(after, MIMO).activations - logprob_memory(before, MIMO).activations == more
+
+
 def test_fp32_has_no_masters() -> None:
     memory = trainer_memory(recipe("train.precision=fp32"), MIMO)
     assert (memory.gradients, memory.optimizer) == (memory.weights, 2 * memory.weights)
