@@ -88,6 +88,7 @@ ON_CPU = [
     Task("logprob", 0, 5, "mtpctl bench logprob --requests 16 --rounds 1 --json"),
     Task("rollout", 0, 8, "mtpctl bench rollout --tokens 64 --rounds 1 --batch 8 --json"),
     Task("sync-weights", 0, 5, "mtpctl bench sync-weights --repeats 3 --json"),
+    Task("numerics", 0, 10, "benchmarks/numerics.py --rounds 3"),
     Task("mtp", 0, 15, f"mtpctl bench mtp tiny_mtp --out {{out}}/mtp {SHORT}"),
     Task("async", 0, 15, f"mtpctl bench async tiny_mtp --out {{out}}/async --seed 0 --least-speedup 0 {SHORT}"),
 ]
