@@ -74,16 +74,17 @@ class HfFolder:
         stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
         if not stated and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
             config["tie_word_embeddings"] = True
-        if self.shape.tied and (head := _other_head(weights)) is not None:
+        if self.shape.tied and (head := _other_head(weights, self.shape)) is not None:
             _warn_of_head(self.path, head)
             config["tie_word_embeddings"] = False
         return self if config == self.config else HfFolder(self.path, config, shape_of(config))
 
 
-def _other_head(weights: FolderWeights) -> str | None:
+def _other_head(weights: FolderWeights, shape: ModelShape) -> str | None:
     """The name of a stored head that differs from the embedding, which transformers and vLLM use; None if there is none."""
     head = next((name for name in HEADS if name in weights), None)
-    embedding = next((name for prefix in PREFIXES if (name := f"{prefix}embed_tokens.weight") in weights), None)
+    prefixes = (shape.prefix, *PREFIXES)
+    embedding = next((name for prefix in prefixes if (name := f"{prefix}{shape.embedding}.weight") in weights), None)
     if head is None or embedding is None:
         return None
     state = tuple((entry.file, entry.start, entry.file.stat().st_mtime_ns) for entry in (weights.entries[head], weights.entries[embedding]))

@@ -16,7 +16,8 @@ class Unsupported(NamedTuple):
     """A group of models that lack the same parts in the trainer.
 
     model_types: values of `model_type` in the config or its `text_config`. names: lower-case prefixes of hub names, without the
-    organization. missing: the parts, as the end of the sentence "the trainer has no …".
+    organization. missing: the parts, as the end of the sentence "the trainer has no …". fields: config fields that indicate the parts, for
+    models whose `model_type` is that of a supported one.
     """
 
     title: str
@@ -24,6 +25,7 @@ class Unsupported(NamedTuple):
     names: tuple[str, ...]
     missing: str
     alternative: str
+    fields: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -93,6 +95,7 @@ UNSUPPORTED = (
         ("nvidia-nemotron-3-super", "nvidia-nemotron-3-ultra", "nemotron-3-super", "nemotron-3-ultra"),
         "experts with a latent width (moe_latent_size)",
         "Nemotron 3 Nano or Nemotron 3.5 Lightning",
+        ("moe_latent_size",),
     ),
     Unsupported(
         "Nemotron 3 Omni",
@@ -105,7 +108,7 @@ UNSUPPORTED = (
 
 PARTS: dict[str, tuple[str, ...]] = {
     "sparse attention with an indexer": ("index_topk", "index_n_heads", "indexer_n_heads"),
-    "Mamba layers": ("ssm_state_size", "mamba_num_heads", "mamba_d_state", "hybrid_override_pattern"),
+    "Mamba layers outside Nemotron-H": ("ssm_state_size", "mamba_num_heads", "mamba_d_state", "hybrid_override_pattern"),
     "sliding windows": ("sliding_window", "sliding_window_size", "attention_chunk_size"),
     "hyper-connections": ("hc_mult", "hc_count"),
     "soft caps on logits": ("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"),
@@ -115,11 +118,12 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def check_architecture(config: Mapping[str, object]) -> None:
-    """Raise UserError for a model whose `model_type` is in `UNSUPPORTED`."""
+    """Raise UserError for a model whose `model_type` or fields are in `UNSUPPORTED`."""
     text = config.get("text_config")
-    types = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+    fields = {**config, **(text if isinstance(text, Mapping) else {})}
+    types = (config.get("model_type"), fields.get("model_type"))
     for each in UNSUPPORTED:
-        if any(kind in each.model_types for kind in types):
+        if any(kind in each.model_types for kind in types) or any(fields.get(key) for key in each.fields):
             raise UserError(f"model config: {each.reason}")
 
 

@@ -108,7 +108,7 @@ def optimizer_ranks(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 class _Group(NamedTuple):
-    """What the tensors of a group share; their number on a rank follows from it. layer: of the decoder."""
+    """Properties that determine a tensor's stage and its elements per rank. layer: index of the decoder layer."""
 
     draft: bool
     layer: int | None

@@ -19,6 +19,7 @@ from mtpctl.recipe.model import MtpConfig
 from tests.fakes.convert_found import pack, quantize
 from tests.fakes.convert_models import assert_same_tensors, change_config, converted, model, tensors, write
 from tests.fakes.tiny import mimo
+from tests.fakes.toys import NEMOTRON_H, toy_folder
 
 Held = dict[str, Tensor]
 
@@ -85,6 +86,16 @@ def test_stored_head_that_differs_from_the_embedding_is_used(tmp_path: Path, wra
     back = there_and_back(tmp_path)
     assert_same_tensors(back, folder)
     assert json.loads((back / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_stored_head_of_a_tied_nemotron_is_used(tmp_path: Path) -> None:
+    """Its embedding has another name than that of other families."""
+    folder = toy_folder(NEMOTRON_H | {"tie_word_embeddings": True}, tmp_path / "hf", 0, "fp32")
+    stored = tensors(folder)
+    head = stored["backbone.embeddings.weight"] + 1
+    write(folder, stored | {"lm_head.weight": head})
+    weights = ModelWeights(folder)
+    assert not weights.shape.tied and torch.equal(weights["lm_head.weight"], head)
 
 
 def test_logits_of_a_differing_tied_head_match_transformers(tmp_path: Path) -> None:
