@@ -11,6 +11,9 @@ LayerKind = Literal["full_attention", "linear_attention", "sliding_attention", "
 MlpKind = Literal["dense", "sparse", "none"]
 """The MLP of a layer. `none`: the layer has only a mixer (Nemotron-H)."""
 
+KV_HEADS = "key-value heads"
+"""Key of `ModelShape.tp_counts` for key-value heads that ranks may share."""
+
 
 class RopeScaling(TypedDict, total=False):
     """Config fields that scale rotary embeddings, with the names of transformers. Most are optional.
@@ -243,6 +246,21 @@ class ModelShape:
         return "dense" if self.moe is None or layer in self.moe.dense_layers else "sparse"
 
     @property
+    def tp_counts(self) -> dict[str, int]:
+        """Numbers of heads and groups that tensor-parallel ranks split, by name."""
+        counts = {"attention heads": self.heads}
+        if self.window is None:
+            counts[KV_HEADS] = self.kv_heads
+        else:
+            # Window attention does not support ranks that share a key-value head.
+            counts |= {"key-value heads of full attention": self.kv_heads, "key-value heads of window attention": self.window.kv_heads}
+        if self.delta:
+            counts |= {"linear key heads": self.delta.key_heads, "linear value heads": self.delta.value_heads}
+        if self.mamba:
+            counts |= {"Mamba heads": self.mamba.heads, "Mamba groups": self.mamba.groups}
+        return counts
+
+    @property
     def drafter_layers(self) -> int:
         """Number of the drafter's layers with a key-value cache."""
         return self.mtp_layers if self.dflash is None else self.dflash.layers
@@ -266,3 +284,8 @@ class ModelShape:
     def mtp_reads_prenorm(self) -> bool:
         """Whether the first MTP layer reads the trunk's state before the final norm, as in MiMo, or after it."""
         return self.mtp is not None and self.mtp.reads_prenorm
+
+
+def tp_divides(tp: int, name: str, count: int) -> bool:
+    """Whether `tp` ranks can split an entry of `tp_counts`: ranks get equally many, or neighboring ranks share one of `KV_HEADS`."""
+    return count % tp == 0 or (name == KV_HEADS and tp % count == 0)

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from mtpctl.errors import UserError
-from mtpctl.families.shape import LatentShape, LayerKind, MlpKind, ModelShape
+from mtpctl.families.shape import LatentShape, LayerKind, MlpKind, ModelShape, tp_divides
 from mtpctl.model.attention import LatentAttention, SelfAttention, WindowAttention, WindowAttentionShape
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
@@ -153,35 +153,14 @@ def _layout(stages: list[int], depths: int) -> list[list[str]]:
 
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
-    counts = _split_over_tp(shape)
-    if any(not _divides(parallel.tp, name, count) for name, count in counts.items()):
+    counts = shape.tp_counts
+    if any(not tp_divides(parallel.tp, name, count) for name, count in counts.items()):
         listed = " and ".join(f"{count} {name}" for name, count in counts.items())
-        fits = [n for n in range(1, shape.heads + 1) if all(_divides(n, name, count) for name, count in counts.items())]
+        fits = [n for n in range(1, shape.heads + 1) if all(tp_divides(n, name, count) for name, count in counts.items())]
         raise UserError(f"train.parallel.tp: {parallel.tp} does not fit {shape.family}'s {listed}; these do: {fits}")
     if parallel.ep > 1 and (shape.moe is None or shape.moe.experts % parallel.ep):
         experts = shape.moe.experts if shape.moe else 0
         raise UserError(f"train.parallel.ep: {parallel.ep} does not divide the {experts} experts of {shape.family}")
-
-
-def _split_over_tp(shape: ModelShape) -> dict[str, int]:
-    if shape.window:
-        # Window attention does not support ranks that share a key-value head.
-        return {
-            "attention heads": shape.heads,
-            "full layers' key-value heads": shape.kv_heads,
-            "window layers' key-value heads": shape.window.kv_heads,
-        }
-    counts = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
-    if shape.mamba:
-        counts |= {"Mamba heads": shape.mamba.heads, "Mamba groups": shape.mamba.groups}
-    if shape.delta:
-        counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
-    return counts
-
-
-def _divides(tp: int, name: str, count: int) -> bool:
-    # With fewer key-value heads than ranks, megatron-core shares them between neighboring ranks.
-    return count % tp == 0 or (name == "key-value heads" and tp % count == 0)
 
 
 def layer_spec(

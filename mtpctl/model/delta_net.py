@@ -2,30 +2,21 @@
 
 Parameters, tensor parallelism and checkpoints are upstream's. The forward pass differs: it separates packed samples in the convolution and
 the recurrence, and it also runs on a CPU.
-
-With context parallelism the recurrence needs all tokens of a sample, but its heads are independent. Ranks therefore exchange some tokens of
-all heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), and reorder the blocks of `Packing`:
-
-    [t, heads, …] ──to_heads──► [T, heads / P, …], in row order ──recurrence──► [T, heads / P, …] ──to_tokens──► [t, heads, …]
-
-Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDeltaNet
-from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from mtpctl.compat import megatron_core
 from mtpctl.model.packing import Packing
+from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, to_tokens
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
@@ -66,9 +57,10 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         mixed, gate, beta, alpha = projected.squeeze(1).split([sum(self._widths), self.v_dim_local_tp, values, values], dim=-1)
         taps, decay, bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
         if self.cp_size > 1:
-            mixed, beta, alpha = self._exchange(mixed, beta, alpha, packed_seq_params)
-            taps = torch.cat(self._own_heads(*taps.split(self._widths)))
-            decay, bias = self._own_heads(decay, bias)
+            counts, cp = (keys, keys, values), self.pg_collection.cp
+            mixed, beta, alpha = exchange(mixed, self._widths, counts, (beta, alpha), packed_seq_params, cp)
+            taps = own_channels(taps, self._widths, cp)
+            decay, bias = own_heads((decay, bias), cp)
             keys, values = keys // self.cp_size, values // self.cp_size
         widths = [width // self.cp_size for width in self._widths]
         heads = _Heads(mixed, widths, taps, alpha, beta, decay, bias, keys, values)
@@ -82,17 +74,6 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
     def _widths(self) -> list[int]:
         """Channels of queries, keys and values on this tensor-parallel rank."""
         return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
-
-    def _exchange(self, mixed: Tensor, beta: Tensor, alpha: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange this rank's tokens of all heads [t, …] for all tokens of this rank's heads [T, …]."""
-        heads = (self.num_k_heads_local_tp, self.num_k_heads_local_tp, self.num_v_heads_local_tp)
-        parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), heads, strict=True)]
-        *parts, beta, alpha = to_heads([*parts, beta, alpha], packing, self.pg_collection.cp)
-        return torch.cat([part.flatten(1) for part in parts], dim=-1), beta, alpha
-
-    def _own_heads(self, *weights: Tensor) -> list[Tensor]:
-        """Select the weights of the heads that this context-parallel rank computes."""
-        return [weight.chunk(self.cp_size)[self.pg_collection.cp.rank()] for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +134,6 @@ def _run_torch(heads: _Heads, row: Packing) -> Tensor:
     return out
 
 
-def convolve(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
-    """Depthwise causal convolution of x [T, channels] with weight [channels, width], zero-padded at the start of each sample."""
-    taps = weight.unbind(-1)
-    out = x * taps[-1]
-    for back, tap in enumerate(reversed(taps[:-1]), start=1):
-        earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
-        out = out + earlier.masked_fill((position_ids < back)[:, None], 0.0) * tap
-    return out
-
-
 def _l2_norm(x: Tensor) -> Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
@@ -205,23 +176,3 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
         state = state * last.exp() + (k[:, :, i] * (last - g[:, :, i, :, None]).exp()).mT @ moved
     out = torch.cat(outputs, dim=2)[:, :, :length]
     return out.movedim(1, 2).to(dtype)
-
-
-def to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup) -> list[Tensor]:
-    """Each of `parts` [t, heads, …] → [T, heads / P, …] in row order. Parts may differ in their number of heads."""
-    ranks = group.size()
-    sent = [part.unflatten(1, (ranks, -1)) for part in parts]
-    shapes = [part.shape[2:] for part in sent]
-    # One message for all parts: [P, t, all parts' values for a rank].
-    packed = torch.cat([part.flatten(2) for part in sent], dim=-1).transpose(0, 1).contiguous()
-    received: Tensor = all_to_all(group, packed.flatten(0, 1))
-    ordered = received.index_select(0, packing.row_order)
-    pieces = ordered.split([shape.numel() for shape in shapes], dim=1)
-    return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def to_tokens(part: Tensor, packing: Packing, group: dist.ProcessGroup) -> Tensor:
-    """part [T, heads / P, …] in row order → [t, heads, …]."""
-    sent = part.index_select(0, packing.cp_order)
-    received: Tensor = all_to_all(group, sent)
-    return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)

@@ -33,16 +33,16 @@ class SharedExperts(SharedExpertMLP, Mlp):
     """Experts that process every token, and their output gate if the model has one. Recomputes products like `Mlp`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # upstream's signature
-        return self.gated_down(hidden_states, self.up(hidden_states))
+        return self.activate_and_down(hidden_states, self.up(hidden_states))
 
     def up(self, hidden_states: Tensor) -> Tensor:
-        """First half of the forward pass: gate and up-projection."""
-        gate_up, _bias = self.linear_fc1(hidden_states)
-        return gate_up
+        """First half of the forward pass: up-projection, with the gate if the experts have one."""
+        inner, _bias = self.linear_fc1(hidden_states)
+        return inner
 
-    def gated_down(self, hidden_states: Tensor, gate_up: Tensor) -> Tensor:
+    def activate_and_down(self, hidden_states: Tensor, inner: Tensor) -> Tensor:
         """Second half: activation, down-projection and output gate."""
-        out, _bias = self.down(gate_up)
+        out, _bias = self.down(inner)
         return out * F.linear(hidden_states, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out
 
 
@@ -74,9 +74,9 @@ class Experts(SequentialMLP):
 
         ends [E] int32: end of each expert's rows, in that order. probs [R]: each row's routing weight.
         """
-        gate_up, activation = self._linear("linear_fc1", rows, ends), activation_of(self.config)
-        product = activation(gate_up, probs)
-        with recomputed(product, partial(activation, gate_up.detach(), probs.detach())):
+        inner, activation = self._linear("linear_fc1", rows, ends), activation_of(self.config)
+        product = activation(inner, probs)
+        with recomputed(product, partial(activation, inner.detach(), probs.detach())):
             return self._linear("linear_fc2", product, ends)
 
     def run_in_parts(self, rows: Tensor, ends: Tensor, probs: Tensor, most: int) -> Tensor:
@@ -142,7 +142,7 @@ class MixtureOfExperts(MoELayer):
         """
         exchange = Exchange.plan(counts, self.ep_group)
         rows_in_flight, probs_in_flight = exchange.dispatch(order.gather(tokens)), exchange.dispatch(row_probs)
-        gate_up = None if overlapped is None else self.shared_experts.up(overlapped)
+        inner = None if overlapped is None else self.shared_experts.up(overlapped)
         rows, probs = rows_in_flight.wait(), distinct_rows(probs_in_flight.wait(), exchange.order.token_of.long())
         if len(rows) <= IMBALANCE_LIMIT * exchange.even_share:
             out = self._run(rows, probs, exchange.order, exchange.counts)
@@ -151,7 +151,7 @@ class MixtureOfExperts(MoELayer):
             rows = exchange.order.gather(rows)  # frees the received rows
             out = self.experts.run_in_parts(rows, ends, probs, exchange.even_share)
         returning = exchange.combine(exchange.order.sum(out))
-        shared = None if gate_up is None else self.shared_experts.gated_down(overlapped, gate_up)
+        shared = None if inner is None else self.shared_experts.activate_and_down(overlapped, inner)
         return order.sum(returning.wait()), shared
 
     def _run(self, tokens: Tensor, row_probs: Tensor, order: Order, counts: Tensor) -> Tensor:

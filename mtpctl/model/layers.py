@@ -197,13 +197,13 @@ class Mlp(MLP):
     """An activation between two linear layers. Its input is saved for the backward pass, which recomputes its output."""
 
     def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
-        gate_up, _bias = self.linear_fc1(hidden_states)
-        return self.down(gate_up, per_token_scale)
+        inner, _bias = self.linear_fc1(hidden_states)
+        return self.down(inner, per_token_scale)
 
-    def down(self, gate_up: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def down(self, inner: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Second half of the forward pass: activation and down-projection."""
         activation = activation_of(self.config)
-        product = activation(gate_up, per_token_scale)
+        product = activation(inner, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
-        with recomputed(product, partial(activation, gate_up.detach(), scale)):
+        with recomputed(product, partial(activation, inner.detach(), scale)):
             return self.linear_fc2(product)

@@ -2,7 +2,7 @@
 
 megatron-core's mixer requires mamba-ssm, has no packed rows and runs on CUDA alone, so this is a separate module with its parameters. They
 are split over tensor-parallel ranks by groups: each rank has the heads, and the input and output projections of the state, of its groups.
-Context-parallel ranks exchange tokens for groups, as in `mtpctl.model.delta_net`.
+Context-parallel ranks exchange tokens for groups, see `mtpctl.model.recurrent`.
 
 Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row, G groups, N state width.
 """
@@ -27,9 +27,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from mtpctl.families.shape import MambaShape
-from mtpctl.model.delta_net import convolve, to_heads, to_tokens
 from mtpctl.model.layers import LayerNormColumnParallelLinear, RowParallelLinear
 from mtpctl.model.packing import Packing
+from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, to_tokens
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
@@ -90,16 +90,15 @@ class Mamba2(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         projected, _bias = self.in_proj(hidden_states)
         gate, mixed, steps = projected.squeeze(1).split([self.inner, sum(self._widths), self.heads], dim=-1)
-        weights: list[Tensor] = [self.conv1d.weight.squeeze(1), self.conv1d.bias, self.A_log, self.D, self.dt_bias]
+        convolution: list[Tensor] = [self.conv1d.weight.squeeze(1), self.conv1d.bias]
+        per_head: list[Tensor] = [self.A_log, self.D, self.dt_bias]
         cp, ranks = self.pg_collection.cp, self.pg_collection.cp.size()
         if ranks > 1:
-            parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self._widths, dim=-1), self._counts, strict=True)]
-            *parts, steps = to_heads([*parts, steps], packed_seq_params, cp)
-            mixed = torch.cat([part.flatten(1) for part in parts], dim=-1)
-            convolution = [torch.cat([x.chunk(ranks)[cp.rank()] for x in whole.split(self._widths)]) for whole in weights[:2]]
-            weights = [*convolution, *(weight.chunk(ranks)[cp.rank()] for weight in weights[2:])]
-        taps, bias, decay, skip, step_bias = weights
+            mixed, steps = exchange(mixed, self._widths, (self.heads, self.groups, self.groups), (steps,), packed_seq_params, cp)
+            convolution = [own_channels(weight, self._widths, cp) for weight in convolution]
+            per_head = own_heads(per_head, cp)
         widths = [width // ranks for width in self._widths]
+        (taps, bias), (decay, skip, step_bias) = convolution, per_head
         scan = Scan(mixed, widths, taps, bias, steps, decay, skip, step_bias, self.groups // ranks)
         run = scan.run_fla if mixed.is_cuda and chunk_simple_gla is not None else scan.run_torch
         out = run(packed_seq_params.full_row)
@@ -107,10 +106,6 @@ class Mamba2(MegatronModule):
             out = to_tokens(out, packed_seq_params, cp)
         result: tuple[Tensor, Tensor | None] = self.out_proj(self.norm(out.flatten(1), gate)[:, None])
         return result
-
-    @property
-    def _counts(self) -> tuple[int, int, int]:
-        return self.heads, self.groups, self.groups
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from mtpctl.families.shape import ModelShape
+from mtpctl.families.shape import ModelShape, tp_divides
 from mtpctl.recipe.section import Complaints, NonNegativeInt, PositiveInt, Section, listed
 
 
@@ -29,23 +29,12 @@ class ParallelConfig(Section):
         return rank // (self.tp * self.cp) % self.dp
 
 
-KV_HEADS = "key-value heads"
-
-
 def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
     """Report splits that Megatron does not support for this model. `field` is the section's name in messages.
 
     A vocabulary that tp does not divide is padded. If there are fewer key-value heads than ranks, neighboring ranks share one.
     """
-    counts = {"attention heads": shape.heads, KV_HEADS: shape.kv_heads}
-    if shape.window:
-        # Ranks cannot share a key-value head of these models.
-        counts = {"attention heads": shape.heads, "key-value heads of full attention": shape.kv_heads}
-        counts["key-value heads of window attention"] = shape.window.kv_heads
-    if shape.delta:
-        counts |= {"linear key heads": shape.delta.key_heads, "linear value heads": shape.delta.value_heads}
-    if shape.mamba:
-        counts |= {"Mamba heads": shape.mamba.heads, "Mamba groups": shape.mamba.groups}
+    counts = shape.tp_counts
     counts |= {"ffn width": shape.ffn} if shape.ffn else {}
     if shape.moe and parallel.ep == 1:  # with ep, experts are not split
         counts |= {"expert ffn width": shape.moe.ffn}
@@ -80,12 +69,8 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
 
 def check_divides(number: int, counts: dict[str, int], field: str) -> Complaints:
     """Report a `number` that does not divide one of `counts`. The message lists the numbers that divide all of them."""
-
-    def fits(n: int, what: str) -> bool:
-        return counts[what] % n == 0 or (what == KV_HEADS and n % counts[what] == 0)
-
     for what, count in counts.items():
-        if not fits(number, what):
-            fitting = [n for n in range(1, max(counts.values()) + 1) if all(fits(n, each) for each in counts)]
+        if not tp_divides(number, what, count):
+            fitting = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *each) for each in counts.items())]
             yield f"{field}: {number} does not divide {count} {what}; {listed(fitting)} fit"
             return
