@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mtpctl.compat import mimo_config
 from mtpctl.compat.megatron_bridge import import_auto_bridge
-from mtpctl.convert import mappings
+from mtpctl.convert import family_bridges, mappings
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.mappings import ConversionTask, LocalTask, ModelBridge, is_local, names_of
 from mtpctl.convert.model_weights import ModelWeights
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AutoBridge = import_auto_bridge()
-mappings.register()
+family_bridges.register()
 
 
 class WeightBridge:

@@ -25,7 +25,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, ModelShape, MtpConvention
-from mtpctl.families.tensors import MTP_EXPERTS, aliases, section_of, tensor_shapes
+from mtpctl.families.tensors import MTP_EXPERT_LAYER, aliases, section_of, tensor_shapes
 
 MTP_FILE = "model-mtp.safetensors"
 """Weight file of added MTP layers."""
@@ -108,7 +108,7 @@ def _copied_layers(shape: ModelShape, mtp: MtpConvention) -> Iterator[tuple[str,
     yield mtp.layer, last(mtp.kind)
     if shape.mamba is not None:
         sparse = max(index for index in range(shape.layers) if shape.mlp_of(index) == "sparse")
-        yield MTP_EXPERTS, f"{shape.prefix}layers.{sparse}."
+        yield MTP_EXPERT_LAYER, f"{shape.prefix}layers.{sparse}."
 
 
 def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 from mtpctl.errors import UserError
+from mtpctl.families.blocks import KINDS
 from mtpctl.families.qwen_configs import (
     QWEN3_5_35B_A3B,
     QWEN3_6_27B,
@@ -309,7 +310,7 @@ _NEMOTRON_3_NANO: dict[str, object] = {
 _NEMOTRON_3_5_LIGHTNING: dict[str, object] = {
     **{name: value for name, value in _NEMOTRON_3_NANO.items() if name != "hybrid_override_pattern"},
     "layers_block_type": [
-        {"M": "mamba", "E": "moe", "*": "attention"}[letter] for letter in str(_NEMOTRON_3_NANO["hybrid_override_pattern"])
+        kind.older for letter in str(_NEMOTRON_3_NANO["hybrid_override_pattern"]) for kind in KINDS if kind.letter == letter
     ],
     "mtp_layers_block_type": ["attention", "moe"],
     "num_nextn_predict_layers": 1,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mtpctl.errors import UserError
+from mtpctl.families.blocks import check_blocks
 from mtpctl.families.registry import Family, Flag
 from mtpctl.families.shape import RopeScaling
 
@@ -81,17 +82,6 @@ WINDOW_FIELDS = (
     *("max_position_embeddings", "layernorm_epsilon", "attention_value_scale", "add_swa_attention_sink_bias", "n_group", "topk_group"),
 )
 """Required fields of a family with windows, because the defaults of vLLM and transformers differ. `attention_value_scale` may be null."""
-
-BLOCKS = "layers_block_type"
-"""Config field of Nemotron-H with the kind of each layer. Older configs have a pattern of letters instead."""
-_MTP_BLOCKS = "mtp_layers_block_type"
-_PATTERNS = {BLOCKS: "hybrid_override_pattern", _MTP_BLOCKS: "mtp_hybrid_override_pattern"}
-_LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
-_BLOCK_VALUES = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "use_conv_bias": True, "n_shared_experts": 1}
-"""Config fields of Nemotron-H, each with the only supported value, which is also the default of engines."""
-_INFINITY: tuple[object, ...] = (math.inf, "Infinity", {"__float__": "Infinity"})
-"""Infinity, and the ways in which transformers writes it."""
-_OLDER_BLOCKS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 LAYER_KINDS = ("full_attention", "linear_attention", "sliding_attention", "chunked_attention")
 """Keys under which a config defines separate rotary embeddings for each kind of layer."""
@@ -233,7 +223,7 @@ def check_supported(family: Family, fields: Fields, positions: int) -> None:
         if value not in neutral and not listed:
             raise UserError(f"model config: {key} {value!r} is not supported: the trainer would compute the model without it")
     if family.blocks:
-        _check_blocks(family, fields)
+        check_blocks(family.name, fields.raw)
     _check_windows(family, fields, positions)
     _check_norms_and_gates(family, fields)
     _check_router(family, fields)
@@ -286,36 +276,6 @@ def _check_window_fields(family: Family, fields: Fields) -> None:
         )
     if fields.whole("v_head_dim") > fields.whole("head_dim"):
         raise UserError(f"model config: v_head_dim above head_dim is not supported for {family.name}")
-
-
-def block_types(fields: Fields, key: str = BLOCKS) -> list[str]:
-    """The kind of each layer of a Nemotron-H, by its names in transformers 5: linear_attention (Mamba-2), full_attention, moe or mlp."""
-    stated, pattern = fields.raw.get(key), fields.raw.get(_PATTERNS[key])
-    if stated is None and isinstance(pattern, str):
-        stated = [_LETTERS.get(letter, letter) for letter in pattern]
-    if stated is None and key == _MTP_BLOCKS:
-        stated = MTP_BLOCKS
-    blocks = [_OLDER_BLOCKS.get(block, str(block)) for block in stated] if isinstance(stated, list) else None
-    if not blocks or not set(blocks) <= set(_LETTERS.values()):
-        raise UserError(f"model config: {key} must list {', '.join(_LETTERS.values())} for the layers, got {stated!r}")
-    return blocks
-
-
-MTP_BLOCKS = ["full_attention", "moe"]
-"""The layers of Nemotron-H's MTP layer."""
-
-
-def _check_blocks(family: Family, fields: Fields) -> None:
-    layers, mtp = len(block_types(fields)), block_types(fields, _MTP_BLOCKS)
-    if (stated := fields.raw.get("num_hidden_layers")) not in (None, layers):
-        raise UserError(f"model config: num_hidden_layers is {stated!r}, but {BLOCKS} has {layers}; make them equal")
-    if mtp != MTP_BLOCKS:
-        raise UserError(f"model config: {_MTP_BLOCKS} {mtp} is not supported for {family.name}; {MTP_BLOCKS} is")
-    for key, value in _BLOCK_VALUES.items():
-        if (stated := fields.raw.get(key)) not in (None, value):
-            raise UserError(f"model config: {key} {stated!r} is not supported for {family.name}; {value!r} is")
-    if (limit := fields.raw.get("time_step_limit")) is not None and limit not in [[0, each] for each in _INFINITY]:
-        raise UserError(f"model config: time_step_limit {limit!r} is not supported for {family.name}: vLLM ignores it; take it out")
 
 
 def _check_windows(family: Family, fields: Fields, positions: int) -> None:

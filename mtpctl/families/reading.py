@@ -7,19 +7,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.fields import BLOCKS, Fields, block_types, check_supported, mapping, rope_fields
-from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields
-from mtpctl.families.shape import (
-    DeltaShape,
-    DFlashShape,
-    Eagle3Shape,
-    LatentShape,
-    LayerKind,
-    MambaShape,
-    ModelShape,
-    MoeShape,
-    WindowShape,
-)
+from mtpctl.families.blocks import BLOCKS, block_types
+from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
+from mtpctl.families.layer_fields import delta_shape, latent_shape, layer_kinds, mamba_shape, moe_shape, window_shape
+from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family
+from mtpctl.families.shape import DFlashShape, Eagle3Shape, ModelShape
 from mtpctl.families.unsupported import check_architecture, missing_parts
 
 DRAFTER = "drafter"
@@ -31,15 +23,9 @@ DFLASH_ARCHITECTURE = "DFlashDraftModel"
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Config fields with the number of MTP layers, at the top level or in `text_config`."""
 
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Config fields with the number of routed experts."""
-
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = {640000: 32768}
 """Corrections of MiMo-7B's `max_position_embeddings`: some published configs state 640000, its `rope_theta`; it was trained with 32768."""
-
-_BLOCK_KINDS: dict[str, LayerKind] = {"linear_attention": "mamba", "full_attention": "full_attention"}
-"""The mixer of each kind of block that has one."""
 
 CPU_LATENT = 576
 """Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""
@@ -93,14 +79,15 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     fields = Fields({**config, **mapping(config, "text_config")})
     fields = Fields({**fields.raw, **{usual: fields.raw[name] for name, usual in family.renamed if name in fields.raw}})
     positions = stated_positions(config)
-    if family.blocks:
-        fields = Fields({**fields.raw, BLOCKS: block_types(fields)})
+    blocks = block_types(fields.raw) if family.blocks else []
+    if blocks:
+        fields = Fields({**fields.raw, BLOCKS: blocks})
     check_supported(family, fields, positions)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    kinds = _layer_kinds(family, fields)
+    kinds = layer_kinds(family, fields)
     layers, vocab = len(kinds), fields.whole("vocab_size")
     kv_heads = heads if family.latent else fields.whole("num_key_value_heads", heads)
-    latent = _latent(fields) if family.latent else None
+    latent = latent_shape(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else fields.whole("head_dim", family.head_dim or hidden // heads)
     if heads % kv_heads:
         raise UserError(f"model config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -114,9 +101,9 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
-    moe = _moe(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in _blocks(fields)) else None
+    moe = moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
     if family.blocks and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
-        raise UserError(f"model config: the MTP layer of {family.name} needs the sizes of attention and experts; {BLOCKS} has not both")
+        raise UserError(f"model config: {BLOCKS} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
     rope = rope_fields(family, fields.raw, positions)
     shape = ModelShape(
         family=family.name,
@@ -142,12 +129,12 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         mtp=family.mtp if mtp_layers else None,
         moe=moe,
         latent=latent,
-        delta=_delta(family, fields),
+        delta=delta_shape(family, fields),
         layer_kinds=kinds,
         value_dim=latent.value_dim if latent else fields.whole("v_head_dim") if family.windows else head_dim,
         value_scale=fields.number("attention_value_scale", 1.0) if family.windows else 1.0,
-        window=_window(fields, heads) if family.windows else None,
-        mamba=_mamba(fields) if family.blocks else None,
+        window=window_shape(fields, heads) if family.windows else None,
+        mamba=mamba_shape(fields) if family.blocks else None,
         embedding=family.embedding,
         norm=family.norm,
     )
@@ -270,126 +257,6 @@ def _architectures(config: Mapping[str, object]) -> list[str]:
     if not isinstance(architectures, list):
         raise UserError(f"model config: architectures must be a list, got {architectures!r}")
     return [str(name) for name in architectures]
-
-
-def _latent(fields: Fields) -> LatentShape:
-    return LatentShape(
-        q_rank=None if fields.raw.get("q_lora_rank") is None else fields.whole("q_lora_rank"),
-        kv_rank=fields.whole("kv_lora_rank"),
-        nope_dim=fields.whole("qk_nope_head_dim"),
-        rope_dim=fields.whole("qk_rope_head_dim"),
-        value_dim=fields.whole("v_head_dim"),
-    )
-
-
-def _window(fields: Fields, heads: int) -> WindowShape:
-    kv_heads = fields.whole("swa_num_key_value_heads")
-    if heads % kv_heads:
-        raise UserError(f"model config: num_attention_heads {heads} is not a multiple of swa_num_key_value_heads {kv_heads}")
-    return WindowShape(
-        size=fields.whole("sliding_window_size"),
-        kv_heads=kv_heads,
-        rope_theta=fields.number("swa_rope_theta", 1.0),
-        sinks=fields.switch("add_swa_attention_sink_bias", False),
-    )
-
-
-def _moe(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
-    counts = [key for key in EXPERT_COUNTS if fields.raw.get(key) is not None]
-    ffn = fields.whole("moe_intermediate_size")
-    if family.dense == "first":
-        dense = frozenset(range(min(layers, fields.whole("first_k_dense_replace", 0))))
-    elif family.dense == "interval":
-        start, step = fields.whole("moe_layer_start_index", 0), fields.whole("moe_layer_interval", 1)
-        # -1 is the last layer, as in transformers.
-        last = fields.raw.get("moe_layer_end_index")
-        end = layers - 1 if last in (None, -1) else fields.whole("moe_layer_end_index")
-        dense = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
-    elif family.dense == "blocks":
-        dense = frozenset(i for i, block in enumerate(_blocks(fields)) if block == "mlp")
-    elif family.dense == "listed":
-        dense = frozenset(i for i, sparse in enumerate(_per_layer(fields, "moe_layer_freq", layers)) if not sparse)
-    else:
-        step, dense_only = fields.whole("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
-        if not isinstance(dense_only, list):
-            raise UserError(f"model config: mlp_only_layers must be a list of layers, got {dense_only!r}")
-        dense = frozenset(i for i in range(layers) if i in dense_only or (i + 1) % step)
-    shared = {
-        "none": 0,
-        "shared_expert": fields.whole("shared_expert_intermediate_size", 0),
-        "shared_experts": fields.whole("n_shared_experts", int(family.dense == "blocks"))
-        * (fields.whole("moe_shared_expert_intermediate_size") if family.dense == "blocks" else ffn),
-    }[family.shared]
-    return MoeShape(
-        experts=fields.whole(counts[0] if counts else EXPERT_COUNTS[0]),
-        experts_per_token=fields.whole("num_experts_per_tok"),
-        ffn=ffn,
-        shared_ffn=shared,
-        shared_name=family.shared,
-        shared_gate=family.shared_gate,
-        router_bias=family.router_bias,
-        softmax_bias=family.softmax_bias,
-        dense_layers=dense,
-    )
-
-
-def _delta(family: Family, fields: Fields) -> DeltaShape | None:
-    if family.delta == "none":
-        return None
-    return DeltaShape(
-        key_heads=fields.whole("linear_num_key_heads", 16),
-        value_heads=fields.whole("linear_num_value_heads", 32),
-        key_dim=fields.whole("linear_key_head_dim", 128),
-        value_dim=fields.whole("linear_value_head_dim", 128),
-        conv=fields.whole("linear_conv_kernel_dim", 4),
-        fused_projections=family.delta == "fused",
-        # Engines read this field for Qwen3.5 and ignore it for Qwen3-Next.
-        fp32_state=family.delta != "fused" and fields.raw.get("mamba_ssm_dtype") == "float32",
-    )
-
-
-def _mamba(fields: Fields) -> MambaShape:
-    heads, groups = fields.whole("mamba_num_heads"), fields.whole("n_groups")
-    if heads % groups:
-        raise UserError(f"model config: mamba_num_heads {heads} is not a multiple of n_groups {groups}")
-    return MambaShape(
-        heads=heads,
-        head_dim=fields.whole("mamba_head_dim"),
-        groups=groups,
-        state=fields.whole("ssm_state_size"),
-        conv=fields.whole("conv_kernel"),
-        fp32_state=fields.raw.get("mamba_ssm_cache_dtype", "float32") == "float32",
-    )
-
-
-def _blocks(fields: Fields) -> list[str]:
-    blocks = fields.raw[BLOCKS]
-    assert isinstance(blocks, list)
-    return blocks
-
-
-def _per_layer(fields: Fields, key: str, layers: int) -> list[int]:
-    values = fields.raw.get(key)
-    if not isinstance(values, list) or len(values) != layers or not all(value in (0, 1) for value in values):
-        raise UserError(f"model config: {key} must be a list of 0 or 1 for each of {layers} layers, got {values!r}")
-    return values
-
-
-def _layer_kinds(family: Family, fields: Fields) -> tuple[LayerKind, ...]:
-    if family.blocks:
-        return tuple(_BLOCK_KINDS.get(block, "none") for block in _blocks(fields))
-    layers = fields.whole("num_hidden_layers")
-    if family.windows:
-        pattern = _per_layer(fields, "hybrid_layer_pattern", layers)
-        return tuple("sliding_attention" if kind else "full_attention" for kind in pattern)
-    kinds: object = ["full_attention"] * layers
-    if family.delta != "none":
-        every = fields.whole("full_attention_interval", 4)
-        alternating = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-        kinds = fields.raw.get("layer_types") or alternating
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("full_attention", "linear_attention") for kind in kinds):
-        raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
-    return tuple(kinds)
 
 
 def missing_fields(config: Mapping[str, object]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, MambaShap
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 
-MTP_EXPERTS = "mtp.layers.1."
+MTP_EXPERT_LAYER = "mtp.layers.1."
 """Prefix of the experts of Nemotron-H's MTP layer, which folders and vLLM number as a layer."""
 
 
@@ -225,7 +225,7 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
     if shape.mamba is not None:
         tensors.update(_block(shape, shape.mamba, mtp.layer, "full_attention", "none"))
-        tensors.update(_block(shape, shape.mamba, MTP_EXPERTS, "none", "sparse"))
+        tensors.update(_block(shape, shape.mamba, MTP_EXPERT_LAYER, "none", "sparse"))
         return tensors
     sparse = shape.moe is not None and not mtp.dense
     tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))

@@ -16,8 +16,8 @@ class Unsupported(NamedTuple):
     """A group of models that lack the same parts in the trainer.
 
     model_types: values of `model_type` in the config or its `text_config`. names: lower-case prefixes of hub names, without the
-    organization. missing: the parts, as the end of the sentence "the trainer has no …". fields: config fields that indicate the parts, for
-    models whose `model_type` is that of a supported one.
+    organization. missing: the parts, as the end of the sentence "the trainer has no …". fields: pairs of a supported
+    `model_type` and a config field that only the unsupported models of this type set.
     """
 
     title: str
@@ -25,7 +25,7 @@ class Unsupported(NamedTuple):
     names: tuple[str, ...]
     missing: str
     alternative: str
-    fields: tuple[str, ...] = ()
+    fields: tuple[tuple[str, str], ...] = ()
 
     @property
     def reason(self) -> str:
@@ -95,7 +95,7 @@ UNSUPPORTED = (
         ("nvidia-nemotron-3-super", "nvidia-nemotron-3-ultra", "nemotron-3-super", "nemotron-3-ultra"),
         "experts with a latent width (moe_latent_size)",
         "Nemotron 3 Nano or Nemotron 3.5 Lightning",
-        ("moe_latent_size",),
+        (("nemotron_h", "moe_latent_size"),),
     ),
     Unsupported(
         "Nemotron 3 Omni",
@@ -123,7 +123,7 @@ def check_architecture(config: Mapping[str, object]) -> None:
     fields = {**config, **(text if isinstance(text, Mapping) else {})}
     types = (config.get("model_type"), fields.get("model_type"))
     for each in UNSUPPORTED:
-        if any(kind in each.model_types for kind in types) or any(fields.get(key) for key in each.fields):
+        if any(kind in each.model_types for kind in types) or any(kind in types and fields.get(key) for kind, key in each.fields):
             raise UserError(f"model config: {each.reason}")
 
 
