@@ -82,7 +82,8 @@ def logprobs(folder: Path, *, drafts: bool, options: dict[str, Any], prompts: li
     """Log-probs of the prompts' tokens, from vLLM in a separate process."""
     command = [sys.executable, "-c", SERVE, str(folder), json.dumps(drafts), json.dumps(options), json.dumps(prompts)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"VLLM_PLUGINS": ""})
-    return [value for row in json.loads(done.stdout.rpartition("result ")[2]) for value in row]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("result "))
+    return [value for row in json.loads(line.removeprefix("result ")) for value in row]
 
 
 def difference(one: list[float], other: list[float]) -> tuple[float, float]:
@@ -91,7 +92,7 @@ def difference(one: list[float], other: list[float]) -> tuple[float, float]:
     return sum(values) / len(values), max(values)
 
 
-def measure(name: str, source: Path, work: Path, options: dict[str, Any], bound: float) -> bool:
+def measure(name: str, source: Path, work: Path, options: dict[str, Any], bound: float, tokens: int) -> bool:
     """Serve the three folders and print a row. Returns whether the difference is within the bound."""
     from mtpctl.convert.hf_folder import HfFolder
 
@@ -102,7 +103,7 @@ def measure(name: str, source: Path, work: Path, options: dict[str, Any], bound:
     convert(checkpoint, fp8, "--dtype", "fp8", "--verify")
     convert(fp8, work / "fp8-checkpoint")
     convert(work / "fp8-checkpoint", work / "dequantized")
-    prompts = [[(7919 * (i + 1) + 104729 * row) % min(shape.vocab, VOCAB) for i in range(512)] for row in range(8)]
+    prompts = [[(7919 * (i + 1) + 104729 * row) % min(shape.vocab, VOCAB) for i in range(tokens)] for row in range(8)]
     drafts = shape.mtp_layers > 0
     rows = [logprobs(folder, drafts=drafts, options=options, prompts=prompts) for folder in (plain, fp8, work / "dequantized")]
     weights, whole, activations = difference(rows[0], rows[2]), difference(rows[0], rows[1]), difference(rows[1], rows[2])
@@ -126,10 +127,11 @@ def main() -> int:
     print_environment()
     print("| model | GB | FP8 - bf16 | dequantized - bf16 | FP8 - dequantized |\n|---|---|---|---|---|", flush=True)
     passed = True
+    tokens = 32 if arguments.toy else 512
     engine = TOY_ENGINE if arguments.toy else json.loads(arguments.options)
     with tempfile.TemporaryDirectory(dir=arguments.work) as root:
         if arguments.model:
-            return 0 if measure(arguments.model.name, arguments.model, Path(root), engine, arguments.bound) else 1
+            return 0 if measure(arguments.model.name, arguments.model, Path(root), engine, arguments.bound, tokens) else 1
         import torch
 
         for name, fields in SHAPES.items():
@@ -137,7 +139,7 @@ def main() -> int:
             work.mkdir()
             fields = fields | TOY if arguments.toy else fields
             create_hf_folder(COMMON | fields | {"num_hidden_layers": arguments.layers}, work / "hf", 0, dtype=torch.bfloat16)
-            passed &= measure(name, work / "hf", work, engine, arguments.bound)
+            passed &= measure(name, work / "hf", work, engine, arguments.bound, tokens)
     return 0 if passed else 1
 
 
