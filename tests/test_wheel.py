@@ -49,9 +49,10 @@ def test_a_recipe_runs_by_its_name(site: Path, tmp_path: Path) -> None:
 
 def test_its_templates_are_the_projects(site: Path, tmp_path: Path) -> None:
     packed = site / "mtpctl" / "templates" / "reasoning_gym"
-    assert {path.name for path in packed.iterdir()} == {path.name for path in (TEMPLATES / "reasoning_gym").iterdir()}
+    files = {path.name for path in (TEMPLATES / "reasoning_gym").iterdir() if path.is_file()}
+    assert {path.name for path in packed.iterdir() if path.is_file()} == files
     # That one needs a model.
-    for template in (path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name != "reasoning_gym"):
+    for template in (path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name not in ("reasoning_gym", "__pycache__")):
         assert mtpctl(site, tmp_path, "init", template, "--template", template).endswith(
             f"next: mtpctl recipe check {template}/recipe.yaml\n"
         )

@@ -25,6 +25,8 @@ from mtpctl.recipe.data import DataConfig
 
 _JOINS = 8
 """Tokens by which a template may grow around another prompt, because tokens do not span the same characters where they meet."""
+_ESCAPED = '"\n\\<' * 16
+"""A prompt of characters that JSON and HTML escape."""
 
 
 class SftSample(NamedTuple):
@@ -121,13 +123,17 @@ def fit_problems(
     character are not encoded, which saves most of the time with many rows.
     """
     template: int | None = None
+    shortcut = True
     for problem in problems:
         target = problem.target if targets else ""
-        if not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
+        if shortcut and not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
             if template is None:
                 template = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _JOINS
+                # A template may repeat the prompt or escape its characters.
+                escaped = len(encode_prompt(tokenizer, replace(problem, prompt=_ESCAPED), config, tools))
+                shortcut = escaped <= template + len(_ESCAPED)
             # A target has an end token, and may begin with an extra token.
-            if template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
+            if shortcut and template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
                 continue
         if targets and problem.is_conversation:
             length = sum(map(len, encode_sft(tokenizer, problem, config, tools, ends)[:2]))

@@ -95,8 +95,8 @@ def _quantizable(module: str, size: tuple[int, ...], shape: ModelShape) -> bool:
         if any(module == prefix + each for prefix in layers for each in shape.mtp.unquantized):
             return False
     if last == "in_proj" and shape.mamba is not None:
-        # Gate, channels of heads, and of both projections of the state: one tensor, and five matrices in vLLM.
-        return not (shape.mamba.inner % FP8_BLOCK or shape.mamba.groups * shape.mamba.state % FP8_BLOCK)
+        # vLLM splits this tensor into five matrices over its ranks. The last has a row for each head, which is no multiple of a block.
+        return False
     if last in ("in_proj_qkv", "in_proj_z") and shape.delta is not None:
         return not (shape.delta.key_heads * shape.delta.key_dim % FP8_BLOCK or shape.delta.value_heads * shape.delta.value_dim % FP8_BLOCK)
     return True

@@ -29,15 +29,16 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
 def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Quantize a matrix.
 
-    A block's scale is its largest absolute value divided by 448, and 1 for a block of zeros. Blocks at the right and bottom edge may be
-    smaller. Blocks are independent: rows that are a multiple of 128 can be quantized separately with the same result.
+    A block's scale is the smallest power of two with which its values fit, and 1 for a block of zeros. DeepGEMM accepts only powers of two:
+    vLLM quantizes weights with other scales again. Blocks at the right and bottom edge may be smaller. Blocks are independent: rows that
+    are a multiple of 128 can be quantized separately with the same result.
 
     Args:
         weight: [rows, columns], of any floating-point dtype, on any device.
-        name: of the tensor, for the error message.
+        name: tensor name for error messages.
 
     Returns:
-        Values [rows, columns] in float8_e4m3fn, and scales [rows / 128, columns / 128] in fp32, rounded up.
+        Values [rows, columns] in float8_e4m3fn, and fp32 scales [⌈rows / 128⌉, ⌈columns / 128⌉].
 
     Raises:
         UserError: if the matrix contains infinities or NaN.
@@ -50,7 +51,9 @@ def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         height = len(chunk)
         blocks = pad(chunk, (0, -columns % BLOCK, 0, -height % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
         largest = blocks.abs().amax((1, 3))
-        scale = torch.where(largest == 0, 1.0, (largest / FP8_MAX).clamp_min(_MIN_SCALE))
+        fraction, exponent = torch.frexp((largest / FP8_MAX).clamp_min(_MIN_SCALE))
+        power = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())
+        scale = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), power, largest))
         scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
         values[start : start + height] = scaled.flatten(2, 3).flatten(0, 1)[:height, :columns].to(torch.float8_e4m3fn)
         scales[start // BLOCK : start // BLOCK + len(scale)] = scale

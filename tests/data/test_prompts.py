@@ -76,10 +76,20 @@ def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch
     config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
     texts = ["1" * 30] * 20 + ["é" * 5, "2" * 46]
     fit_problems(tokenizer, [Problem(f"p{i}", text, "3") for i, text in enumerate(texts)], config, context=64)
-    assert encoded == ["a", "é" * 5, "2" * 46]
+    assert encoded == ["a", prompts._ESCAPED, "é" * 5, "2" * 46]
     encoded.clear()
     problems = [Problem(f"p{i}", "1" * 10, answer) for i, answer in enumerate(["2" * 10, "2" * 36, "é"])]
     fit_problems(tokenizer, problems, config, context=64, targets=True)
-    assert encoded == ["a", *["1" * 10] * 2], "prompts whose target fits for certain are not encoded"
+    assert encoded == ["a", prompts._ESCAPED, *["1" * 10] * 2], "prompts whose target fits for certain are not encoded"
     with pytest.raises(UserError, match=r"p1: the prompt has 64 tokens, but the context has 64"):
         fit_problems(tokenizer, [Problem("p0", "1", "3"), Problem("p1", "é" * 23 + "1", "3")], config, context=64)
+
+
+@pytest.mark.parametrize("content", ["{{ message.content | tojson }}", "{{ message.content }}{{ message.content }}"])
+def test_prompts_are_encoded_if_the_template_makes_them_longer(tmp_path: Path, content: str) -> None:
+    """40 quotes become 82 characters, or 80."""
+    make_byte_tokenizer(folder := tmp_path)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}" + content + "{% endfor %}")
+    config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
+    with pytest.raises(UserError, match=r"^p1: the prompt has 8\d tokens, but the context has 64"):
+        fit_problems(tokenizer, [Problem("p0", "1", "3"), Problem("p1", '"' * 40, "3")], config, context=64)

@@ -179,7 +179,7 @@ def test_sharded_vocabulary_gives_the_same(loss: str) -> None:
     [
         ({"loss": "mse"}, "loss: 'mse', expected one of ce, soft_ce, kl, tv, e2e_tv, e2e_greedy"),
         ({"mix": 1.5}, "mix: 1.5, expected 0 to 1"),
-        ({"implementation": "cuda"}, "implementation: 'cuda', expected one of auto, chunked, triton, reference"),
+        ({"implementation": "cuda"}, "implementation: 'cuda', expected one of auto, chunked, triton, exact, reference"),
         ({"teacher": torch.zeros(2, WIDTH)}, "teacher: "),
     ],
 )
