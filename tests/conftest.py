@@ -77,7 +77,7 @@ def _skip_without_a_card(items: list[pytest.Item]) -> None:
 
 
 def _keep_bytecode(config: pytest.Config) -> None:
-    """Write bytecode although the environment forbids it: in pytest's cache if the packages came without any, else beside the sources.
+    """Write bytecode even if the environment forbids it: in pytest's cache if packages have none, otherwise next to the sources.
 
     Tests start hundreds of processes that import this project, and dozens that import torch, Megatron or vLLM. Each would compile them
     again.

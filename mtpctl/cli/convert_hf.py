@@ -28,7 +28,9 @@ def convert_hf(
     to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Format of DST; inferred from SRC by default.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="fp32|bf16|fp16|fp8", help="Dtype of the weights; default: as in SRC. fp8: of folders."),
+        typer.Option(
+            "--dtype", metavar="fp32|bf16|fp16|fp8", help="Dtype of the weights; default: as in SRC. fp8 only if DST is a folder."
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder, for a checkpoint that does not name one.")

@@ -1,4 +1,4 @@
-"""Imports transformers without a test of every file of every installed package.
+"""Imports transformers without checking that every installed file exists.
 
 transformers asks at import which distribution provides each package. To answer, Python tests the existence of all files that any
 distribution has installed: 28,000 with our dependencies. This takes 0.5 s on a local disk, and longer on a network file system, in each
@@ -30,7 +30,7 @@ def import_transformers() -> None:
 def packages_distributions() -> dict[str, list[str]]:
     """The distributions of each top-level package, like `importlib.metadata.packages_distributions`.
 
-    Packages of which a distribution lists files that are not there are included.
+    Packages are included even if the listed files do not exist.
     """
     result: defaultdict[str, list[str]] = defaultdict(list)
     for distribution in importlib.metadata.distributions():

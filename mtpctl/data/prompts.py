@@ -11,6 +11,7 @@ whose first token is trained with the turn, and an end token is appended after t
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -122,18 +123,17 @@ def fit_problems(
     With `targets`, also for the first prompt and solution, or conversation, that exceeds `context`. Rows that fit at one token per
     character are not encoded, which saves most of the time with many rows.
     """
-    template: int | None = None
-    shortcut = True
+    template: float | None = None
     for problem in problems:
         target = problem.target if targets else ""
-        if shortcut and not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
+        if not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
             if template is None:
                 template = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _JOINS
                 # A template may repeat the prompt or escape its characters.
-                escaped = len(encode_prompt(tokenizer, replace(problem, prompt=_ESCAPED), config, tools))
-                shortcut = escaped <= template + len(_ESCAPED)
+                if len(encode_prompt(tokenizer, replace(problem, prompt=_ESCAPED), config, tools)) > template + len(_ESCAPED):
+                    template = math.inf
             # A target has an end token, and may begin with an extra token.
-            if shortcut and template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
+            if template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
                 continue
         if targets and problem.is_conversation:
             length = sum(map(len, encode_sft(tokenizer, problem, config, tools, ends)[:2]))

@@ -1,8 +1,8 @@
 """Selects the matrices that are stored in FP8 when a folder is quantized: those that engines read in FP8 and can compute with.
 
-An engine multiplies some matrices as one, such as query, key and value projections. It rejects blocks that reach over the border of two
-of them, and activations whose width is no multiple of a block (vLLM: `validate_fp8_block_shape`, `per_token_group_quant_fp8`). Such
-matrices remain unquantized, together with those that are merged with them.
+An engine multiplies some matrices as one, such as query, key and value projections. It rejects blocks that span two of them, and
+activations whose width is not a multiple of a block (vLLM: `validate_fp8_block_shape`, `per_token_group_quant_fp8`). Such matrices remain
+unquantized, together with those that are merged with them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _MERGED = (
 """Projections that engines merge into one matrix, in its order."""
 _GROUPS = {part: group for group in _MERGED for part in group}
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")
-_SMALL = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
-"""Routers, gates, and the projections of linear attention with one row per head."""
+_UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
+"""Routers, gates, the projections of linear attention with one row per head, and the input projection of Mamba-2, which vLLM splits into
+five matrices over its ranks: the last has one row per head."""
 
 
 def fp8_names(shape: ModelShape) -> frozenset[str]:
@@ -69,7 +70,7 @@ def unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[
 
 
 def _matrices(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The shapes of all matrices, by module. Embeddings are no modules that are converted."""
+    """The shapes of all matrices, by module. Embeddings are excluded."""
     matrices = {name.removesuffix(".weight"): size for name, size in tensor_shapes(shape).items() if name.endswith(".weight")}
     same = {name.removesuffix(".weight") for name in aliases(shape)} | {shape.embedding_name.removesuffix(".weight")}
     return {
@@ -86,7 +87,7 @@ def _partners(module: str, sizes: dict[str, tuple[int, ...]]) -> list[str]:
 
 def _quantizable(module: str, size: tuple[int, ...], shape: ModelShape) -> bool:
     last = module.rpartition(".")[2]
-    if module == "lm_head" or last in _SMALL or size[1] % FP8_BLOCK:
+    if module == "lm_head" or last in _UNQUANTIZED or size[1] % FP8_BLOCK:
         return False
     if shape.mtp is not None:
         if any(module == shape.mtp.name(shape.mtp.projection, k, shape.layers).removesuffix(".weight") for k in range(shape.mtp_layers)):
@@ -94,9 +95,6 @@ def _quantizable(module: str, size: tuple[int, ...], shape: ModelShape) -> bool:
         layers = [shape.mtp.name(shape.mtp.layer, k, shape.layers) for k in range(shape.mtp_layers)]
         if any(module == prefix + each for prefix in layers for each in shape.mtp.unquantized):
             return False
-    if last == "in_proj" and shape.mamba is not None:
-        # vLLM splits this tensor into five matrices over its ranks. The last has a row for each head, which is no multiple of a block.
-        return False
     if last in ("in_proj_qkv", "in_proj_z") and shape.delta is not None:
         return not (shape.delta.key_heads * shape.delta.key_dim % FP8_BLOCK or shape.delta.value_heads * shape.delta.value_dim % FP8_BLOCK)
     return True

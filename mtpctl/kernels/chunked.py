@@ -51,9 +51,11 @@ class Chunked:
         if for_backward or problem.hidden.is_cuda or fit < FEWEST_ROWS:
             return self._scores(problem, entropy=entropy, topk=topk, for_backward=for_backward)
         # Process few rows over all columns, so that the order and rounding of a row's sums do not depend on the other rows.
-        parts = [
-            self._scores(part, entropy=entropy, topk=topk, for_backward=False) for part in problem.split(-(-len(problem.hidden) // fit))
-        ]
+        return self._sliced_scores(problem, -(-len(problem.hidden) // fit), entropy=entropy, topk=topk, for_backward=False)
+
+    def _sliced_scores(self, problem: Problem, count: int, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+        """The scores of `count` slices of the rows."""
+        parts = [self._scores(part, entropy=entropy, topk=topk, for_backward=for_backward) for part in problem.split(count)]
         return parts[0] if len(parts) == 1 else LocalScores.concatenate(parts)
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:

@@ -39,11 +39,9 @@ class Exact(Chunked):
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         count = -(-len(problem.hidden) // self.rows_per_slice(problem))
         # Logits that do not fit the workspace are not saved: the backward pass recomputes them.
-        saves = for_backward and count <= 1
-        parts = [self._slice_scores(part, entropy=entropy, topk=topk, for_backward=saves) for part in problem.split(count)]
-        return parts[0] if len(parts) == 1 else LocalScores.concatenate(parts)
+        return self._sliced_scores(problem, count, entropy=entropy, topk=topk, for_backward=for_backward and count <= 1)
 
-    def _slice_scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+    def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         z = scaled(exact.linear(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
         top, log_mass = (each.squeeze(1) for each in exact.log_mass(z))
         target = z.gather(1, problem.targets.unsqueeze(1)).squeeze(1)

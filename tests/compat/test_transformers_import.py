@@ -22,9 +22,9 @@ print(len(tested), "transformers" in sys.modules)
 
 
 def test_packages_and_distributions_are_those_of_python() -> None:
-    expected, found = importlib.metadata.packages_distributions(), transformers_import.packages_distributions()
-    assert {name: sorted(each) for name, each in expected.items()}.items() <= {name: sorted(each) for name, each in found.items()}.items()
-    assert found["PIL"] == ["pillow"] and found["torch"] == ["torch"] and found["yaml"] == ["PyYAML"]
+    expected, ours = importlib.metadata.packages_distributions(), transformers_import.packages_distributions()
+    assert {name: sorted(each) for name, each in expected.items()}.items() <= {name: sorted(each) for name, each in ours.items()}.items()
+    assert ours["PIL"] == ["pillow"] and ours["torch"] == ["torch"] and ours["yaml"] == ["PyYAML"]
 
 
 def test_import_tests_no_installed_files() -> None:

@@ -125,7 +125,7 @@ def test_verify_detects_a_changed_bit(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "fp8").exists()
 
 
-def test_what_cannot_be_quantized_is_rejected(tmp_path: Path) -> None:
+def test_unquantizable_input_is_rejected(tmp_path: Path) -> None:
     model("mimo", tmp_path / "small")
     with pytest.raises(UserError, match="--dtype fp8: only Hugging Face folders are written in FP8"):
         converted(tmp_path / "small", tmp_path / "checkpoint", dtype="fp8")
