@@ -45,14 +45,19 @@ def mask_of(values: Iterable[int]) -> Mask:
 
 @dataclass(slots=True)
 class VersionSpan:
-    """Response tokens `[start, end)` were sampled under weight version `version`."""
+    """Response tokens `[start, end)` were sampled under weight version `version`.
+
+    `stale_kv`: the request kept the KV cache of an earlier version across a weight sync (`sync.kv: keep`), so the tokens were not sampled
+    from the distribution that `version` has after their prefix.
+    """
 
     start: int
     end: int
     version: int
+    stale_kv: bool = False
 
-    def __reduce__(self) -> tuple[type[VersionSpan], tuple[int, int, int]]:
-        return VersionSpan, (self.start, self.end, self.version)
+    def __reduce__(self) -> tuple[type[VersionSpan], tuple[int, int, int, bool]]:
+        return VersionSpan, (self.start, self.end, self.version, self.stale_kv)
 
 
 @dataclass(slots=True)
@@ -207,10 +212,12 @@ class Sample:
         """Number of leading tokens with routes, counted from the start of the prompt."""
         return 0 if self.routes is None else len(self.routes)
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, trained: bool = True) -> None:
+    def append(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, trained: bool = True, stale_kv: bool = False
+    ) -> None:
         """Append tokens that were sampled under weight version `version`, or with `trained=False`, tokens of an environment.
 
-        Raises ValueError if the lengths differ.
+        `stale_kv`: see `VersionSpan`. Raises ValueError if the lengths differ.
         """
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probs")
@@ -221,10 +228,11 @@ class Sample:
         self.behaviour_logprobs.extend(logprobs_of(logprobs))
         self.loss_mask.frombytes((b"\1" if trained else b"\0") * len(token_ids))
         end = len(self.response_ids)
-        if self.version_spans and self.version_spans[-1].version == version:
-            self.version_spans[-1].end = end
+        last = self.version_spans[-1] if self.version_spans else None
+        if last is not None and (last.version, last.stale_kv) == (version, stale_kv):
+            last.end = end
         else:
-            self.version_spans.append(VersionSpan(start, end, version))
+            self.version_spans.append(VersionSpan(start, end, version, stale_kv))
 
     def add_routes(self, rows: Routes) -> None:
         """Append the routes of the next tokens. Rows for the last token and beyond are dropped."""

@@ -28,6 +28,16 @@ def test_append_adds_tokens_log_probs_mask_and_version() -> None:
     assert s.loss_mask.tolist() == [1] * 5 and s.length == 8
 
 
+def test_tokens_with_a_stale_cache_have_spans_of_their_own() -> None:
+    s = sample()
+    s.append([10, 11], [-0.125, -0.25], version=4)
+    s.append([12], [-0.375], version=5, stale_kv=True)
+    s.append([13], [-0.375], version=5, stale_kv=True)
+    s.append([14], [-0.5], version=5)
+    assert s.version_spans == [VersionSpan(0, 2, 4), VersionSpan(2, 4, 5, stale_kv=True), VersionSpan(4, 5, 5)]
+    assert pickle.loads(pickle.dumps(s)) == s == Sample.from_dict(json.loads(json.dumps(s.to_dict())))
+
+
 def test_tokens_of_the_environment_are_not_trained() -> None:
     s = sample()
     s.append([10], [-0.125], version=1)

@@ -106,6 +106,7 @@ def _as_json(plan: Plan) -> dict[str, object]:
     return {
         "transport": plan.sync.transport,
         "bucket_bytes": plan.sync.bucket_bytes,
+        "kv": plan.sync.kv,
         "bytes_once": plan.bytes_once,
         "bytes": plan.nbytes,
         "delta": None if plan.delta is None else asdict(plan.delta),
@@ -120,12 +121,16 @@ def _as_json(plan: Plan) -> dict[str, object]:
 
 
 def _rendered(plan: Plan) -> str:
+    from mtpctl.recipe.sync import KEEP_KV_LINE
+
     count, sync = sum(map(len, plan.sections.values())), plan.sync
     lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
     if plan.bytes_once:
         lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
     if plan.delta is not None:
         lines.append(f"  {plan.delta.line(lambda nbytes: f'{nbytes / 1e6:,.1f} MB')}")
+    if sync.kv == "keep":
+        lines.append(f"  {KEEP_KV_LINE}")
     for section, buckets in plan.sections.items():
         for bucket in buckets:
             ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))

@@ -81,7 +81,8 @@ def sync_manually(recipe: Recipe, source: Source, urls: list[str], *, verify: bo
 
 
 async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
-    return [await ServedEngine.find(url, recipe.sync.sections, release_kv=recipe.sync.release_kv) for url in urls]
+    kv = {"release_kv": recipe.sync.release_kv, "keep_kv": recipe.sync.kv == "keep"}
+    return [await ServedEngine.find(url, recipe.sync.sections, **kv) for url in urls]
 
 
 async def _sync(

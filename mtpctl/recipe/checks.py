@@ -43,6 +43,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from reward.check_answers(recipe)
     yield from rl.check_objective(recipe)
     yield from sync.check_transport(recipe)
+    yield from sync.check_kv(recipe)
     yield from sync.check_adapter_sync(recipe, shape)
     yield from sync.check_live_weights(recipe, config or {})
     yield from train.check_replay(recipe)

@@ -51,6 +51,8 @@ class EngineTraits:
     """Loads LoRA adapters from weight syncs."""
     release_kv: bool
     """Can free its KV cache during a weight sync."""
+    keep_kv: bool
+    """Can keep the KV cache of running requests across a weight sync."""
     routes: bool
     """Returns the experts of each token."""
     mtp_by_depth: bool
@@ -225,6 +227,7 @@ class VllmConfig(RolloutBase):
         own_environment=False,
         adapters=True,
         release_kv=True,
+        keep_kv=True,
         routes=True,
         mtp_by_depth=True,
         unquantized_only=True,
@@ -247,6 +250,7 @@ class SglangConfig(RolloutBase):
         own_environment=True,
         adapters=False,
         release_kv=False,
+        keep_kv=False,
         routes=False,
         mtp_by_depth=False,
         unquantized_only=False,

@@ -38,6 +38,11 @@ class SyncBase(Section):
         False,
         description="Send only elements that changed since the previous version; for nccl, storage, and shm on a shared file system.",
     )
+    kv: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="KV cache of requests in flight at a sync. recompute: the new weights compute it again; keep: requests continue with "
+        "that of the old weights.",
+    )
     release_kv: bool = Field(False, description="Free the KV cache of the engines during a sync.")
     on_collapse: Literal["warn", "error"] = Field(
         "warn", description="Reaction if draft acceptance falls below half its running mean after a sync."
@@ -121,6 +126,31 @@ def check_transport(recipe: Recipe) -> Complaints:
             yield "sync.release_kv: a CPU engine cannot free its KV cache; set it to false"
         elif rollout.engine_args.get("enable_sleep_mode", True) is False:
             yield "sync.release_kv: needs vLLM's sleep mode; remove rollout.engine_args.enable_sleep_mode: false"
+
+
+KEEP_KV_LINE = "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
+
+
+def check_kv(recipe: Recipe) -> Complaints:
+    """Report settings under which no request can keep its KV cache across a sync."""
+    sync, rollout, otherwise = recipe.sync, recipe.rollout, "set sync.kv: recompute"
+    if sync.kv == "recompute":
+        return
+    if not rollout.traits.keep_kv:
+        yield (
+            f"sync.kv: keep works with rollout.engine: vllm, because the prefix cache of {rollout.traits.title} would keep old weights' "
+            f"blocks for later requests; {otherwise}"
+        )
+    if sync.pause != "keep":
+        yield f"sync.kv: with sync.pause: {sync.pause} no request is in flight at a sync; set sync.pause: keep, or {otherwise}"
+    if not recipe.async_.partial_rollout:
+        yield f"sync.kv: with async.partial_rollout: false no request is in flight at a sync; set it to true, or {otherwise}"
+    if sync.release_kv:
+        yield f"sync.kv: sync.release_kv frees the cache that keep keeps; set it to false, or {otherwise}"
+    if recipe.numerics == "bitwise":
+        yield f"sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out; {otherwise}"
+    if "kv_transfer_config" in rollout.engine_args:
+        yield f"rollout.engine_args.kv_transfer_config: its cache may mix weight versions with sync.kv: keep; remove it, or {otherwise}"
 
 
 def changes_every_element(recipe: Recipe) -> bool:

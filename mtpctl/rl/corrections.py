@@ -22,8 +22,13 @@ ess              (Σw)² / (n Σw²): effective share of the n tokens, 1 if all 
 is_mean          mean of w
 masked_fraction  share of masked tokens
 
-abs_diff_same_version is abs_diff over the tokens that were sampled under the same weights as `old`: the numerical difference between the
-two engines.
+The difference has three causes, and the tokens that were sampled under the same weights as `old` separate them from each other:
+
+abs_diff_same_version  |d| of those whose KV cache has these weights too: the numerical difference between the two engines
+abs_diff_stale_kv      |d| of those after a sync with `sync.kv: keep`, whose prefix was computed with earlier weights
+stale_kv_fraction      share of all trained tokens that were sampled with such a cache, under any version
+
+The third cause is different weights, in abs_diff only.
 
 If old log-probs are recomputed, `mismatch_sums` compares them with the behaviour log-probs of the whole batch. If behaviour log-probs are
 the anchor of the loss, nothing is recomputed: the loss compares them with its own log-probs (`token_mismatch`), which gives kl, k3,
@@ -136,11 +141,45 @@ def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def token_mismatch(logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, same_weights: Tensor) -> dict[str, Tensor]:
+def cause_sums(
+    old_logprob: Tensor, behaviour_logprob: Tensor, mask: Tensor, same_weights: Tensor, stale_kv: Tensor | None
+) -> dict[str, Tensor]:
+    """Sums of the differences by cause, as float64 scalars, for `cause_metrics`. Arguments are [T].
+
+    `stale_kv`: 1 for tokens that were sampled with a stale KV cache; None if there are none.
+    """
+    trained = mask.double()
+    gap = _log_ratio(old_logprob, behaviour_logprob, mask.bool()).abs()
+    stale = torch.zeros_like(trained) if stale_kv is None else stale_kv.double()
+    same = same_weights.double() * trained
+    return {
+        "same": (same * (1 - stale)).sum(),
+        "same_abs_diff": (gap * same * (1 - stale)).sum(),
+        "same_stale": (same * stale).sum(),
+        "same_stale_abs_diff": (gap * same * stale).sum(),
+        "stale": (stale * trained).sum(),
+    }
+
+
+def cause_metrics(s: Mapping[str, float], *, tokens: float) -> dict[str, float]:
+    """The metrics by cause that have tokens; `tokens`: number of trained tokens."""
+    metrics = {}
+    if s["same"]:
+        metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]
+    if s["same_stale"]:
+        metrics["rollout_corr/abs_diff_stale_kv"] = s["same_stale_abs_diff"] / s["same_stale"]
+    if s["stale"]:
+        metrics["rollout_corr/stale_kv_fraction"] = s["stale"] / tokens
+    return metrics
+
+
+@torch.no_grad()
+def token_mismatch(
+    logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor, same_weights: Tensor, stale_kv: Tensor | None = None
+) -> dict[str, Tensor]:
     """Sums over any slice of tokens, as float64 scalars. Add up the sums of several slices for `token_mismatch_metrics`."""
-    d = _log_ratio(logprob, behaviour_logprob, trained)
-    same = torch.where(trained, same_weights.double(), 0.0)
-    sums = _token_sums(d, trained.double()) | {"same": same.sum(), "same_abs_diff": (d.abs() * same).sum()}
+    sums = _token_sums(_log_ratio(logprob, behaviour_logprob, trained), trained.double())
+    sums |= cause_sums(logprob, behaviour_logprob, trained, same_weights, stale_kv)
     return {f"mismatch/{name}": value for name, value in sums.items()}
 
 
@@ -149,10 +188,7 @@ def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     s = {name.removeprefix("mismatch/"): value for name, value in sums.items() if name.startswith("mismatch/")}
     if not s.get("tokens"):
         return {}
-    metrics = _token_metrics(s)
-    if s["same"]:
-        metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]
-    return metrics
+    return _token_metrics(s) | cause_metrics(s, tokens=s["tokens"])
 
 
 def _log_ratio(old_logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor) -> Tensor:

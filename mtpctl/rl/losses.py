@@ -117,6 +117,7 @@ class LossInputs:
         seq_ids: index of the response, from 0 to `num_sequences` - 1.
         same_weights: 1 for tokens sampled under the weights that `logprob` is computed with. If set, the loss also measures the mismatch
             between behaviour and trained policy (`mtpctl.rl.corrections`).
+        stale_kv: 1 for tokens sampled with a stale KV cache, whose mismatch is measured separately. None: there are none.
         trajectory_tokens: number of trained tokens in the token's trajectory; None if each response is a trajectory.
     """
 
@@ -130,6 +131,7 @@ class LossInputs:
     entropy: Tensor | None = None
     ref_logprob: Tensor | None = None
     same_weights: Tensor | None = None
+    stale_kv: Tensor | None = None
     trajectory_tokens: Tensor | None = None
 
 
@@ -137,7 +139,8 @@ class LossInputs:
 class TokenTerms:
     """Constants of each token [T]: anchor, A, w and a of the module docstring. `aggregation` is 0 for tokens that are not trained.
 
-    `behaviour` log-probs and `same_weights` are set if the loss also measures the mismatch.
+    `behaviour` log-probs and `same_weights` are set if the loss also measures the mismatch, `stale_kv` if some tokens may have been sampled
+    with a stale KV cache.
     """
 
     anchor: Tensor
@@ -147,6 +150,7 @@ class TokenTerms:
     ref_logprob: Tensor | None = None
     behaviour: Tensor | None = None
     same_weights: Tensor | None = None
+    stale_kv: Tensor | None = None
 
     def at(self, tokens: Tensor) -> TokenTerms:
         """The constants of the tokens with these indices [t]."""
@@ -184,7 +188,7 @@ def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
             length = sequence_sum(mask, inputs.seq_ids, inputs.num_sequences)[inputs.seq_ids]
         aggregation = mask / length.clamp(min=1)
     behaviour = None if inputs.same_weights is None else inputs.behaviour_logprob
-    return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob, behaviour, inputs.same_weights)
+    return TokenTerms(anchor, inputs.advantage, weight, aggregation, inputs.ref_logprob, behaviour, inputs.same_weights, inputs.stale_kv)
 
 
 def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
@@ -249,7 +253,7 @@ def loss_from(
         if config.kl_coef:
             loss_sum = loss_sum + config.kl_coef * (kl * terms.aggregation).sum()
     if terms.behaviour is not None and terms.same_weights is not None:
-        metrics |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights)
+        metrics |= token_mismatch(logprob.detach(), terms.behaviour, trained, terms.same_weights, terms.stale_kv)
     return LossOut(loss_sum, metrics)
 
 

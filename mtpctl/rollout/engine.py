@@ -42,7 +42,7 @@ class GenerationChunk:
 
     A response is one chunk, or several if it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes` begin
     with the first prompt token for which the sample has no routes. `cached`: prompt tokens that were in the prefix cache; None if the
-    engine has no prefix cache.
+    engine has no prefix cache. `keeps_kv`: the engine keeps the KV cache across weight updates, so it is stale in all spans but the first.
     """
 
     tokens: list[int]
@@ -52,6 +52,7 @@ class GenerationChunk:
     speculation: Speculation = field(default_factory=Speculation)
     routes: Routes | None = None
     cached: int | None = None
+    keeps_kv: bool = False
 
     def trim_to_shorter(self) -> None:
         """Drop tokens without log-probs and log-probs without tokens: after an abort either list may be longer."""
@@ -168,8 +169,9 @@ class Engine(ABC):
             raise self._died(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
         if not sample.response_ids:
             sample.cached_tokens = chunk.cached
-        for start, end, version in chunk.spans:
-            sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version)
+        for number, (start, end, version) in enumerate(chunk.spans):
+            stale = chunk.keeps_kv and number > 0
+            sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version, stale_kv=stale)
         if chunk.routes is not None and chunk.tokens:
             sample.add_routes(chunk.routes)
         counts = sample.speculation
@@ -194,6 +196,7 @@ class Engine(ABC):
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generating, and clear the KV cache, which the next weights would make stale.
 
+        With `sync.kv: keep`, running requests keep their part of the cache, and later requests do not reuse it.
         `keep` freezes responses, `abort` makes their `generate` return immediately with the tokens so far, `wait` first lets them finish.
         """
 

@@ -94,6 +94,7 @@ async def start_pool(
             tokenizer=tokenizer if reads_text else None,
             adapter=recipe.train.lora if "adapter" in recipe.sync.sections else None,
             release_kv=recipe.sync.release_kv,
+            keep_kv=recipe.sync.kv == "keep",
             routes=routes,
             outside_cache=outside,
             admit_at_once=recipe.async_.deterministic,

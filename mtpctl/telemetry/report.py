@@ -61,7 +61,7 @@ CHARTS = (
     ChartSpec(
         "Mismatch",
         "trainer against rollout on the same tokens, nats, logarithmic",
-        ("rollout_corr/abs_diff", "rollout_corr/k3", "rollout_corr/abs_diff_same_version"),
+        ("rollout_corr/abs_diff", "rollout_corr/k3", "rollout_corr/abs_diff_same_version", "rollout_corr/abs_diff_stale_kv"),
         scale="log",
     ),
     ChartSpec("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),

@@ -200,7 +200,7 @@ class TrainerRank(WeightExporter):
             raise RuntimeFailure(
                 "rollout.deadline_s: no response of a whole batch has a sampled token; raise it, or lower rollout.max_in_flight"
             )
-        sequences, versions = share.sequences(), share.versions()
+        sequences, versions, stale_kv = share.sequences(), share.versions(), share.stale_kv()
         old_versions = share.old_versions.copy()
         replay = recipe.replay(self.engine.folder.shape)
         if recipe.old_logprobs == "behaviour":
@@ -221,23 +221,23 @@ class TrainerRank(WeightExporter):
             sequences = [replace(s, routes=None) for s in sequences]
         # If old log-probs are not recomputed, the loss itself compares the behaviour policy with the trained one. It does so in the first
         # minibatch only: afterwards, the weights match no published version.
-        same_weights = None if recompute else [each == (-1 if self.ahead else version) for each in versions]
+        causes = None if recompute else [(each == (-1 if self.ahead else version), s) for each, s in zip(versions, stale_kv, strict=True)]
         metrics_of = []
         for minibatch in share.minibatches:
             metrics_of.append(
                 self.engine.update(
-                    self._training_batch(share, minibatch, sequences, gains, reference, same_weights),
+                    self._training_batch(share, minibatch, sequences, gains, reference, causes),
                     PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens, trajectories=minibatch.trajectories),
                     temperature=recipe.rollout.temperature,
                     total_steps=rl.steps * rl.minibatches,
                     passes=minibatch.passes,
                 )
             )
-            same_weights = None
+            causes = None
         metrics = mean_of(metrics_of)
         metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
         if recompute:
-            metrics |= self._mismatch(sequences, versions, old_versions, exact=not (unscored and self.ahead))
+            metrics |= self._mismatch(sequences, versions, stale_kv, old_versions, exact=not (unscored and self.ahead))
         self.ahead = True
         metrics["perf/tokens"] = sum(each["perf/tokens"] for each in metrics_of)
         return metrics
@@ -249,9 +249,12 @@ class TrainerRank(WeightExporter):
         sequences: list[batch.Sequence],
         gains: list[float],
         reference: list[np.ndarray] | None,
-        same_weights: list[npt.NDArray[np.bool_]] | None,
+        causes: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] | None,
     ) -> list[batch.Sequence]:
-        """The sequences of a minibatch with the columns that the policy loss needs; a dummy sequence if this rank has none."""
+        """The sequences of a minibatch with the columns that the policy loss needs; a dummy sequence if this rank has none.
+
+        causes: `same_weights` and `stale_kv` of each sequence, if the loss measures the mismatch.
+        """
         from mtpctl.trainer.objective import dummy_sequence, training_sequence
 
         rl = self.recipe.train.rl
@@ -261,7 +264,8 @@ class TrainerRank(WeightExporter):
                 sequences[i],
                 gains[share.indices[i]],
                 reference=None if reference is None else reference[i],
-                same_weights=None if same_weights is None else same_weights[i],
+                same_weights=None if causes is None else causes[i][0],
+                stale_kv=None if causes is None else causes[i][1],
                 teacher=rl.teacher,
                 trajectory_tokens=int(share.trajectory_tokens[i]) if by_trajectory else None,
             )
@@ -275,7 +279,8 @@ class TrainerRank(WeightExporter):
                 dummy_sequence(rl.teacher.topk if rl.teacher else 0),
                 0.0,
                 reference=None if reference is None else zero,
-                same_weights=None if same_weights is None else zero,
+                same_weights=None if causes is None else zero,
+                stale_kv=None if causes is None else zero,
                 teacher=rl.teacher,
                 trajectory_tokens=0 if by_trajectory else None,
             )
@@ -311,16 +316,23 @@ class TrainerRank(WeightExporter):
         return [np.asarray(s.logprobs, np.float32) for s in scores]
 
     def _mismatch(
-        self, sequences: list[batch.Sequence], versions: list[npt.NDArray[np.int32]], old_versions: npt.NDArray[np.int32], *, exact: bool
+        self,
+        sequences: list[batch.Sequence],
+        versions: list[npt.NDArray[np.int32]],
+        stale_kv: list[npt.NDArray[np.bool_]],
+        old_versions: npt.NDArray[np.int32],
+        *,
+        exact: bool,
     ) -> dict[str, float]:
         """`rollout_corr/*` over all tokens, and the mean difference over the tokens that were sampled with the scoring weights.
 
-        exact: False if the scoring weights were never published, so no token was sampled with them.
+        stale_kv: whether each token was sampled with a stale KV cache. exact: False if the scoring weights were never published, so no
+        token was sampled with them.
         """
         import torch
 
         from mtpctl.model.parallel import summed
-        from mtpctl.rl.corrections import mismatch_metrics, mismatch_sums
+        from mtpctl.rl.corrections import cause_metrics, cause_sums, mismatch_metrics, mismatch_sums
 
         def joined(columns: Sequence[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *columns], dtype=np.float32))
@@ -330,13 +342,10 @@ class TrainerRank(WeightExporter):
         mask = joined([s.loss_mask for s in sequences])
         seq_ids = torch.from_numpy(np.repeat(np.arange(len(sequences)), [len(s.loss_mask) for s in sequences]))
         sums = mismatch_sums(old, behaviour, mask, seq_ids, len(sequences), self.recipe.train.rl.correction)
-        same = mask * joined([each == old_version for each, old_version in zip(versions, old_versions, strict=True)])
-        sums |= {"same": same.sum(), "same_abs_diff": ((old - behaviour).abs() * same).sum()}
+        same = joined([exact & (each == old_version) for each, old_version in zip(versions, old_versions, strict=True)])
+        sums |= cause_sums(old, behaviour, mask, same, joined(stale_kv))
         totals = dict(zip(sums, summed([float(value) for value in sums.values()]), strict=True))
-        metrics = mismatch_metrics(totals)
-        if exact and totals["same"]:
-            metrics["rollout_corr/abs_diff_same_version"] = totals["same_abs_diff"] / totals["same"]
-        return metrics
+        return mismatch_metrics(totals) | cause_metrics(totals, tokens=totals["tokens"])
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         self.ahead = False

@@ -152,6 +152,7 @@ class PolicyObjective:
             entropy=entropy,
             ref_logprob=columns.get("reference"),
             same_weights=columns.get("same_weights"),
+            stale_kv=columns.get("stale_kv"),
             trajectory_tokens=columns.get("trajectory_tokens"),
         )
 
@@ -187,14 +188,15 @@ def training_sequence(
     *,
     reference: np.ndarray | None = None,
     same_weights: np.ndarray | None = None,
+    stale_kv: np.ndarray | None = None,
     teacher: TeacherConfig | None = None,
     trajectory_tokens: int | None = None,
 ) -> Sequence:
     """A scored sequence with the columns that `PolicyObjective` reads.
 
-    reference: log-probs for the KL penalty. same_weights: mask of tokens that were sampled with the weights being trained. teacher: without
-    `topk`, `coef` times `teacher_gain` is added to each token's advantage. trajectory_tokens: number of sampled tokens of the sample's
-    trajectory, if the loss weighs tokens by it.
+    reference: log-probs for the KL penalty. same_weights: mask of tokens that were sampled with the weights being trained. stale_kv: mask
+    of tokens that were sampled with a stale KV cache. teacher: without `topk`, `coef` times `teacher_gain` is added to each token's
+    advantage. trajectory_tokens: number of sampled tokens of the sample's trajectory, if the loss weighs tokens by it.
     """
     assert "old" in sequence.columns, f"{sequence.name} was not scored"
     tokens = len(sequence.loss_mask)
@@ -211,6 +213,8 @@ def training_sequence(
         columns["trajectory_tokens"] = np.full(tokens, trajectory_tokens, np.float32)
     if same_weights is not None:
         columns["same_weights"] = same_weights
+    if stale_kv is not None:
+        columns["stale_kv"] = stale_kv
     return replace(sequence, columns=columns)
 
 

@@ -108,7 +108,7 @@ class Share:
 
     indices: of the samples in the batch, ascending. trajectory_tokens: see `BatchTable`. ids: each prompt followed by its response. Other
     token arrays have response tokens only; those with old or teacher log-probs have only the samples with `scored` or `taught` set. spans:
-    number of version spans of each sample, which together cover its response. span_lengths, span_versions: an entry per span.
+    number of version spans of each sample, which together cover its response. span_lengths, span_versions, span_stale: an entry per span.
     """
 
     dp_rank: int
@@ -127,6 +127,7 @@ class Share:
     spans: Ints
     span_lengths: Ints
     span_versions: Ints
+    span_stale: Bools
     routes: list[Routes | None]
     taught: Bools
     teacher: Floats
@@ -158,6 +159,7 @@ class Share:
             np.array([len(s.version_spans) for s in chosen], np.int32),
             np.array([span.end - span.start for span in spans], np.int32),
             np.array([span.version for span in spans], np.int32),
+            np.array([span.stale_kv for span in spans], np.bool_),
             [s.routes for s in chosen],
             np.array([s.teacher_logprobs is not None for s in chosen], np.bool_),
             _joined([s.teacher_logprobs for s in chosen if s.teacher_logprobs is not None], np.float32),
@@ -198,8 +200,16 @@ class Share:
 
     def versions(self) -> list[Ints]:
         """For each sample, the weight version with which each response token was sampled."""
-        lengths, versions, starts = _Reader(self.span_lengths), _Reader(self.span_versions), self.spans.tolist()
-        return [np.repeat(versions.next(count), lengths.next(count)) for count in starts]
+        return self._by_token(self.span_versions)
+
+    def stale_kv(self) -> list[Bools]:
+        """For each sample, whether each response token was sampled with a KV cache of earlier weights (`VersionSpan.stale_kv`)."""
+        return self._by_token(self.span_stale)
+
+    def _by_token[T: np.generic](self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
+        """Repeat the value of each span for its tokens, by sample."""
+        lengths, values = _Reader(self.span_lengths), _Reader(column)
+        return [np.repeat(values.next(count), lengths.next(count)) for count in self.spans.tolist()]
 
 
 def deal(

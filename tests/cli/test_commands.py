@@ -180,6 +180,16 @@ def test_plan_of_a_delta_sync_shows_its_bytes_and_the_copy(mtpctl: Any, command:
     assert "later syncs send 7." in fp32 and "because all elements change in fp32" in fp32
 
 
+@pytest.mark.parametrize(
+    "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
+)
+def test_plan_shows_a_kept_cache(mtpctl: Any, command: tuple[str, ...]) -> None:
+    line = "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
+    assert line not in mtpctl(*command).out
+    assert line in mtpctl(*command, "--set", "sync.kv=keep").out
+    assert json.loads(mtpctl(*command, "--set", "sync.kv=keep", "--json").out)["kv"] == "keep"
+
+
 def test_bench_of_syncs_lists_the_transports_that_it_measures(mtpctl: Any) -> None:
     command = ("bench", "sync-weights", "--transport")
     message = mtpctl(*command, "storage")

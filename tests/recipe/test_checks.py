@@ -229,6 +229,14 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             ["sync.release_kv=true", "cluster.device=cuda", "rollout.engine_args.enable_sleep_mode=false"],
             "sync.release_kv: needs vLLM's sleep mode",
         ),
+        (["sync.kv=keep", "sync.pause=abort"], "sync.kv: with sync.pause: abort no request is in flight at a sync; set sync.pause: keep"),
+        (["sync.kv=keep", "async.partial_rollout=false"], "sync.kv: with async.partial_rollout: false no request is in flight at a sync"),
+        (["sync.kv=keep", *CARD, "sync.release_kv=true"], "sync.kv: sync.release_kv frees the cache that keep keeps; set it to false"),
+        ([*BITWISE, "sync.kv=keep"], "sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out"),
+        (
+            ["sync.kv=keep", "rollout.engine_args.kv_transfer_config={}"],
+            "rollout.engine_args.kv_transfer_config: its cache may mix weight versions with sync.kv: keep; remove it",
+        ),
         (["sync.bucket_bytes=256"], "sync.bucket_bytes: must be at least 1024"),
         (["data.task="], "data: there is no training data"),
         (["data.eval_path=/nowhere/e.jsonl"], "data.eval_path: "),
@@ -357,6 +365,12 @@ def list_complaints(sets: list[str]) -> list[str]:
 def test_engines_on_the_trainers_gpus_need_room_there(sets: list[str], message: str) -> None:
     complaints = list_complaints([*CARD, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
     assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in complaints] == ([True] if message else [])
+
+
+def test_sglang_cannot_keep_the_cache() -> None:
+    sglang = load_recipe("tiny_mtp", sets=["rollout={engine: sglang}", "sync.kv=keep"]).recipe
+    message = "sync.kv: keep works with rollout.engine: vllm, because the prefix cache of SGLang would keep old weights' blocks for later"
+    assert [text.startswith(message) for text in complaints_of(sglang) if text.startswith("sync.kv")] == [True]
 
 
 def test_bitwise_numerics_need_a_dense_mimo() -> None:

@@ -142,6 +142,19 @@ def test_token_mismatch_of_slices_equals_the_mismatch_of_the_batch() -> None:
     assert metrics == pytest.approx({name: whole[name] for name in metrics}) and len(metrics) == 4
 
 
+def test_tokens_with_a_stale_cache_are_a_separate_cause() -> None:
+    old, behaviour, mask, seq = batch()
+    trained, same, stale = mask.bool(), (seq != 2).double(), torch.arange(len(seq)) % 3 == 0
+    metrics = token_mismatch_metrics(
+        {name: float(value) for name, value in token_mismatch(old, behaviour, trained, same, stale.double()).items()}
+    )
+    gap, known = (old - behaviour).abs(), trained & same.bool()
+    assert metrics["rollout_corr/abs_diff_same_version"] == pytest.approx(gap[known & ~stale].mean().item())
+    assert metrics["rollout_corr/abs_diff_stale_kv"] == pytest.approx(gap[known & stale].mean().item())
+    assert metrics["rollout_corr/stale_kv_fraction"] == pytest.approx((trained & stale).sum().item() / trained.sum().item())
+    assert metrics["rollout_corr/abs_diff"] == pytest.approx(gap[trained].mean().item())
+
+
 def test_token_mismatch_without_tokens_has_no_metrics() -> None:
     assert token_mismatch_metrics({"tokens": 3.0}) == {}
     nowhere = token_mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.ones(2))

@@ -269,15 +269,28 @@ def test_same_version_mismatch_is_logged_only_if_the_scoring_weights_are_publish
     assert step(rank, batch(2, 2), 1)[name] == 0.5
 
 
+def test_tokens_with_a_stale_cache_are_not_in_the_same_version_mismatch() -> None:
+    """The recorder's old log-probs are -1.5, the engine's -1 and -3."""
+    rank, _ = recorder(old_logprobs="recompute")
+    samples = batch(2, 2)
+    samples[0].append([4, 4], [-3.0, -3.0], samples[0].version_spans[-1].version, stale_kv=True)
+    metrics = step(rank, samples, 1)
+    assert metrics["rollout_corr/abs_diff_same_version"] == 0.5
+    assert metrics["rollout_corr/abs_diff_stale_kv"] == 1.5
+    assert metrics["rollout_corr/stale_kv_fraction"] == pytest.approx(2 / 6)
+
+
 def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minibatch() -> None:
     """Tokens of the trained version are marked while the trainer has the weights of that version."""
     rank, engine = recorder(minibatches=2, old_logprobs="behaviour")
     samples = batch(2, 2, 2, 2)
     samples[0].append([4], [-1.0], 2)
+    samples[1].append([4], [-1.0], 2, stale_kv=True)
     step(rank, samples, 2)
+    assert [s.columns["stale_kv"].tolist() for s in engine.batches[0]] == [[0, 0, 0], [0, 0, 1]]
     assert [s.columns["same_weights"].tolist() if "same_weights" in s.columns else None for part in engine.batches for s in part] == [
         [0, 0, 1],
-        [0, 0],
+        [0, 0, 1],
         None,
         None,
     ]

@@ -24,7 +24,9 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
         sample.reward = draw.random()
         for version in range(draw.randint(0, 3)):
             tokens = [draw.randrange(99) for _ in range(draw.randint(1, longest))]
-            sample.append(tokens, [-draw.random() for _ in tokens], version, trained=draw.random() < 0.7)
+            sample.append(
+                tokens, [-draw.random() for _ in tokens], version, trained=draw.random() < 0.7, stale_kv=version > 0 and draw.random() < 0.5
+            )
         if sample.response_ids and draw.random() < 0.5:
             sample.old_logprobs, sample.old_version = logprobs_of(-draw.random() for _ in sample.response_ids), 2
         if draw.random() < 0.5:
@@ -48,13 +50,15 @@ def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches:
     assert sorted(indices) == [index for index, sample in enumerate(samples) if sample.response_ids]
     old_versions = list(chain.from_iterable(share.old_versions.tolist() for share in shares))
     versions = list(chain.from_iterable(share.versions() for share in shares))
+    stale_kv = [each.tolist() for each in chain.from_iterable(share.stale_kv() for share in shares)]
     sequences = list(chain.from_iterable(share.sequences() for share in shares))
-    for index, sequence, of_tokens, old_version in zip(indices, sequences, versions, old_versions, strict=True):
+    for index, sequence, of_tokens, stale, old_version in zip(indices, sequences, versions, stale_kv, old_versions, strict=True):
         sample = samples[index]
         assert sequence.name == sample.name and sequence.prompt_length == len(sample.prompt_ids)
         assert sequence.token_ids.tolist() == sample.token_ids.tolist()
         assert sequence.loss_mask.tolist() == [bool(each) for each in sample.loss_mask]
         assert of_tokens.tolist() == [span.version for span in sample.version_spans for _ in range(span.start, span.end)]
+        assert stale == [span.stale_kv for span in sample.version_spans for _ in range(span.start, span.end)]
         assert old_version == (-1 if sample.old_version is None else sample.old_version)
         columns = {"behaviour": sample.behaviour_logprobs, "old": sample.old_logprobs, "teacher": sample.teacher_logprobs}
         columns |= {"candidates": sample.candidates, "candidate_logprobs": sample.candidate_logprobs}

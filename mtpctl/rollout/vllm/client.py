@@ -136,8 +136,11 @@ class HttpClient:
 class ServedEngine:
     """One server. Create with `await ServedEngine.find(url)`."""
 
-    def __init__(self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False) -> None:
-        self.client, self.ranks, self._paused, self._release_kv = client, ranks, False, release_kv
+    def __init__(
+        self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False, keep_kv: bool = False
+    ) -> None:
+        self.client, self.ranks, self._paused = client, ranks, False
+        self._release_kv, self._keep_kv = release_kv, keep_kv
         self._holds: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
         # One folder per server, which outlives this process: the next process replaces its adapter.
         self.target = EngineTarget(
@@ -150,10 +153,12 @@ class ServedEngine:
         )
 
     @classmethod
-    async def find(cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False) -> ServedEngine:
+    async def find(
+        cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False, keep_kv: bool = False
+    ) -> ServedEngine:
         """Query a server's state. Raises UserError if it does not answer, or cannot be updated with these `sections`.
 
-        `release_kv`: free its KV cache during a sync.
+        `release_kv`: free its KV cache during a sync. `keep_kv`: running requests keep their KV cache.
         """
         client = HttpClient(url)
         info = await client.ask("/weight_info", method="GET")
@@ -168,7 +173,7 @@ class ServedEngine:
         drafts = await client.rpc("mtpctl_drafts")
         version = str(info["weight_version"])
         known = int(version) if version.isdigit() else 0
-        return cls(client, known, int(ranks["world_size"]), str(drafts[0]) == "True", release_kv=release_kv)
+        return cls(client, known, int(ranks["world_size"]), str(drafts[0]) == "True", release_kv=release_kv, keep_kv=keep_kv)
 
     async def _within[T](self, step: Awaitable[T], what: str) -> T:
         try:
@@ -182,7 +187,7 @@ class ServedEngine:
         A server that is already paused may have partial weights of a killed sync, so it is resumed only after a complete update.
         """
         began = time.monotonic()
-        query = urllib.parse.urlencode({"mode": mode, "clear_cache": "true"})
+        query = urllib.parse.urlencode({"mode": mode, "clear_cache": "false" if self._keep_kv else "true"})
         was_paused = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"])
         released = applied = False
         try:

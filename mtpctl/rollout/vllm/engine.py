@@ -105,7 +105,7 @@ class VllmEngine(Engine):
         if output.outputs[0].finish_reason == "error":
             raise UserError("response_format: vLLM cannot compile it; send a simpler schema or grammar")
         cached = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
-        return _chunk(output.outputs[0], self._settings.routes, cached)
+        return _chunk(output.outputs[0], self._settings.routes, cached, keeps_kv=self._settings.keep_kv)
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
@@ -151,7 +151,7 @@ class VllmEngine(Engine):
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "abort":
             await self._within(self._abort(list(self._in_flight)), "aborting responses")
-        await self._within(pauses.pause(self._llm, mode), f"pausing ({mode})")
+        await self._within(pauses.pause(self._llm, mode, clear_cache=not self._settings.keep_kv), f"pausing ({mode})")
         self._paused = True
         if self._settings.release_kv and not self._released:
             await self._within(self._llm.release_kv_cache_memory(), "freeing the KV cache")
@@ -250,7 +250,7 @@ def check_heads(args: AsyncEngineArgs) -> None:
         raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; use a model with {', '.join(map(str, sizes))}")
 
 
-def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | None) -> GenerationChunk:
+def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | None, *, keeps_kv: bool) -> GenerationChunk:
     from vllm.logprobs import FlatLogprobs
 
     metrics, logprobs, routes = completion.spec_decode_metrics, completion.logprobs, completion.routed_experts
@@ -263,6 +263,7 @@ def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | 
         # vLLM's array has all layers of the decoder; those without experts are 0.
         routes=routes[:, list(layers)] if layers and routes is not None else None,
         cached=cached,
+        keeps_kv=keeps_kv,
     )
 
 

@@ -35,9 +35,9 @@ WEIGHTLESS: dict[str, dict[str, object]] = {"ngram": {"prompt_lookup_min": 2, "p
 class VllmSettings:
     """Settings of one engine: `args` for vLLM, `environment` of its process, `threads` for torch (0: torch's default).
 
-    `in_loop`: run the engine core in the caller's process. `release_kv`: a paused engine frees its KV cache. `routes`: MoE layers whose
-    routes are recorded in samples. `outside_cache`: bytes that the engine needs in addition to its KV cache, which gets the rest of its
-    share of the GPU's memory; None: vLLM measures them.
+    `in_loop`: run the engine core in the caller's process. `release_kv`: a paused engine frees its KV cache. `keep_kv`: running requests
+    keep their KV cache at a pause. `routes`: MoE layers whose routes are recorded in samples. `outside_cache`: bytes that the engine needs
+    in addition to its KV cache, which gets the rest of its share of the GPU's memory; None: vLLM measures them.
     """
 
     args: Arguments
@@ -45,6 +45,7 @@ class VllmSettings:
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     release_kv: bool = False
+    keep_kv: bool = False
     routes: tuple[int, ...] = ()
     outside_cache: int | None = None
 
@@ -75,6 +76,7 @@ def engine_settings(
     tokenizer: str | None = None,
     adapter: LoraConfig | None = None,
     release_kv: bool = False,
+    keep_kv: bool = False,
     routes: tuple[int, ...] = (),
     outside_cache: int | None = None,
     admit_at_once: bool = False,
@@ -86,7 +88,7 @@ def engine_settings(
     Args:
         tokenizer: folder or hub id; required for stop strings, including those of environments.
         adapter: the LoRA adapter that weight syncs send, if any.
-        release_kv, routes, outside_cache: see `VllmSettings`.
+        release_kv, keep_kv, routes, outside_cache: see `VllmSettings`.
         admit_at_once: start each request as soon as a slot is free. By default requests are held back if that is faster
             (`mtpctl.rollout.bursts`), which depends on measured times.
         host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
@@ -171,6 +173,7 @@ def engine_settings(
         threads=rollout.threads,
         environment=environment,
         release_kv=release_kv,
+        keep_kv=keep_kv,
         routes=routes,
         outside_cache=outside_cache,
     )

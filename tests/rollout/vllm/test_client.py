@@ -23,6 +23,7 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.queries: list[str] = []
         self.slow: set[str] = set()
         self.refused: set[str] = set()
         self.paused = False
@@ -35,8 +36,9 @@ class Server:
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                route = self.path.partition("?")[0]
+                route, _, query = self.path.partition("?")
                 server.asked.append(route)
+                server.queries += [query] if route == "/pause" else []
                 if route in ("/pause", "/resume"):
                     server.paused = route == "/pause"
                 if route in server.slow:
@@ -84,6 +86,16 @@ def test_pause_that_times_out_is_undone(server: Server, monkeypatch: pytest.Monk
     with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
         asyncio.run(update(server))
     assert not server.paused, server.asked
+
+
+@pytest.mark.parametrize(("keep_kv", "cleared"), [(False, "true"), (True, "false")])
+def test_pause_keeps_the_cache_only_if_set(server: Server, keep_kv: bool, cleared: str) -> None:
+    async def synced() -> None:
+        engine = await ServedEngine.find(server.url, keep_kv=keep_kv)
+        await engine.update(Manifest(1, "shm", "/nowhere", {}), mode="keep", verify=False, deadline_s=10)
+
+    asyncio.run(synced())
+    assert server.queries == [f"mode=keep&clear_cache={cleared}"]
 
 
 def test_paused_server_resumes_only_with_complete_weights(server: Server) -> None:

@@ -65,8 +65,10 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
             state.routed_experts_chunks = [route_requests.as_rows(*rows)]
 
 
-async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
-    """Pause as `AsyncLLM.pause_generation(mode=mode, clear_cache=True)` does, without its sleep of 20 ms.
+async def pause(llm: AsyncLLM, mode: PauseMode, *, clear_cache: bool = True) -> None:
+    """Pause as `AsyncLLM.pause_generation` does, without its sleep of 20 ms.
+
+    `clear_cache`: False to keep the KV cache of running requests (`mtpctl.rollout.vllm.patches.prefixes`).
 
     vLLM sleeps after the engine core is paused, so that callers receive pending outputs first; its own comment says that nothing depends
     on it. Here the core attaches the weight version to every output, so the sleep would only lengthen each weight sync.
@@ -74,5 +76,6 @@ async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
     Raises UpstreamMoved for another release.
     """
     require_pinned(f"{__name__}.pause")
-    await llm.renderer.clear_mm_cache_async()
-    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+    if clear_cache:
+        await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)

@@ -24,8 +24,8 @@ class Recorded:
         self.calls.append(options)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_pause_makes_upstreams_calls_without_the_sleep(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "clear"), [("keep", True), ("abort", True), ("wait", True), ("keep", False)])
+def test_pause_makes_upstreams_calls_without_the_sleep(monkeypatch: pytest.MonkeyPatch, mode: Any, clear: bool) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     upstream, ours = Recorded(), Recorded()
@@ -35,6 +35,6 @@ def test_pause_makes_upstreams_calls_without_the_sleep(monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched:
         patched.setattr(asyncio, "sleep", sleep)
-        asyncio.run(AsyncLLM.pause_generation(upstream, mode=mode, clear_cache=True))  # type: ignore[arg-type]
-    asyncio.run(pauses.pause(ours, mode))
+        asyncio.run(AsyncLLM.pause_generation(upstream, mode=mode, clear_cache=clear))  # type: ignore[arg-type]
+    asyncio.run(pauses.pause(ours, mode, clear_cache=clear))
     assert upstream.calls == [*ours.calls, 0.02]
