@@ -1,7 +1,7 @@
 """Hints during RL: common problems that the metrics show, with the recipe key to change.
 
 Hints use means over the latest updates, so a single update triggers none. A hint is reported when its condition first holds, and again if
-it still holds `REPEAT` updates later.
+it still holds `REPEAT` updates later. A long wait for samples is reported at the end of the stage.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ SOME_SIGNALS = 0.02
 """Share of groups with signal from which a larger learning rate can help. Dynamic sampling fills every update with such groups."""
 TRUNCATED = 0.2
 """Share of truncated responses above which a hint is given. They rarely contain an answer, so their rewards are decided by the limit."""
+MIN_UPDATES = 5
+"""The hint about waits needs more updates. The first is not in the times, because it also waits for generation to start."""
+HIGH_IDLE = 0.5
+"""Idle share of the trainer's time from which generation is the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +156,39 @@ class HintWatch:
             return False
         early, late = statistics.fmean(values[:half]), statistics.fmean(values[-half:])
         return abs(late - early) > STILL_ENTROPY * abs(early)
+
+
+class IdleTrainer:
+    """Accumulates the idle times of the trainer and of the engines."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._updates = 0
+        self._seconds = self._trainer_idle_s = self._rollout_idle_s = 0.0
+
+    def observe(self, times: Mapping[str, float]) -> None:
+        """Add an update. times: the result of `BusyClock.read`."""
+        self._updates += 1
+        if self._updates > 1:
+            seconds = times["timing_s/step"]
+            self._seconds += seconds
+            self._trainer_idle_s += seconds * times["async/trainer_idle"]
+            self._rollout_idle_s += seconds * times["async/rollout_idle"]
+
+    def hint(self) -> str | None:
+        """A line for the end of the stage; None if generation was not the bottleneck, or if there were too few updates."""
+        if self._updates <= MIN_UPDATES or self._seconds <= 0:
+            return None
+        idle, rollout_idle = self._trainer_idle_s / self._seconds, self._rollout_idle_s / self._seconds
+        if idle < HIGH_IDLE or rollout_idle > idle / 2:
+            return None
+        return f"the trainer waited for samples {idle:.0%} of the time (async/trainer_idle); {self._fix()}"
+
+    def _fix(self) -> str:
+        rollout, train = self._recipe.rollout, self._recipe.train
+        if self._recipe.device == "cpu":
+            return "raise rollout.replicas if the machine has idle cores, or rollout.max_in_flight"
+        ways = ["raise rollout.replicas (for a small model with several engines per GPU, for example rollout.gpus: 0.3)"]
+        if rollout.tp == 1 and not rollout.elastic and not rollout.on_trainer_gpus and train.gpus == 1:
+            ways.append("run an engine on the trainer's GPU as well (rollout.on_trainer_gpus: 1, train.gpus: 0.5, sync.transport: ipc)")
+        return ", or ".join(ways)

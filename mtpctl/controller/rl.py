@@ -28,8 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.evaluate import Evaluations
-from mtpctl.controller.hints import HintWatch
-from mtpctl.controller.idle import IdleTrainer
+from mtpctl.controller.hints import HintWatch, IdleTrainer
 from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach

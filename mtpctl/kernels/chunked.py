@@ -7,11 +7,12 @@ the gradient is needed. The hidden gradient accumulates over chunks in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mtpctl.kernels import products
+from mtpctl.kernels import exact, products
 from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, GradTargets, LocalScores, LogitPair, Problem, RowGrads
 from mtpctl.kernels.shards import RowStats
 
@@ -172,3 +173,46 @@ def _merge_topk(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: in
     values, ids = torch.cat([best[0], values], 1), torch.cat([best[1], ids], 1)
     values, order = values.topk(min(k, values.shape[1]), dim=1)
     return values, ids.gather(1, order)
+
+
+@dataclass
+class ExactStats(RowStats):
+    """log_mass [n]: log Σ exp(z − top), as the engine computes it."""
+
+    log_mass: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        return self.top + self.log_mass
+
+    @property
+    def logprob(self) -> Tensor:
+        return (self.target - self.top) - self.log_mass
+
+
+class Exact(Chunked):
+    """Log-probs equal those of an engine with exact sums (`mtpctl.kernels.exact`), to the last bit. Gradients are those of `Chunked`.
+
+    All columns of a slice of rows are computed at once. The vocabulary must not be split over ranks.
+
+    The workspace limits fp32 temporaries. Those in float64 are limited by `BLOCK_BYTES`.
+    """
+
+    name = "exact"
+
+    def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+        count = -(-len(problem.hidden) // self.rows_per_slice(problem))
+        # Logits that do not fit the workspace are not saved: the backward pass recomputes them.
+        return self._sliced_scores(problem, count, entropy=entropy, topk=topk, for_backward=for_backward and count <= 1)
+
+    def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
+        z = scaled(exact.linear(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
+        top, log_mass = (each.squeeze(1) for each in exact.log_mass(z))
+        target = z.gather(1, problem.targets.unsqueeze(1)).squeeze(1)
+        mass, moment = log_mass.exp(), torch.zeros_like(top)
+        if entropy:
+            shifted = z - top.unsqueeze(1)
+            moment = shifted.exp().mul_(shifted).sum(1)
+        best = z.topk(topk, dim=1) if topk else None
+        stats = ExactStats(top, mass, moment, target, log_mass)
+        return LocalScores(stats, None if best is None else (best.values, best.indices), z if for_backward else None)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.backend import Backend
-from mtpctl.kernels.chunked import Chunked
-from mtpctl.kernels.exact_head import Exact
+from mtpctl.kernels.chunked import Chunked, Exact
 from mtpctl.kernels.triton_backend import Triton, tiles_for, unsupported
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "exact")

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels import exact
+from mtpctl.kernels.activations import swiglu_backward_torch
 from mtpctl.kernels.main_grad import linear_backward
-from mtpctl.kernels.swiglu import swiglu_backward_torch
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

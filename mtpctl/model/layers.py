@@ -20,10 +20,9 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from mtpctl.kernels import exact_grad
+from mtpctl.kernels.activations import squared_relu, swiglu
 from mtpctl.kernels.main_grad import buffered_linear, is_buffered
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
-from mtpctl.kernels.squared_relu import squared_relu
-from mtpctl.kernels.swiglu import swiglu
 
 _EXACT = "mtpctl_exact_sums"
 

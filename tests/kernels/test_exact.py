@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mtpctl.kernels import exact, exact_grad
+from mtpctl.kernels.activations import swiglu
 from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
-from mtpctl.kernels.swiglu import swiglu
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64)
 """Numbers of rows around the tiles of matrix libraries and the vectors of elementwise kernels."""

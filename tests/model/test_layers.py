@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mtpctl.kernels.activations import swiglu
 from mtpctl.kernels.norm import gated_rms_norm
-from mtpctl.kernels.swiglu import swiglu
 from mtpctl.model.layers import GatedRMSNorm, recomputed
 from tests.fakes.kept import Kept
 

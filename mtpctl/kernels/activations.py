@@ -1,7 +1,6 @@
-"""SwiGLU (arXiv 2002.05202): silu(gate) · up · scale, where gate and up are the halves of one linear layer's output.
+"""Activations of MLPs and experts, times a factor per row: SwiGLU (arXiv 2002.05202), and squared ReLU (arXiv 2109.08668) for Nemotron-H.
 
-Only the inputs are saved for the backward pass. On CUDA one Triton kernel computes the product and one the gradients, in fp32 with one
-rounding.
+Only the inputs are saved for the backward pass. On CUDA one Triton kernel computes SwiGLU and one its gradients, in fp32 with one rounding.
 
 Shape legend: R rows, F columns each of gate and up.
 """
@@ -39,6 +38,31 @@ class _Swiglu(torch.autograd.Function):
         gate_up, scale = ctx.saved_tensors
         backward = swiglu_backward_triton if gate_up.is_cuda else swiglu_backward_torch
         return backward(grads[0], gate_up, scale)
+
+
+def squared_relu(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """relu(x)² · scale [..., F], in the dtype of x [..., F].
+
+    scale [...]: a differentiable factor per row, such as an expert's routing weight; None means 1.
+    """
+    return _SquaredRelu.apply(x, scale)
+
+
+class _SquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        squared = F.relu(x).square()
+        return squared if scale is None else (squared * scale[..., None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, scale = ctx.saved_tensors
+        grad, positive = grads[0], F.relu(x)
+        if scale is None:
+            return 2 * positive * grad, None
+        scale_grad = (grad.to(scale.dtype) * positive.square()).sum(-1)
+        return (2 * positive * (grad * scale[..., None])).to(x.dtype), scale_grad
 
 
 def swiglu_torch(gate_up: Tensor, scale: Tensor | None) -> Tensor:
