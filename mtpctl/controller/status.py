@@ -21,7 +21,7 @@ from mtpctl.cluster.process import newest_line
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.live import LiveStatus, ReplicaCounts, render_status
 from mtpctl.telemetry.names import describe
-from mtpctl.web.guard import Guard, HttpBounds, error_body
+from mtpctl.web.guard import Guard, HttpBounds, http_error
 from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
 from mtpctl.web.server import listen
 
@@ -52,14 +52,9 @@ def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
         return PlainTextResponse(text_of("mtpctl_", _series(live, replicas())), media_type=MEDIA_TYPE)
 
     routes = [Route("/", shown), Route("/status.json", as_json), Route("/metrics", metrics)]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: http_error})
     app.router.redirect_slashes = False
     return Guard(app, HttpBounds(body_bytes=0), None)
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
 
 def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:

@@ -34,7 +34,7 @@ from mtpctl.logprob.schemas import (
 )
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, from_json, to_json
-from mtpctl.web.guard import Guard, HttpBounds, error_body
+from mtpctl.web.guard import Guard, HttpBounds, error_body, http_error
 from mtpctl.web.json_body import BodyInvalid, parse, shown
 from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
 
@@ -137,9 +137,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         return JSONResponse(error_body(f"{shown(place)[1:-1] or 'body'}: {first['msg']}", "invalid_request_error"), 400)
 
-    @api.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
+    api.add_exception_handler(HTTPException, http_error)
 
     @api.exception_handler(MtpctlError)
     async def failed(_: Request, error: MtpctlError) -> Response:

@@ -209,10 +209,10 @@ class Packing(PackedSeqParams):
         """The same tokens with another rotation of queries and keys."""
         return replace(self, rotary=rotary)
 
-    def shift(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Shift `values` [T] of the whole row one token to the left within each sample; each sample's last value becomes `fill`."""
+    def shift(self, values: Tensor) -> Tensor:
+        """Shift `values` [T] of the whole row one token to the left within each sample; each sample's last value becomes 0."""
         shifted = values.roll(-1)
-        shifted[self.starts[1:] - 1] = fill
+        shifted[self.starts[1:] - 1] = 0
         return shifted
 
 

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtpctl.web.json_body import shown
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from asyncio import BaseTransport, Transport
     from collections.abc import Mapping
 
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -105,6 +108,12 @@ class _Rejected(Exception):
 def error_body(message: str, kind: str) -> dict[str, dict[str, str]]:
     """An error in the format of OpenAI's clients."""
     return {"error": {"message": message, "type": kind}}
+
+
+async def http_error(_: Request, error: Exception) -> JSONResponse:
+    """Starlette's handler of an HTTPException, such as an unknown route: replies with its detail and status."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
 
 class Guard:

@@ -15,7 +15,7 @@ def test_positions_restart_with_each_sample():
 
 
 def test_shift_stays_within_samples():
-    assert Packing.of([3, 1, 2], "cpu").shift(torch.tensor([10, 11, 12, 20, 30, 31]), fill=-1).tolist() == [11, 12, -1, -1, 31, -1]
+    assert Packing.of([3, 1, 2], "cpu").shift(torch.tensor([10, 11, 12, 20, 30, 31])).tolist() == [11, 12, 0, 0, 31, 0]
 
 
 def test_cp_rank_has_a_block_from_the_front_and_one_from_the_back():

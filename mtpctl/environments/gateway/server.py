@@ -34,7 +34,7 @@ from mtpctl.environments.gateway.messages import ChatRequest
 from mtpctl.environments.gateway.trajectory import REJECT, Model, Trajectory
 from mtpctl.errors import MtpctlError
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.web.guard import Guard, HttpBounds, error_body
+from mtpctl.web.guard import Guard, HttpBounds, error_body, http_error
 from mtpctl.web.json_body import BodyInvalid, check_text, parse_object, shown
 from mtpctl.web.server import address_of, serving
 
@@ -104,7 +104,7 @@ class Gateway:
             Route("/v1/models", self._models),
             Route("/health", self._health),
         ]
-        app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: _not_found})
+        app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: http_error})
         app.router.redirect_slashes = False
         self.app = Guard(app, HttpBounds(), key, open_under="/t/", tokens={"/v1/trajectories": self.token})
         self._serving = contextlib.AsyncExitStack()
@@ -245,11 +245,6 @@ async def _refused(_: Request, error: Exception) -> Response:
     status, code = (error.status, error.code) if isinstance(error, RequestInvalid) else (503, "engine_failed")
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": code}}, status)
-
-
-async def _not_found(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
 
 def _chat(body: bytes) -> ChatRequest:
