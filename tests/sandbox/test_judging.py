@@ -357,7 +357,7 @@ x = 1
 
 def test_no_wrong_answer_passes_a_test(sandbox: Sandbox) -> None:
     assert len(WRONG) == 15
-    assert successful(WRONG, lambda code: sandbox.judge(code, HIDDEN, limits=BRIEF), tests=len(HIDDEN)) == {}
+    assert successful(WRONG, lambda code: sandbox.judge(code, HIDDEN, limits=Limits(cpu_s=1.0, wall_s=10.0)), tests=len(HIDDEN)) == {}
 
 
 def test_answer_can_only_call_functions_of_the_tests(best: Sandbox) -> None:
