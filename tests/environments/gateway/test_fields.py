@@ -38,11 +38,13 @@ class Recording(Scripted):
 
 @asynccontextmanager
 async def gateway_of(engine: Scripted, rules: FieldRules, **options: Any) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    """A gateway and a client that calls it without a server: one would take a quarter of a second to stop."""
     calls = options.pop("calls", None)
-    bound = listen("127.0.0.1", 0)
-    async with Gateway(model_of(engine, calls=calls), byte_tokenizer(), "toy", 50, bound, rules=rules, **options) as gateway:
+    with listen("127.0.0.1", 0) as bound:
+        gateway = Gateway(model_of(engine, calls=calls), byte_tokenizer(), "toy", 50, bound, rules=rules, **options)
         gateway.single_requests = request_of
-        async with httpx.AsyncClient(base_url=gateway.address, timeout=30) as web:
+        transport = httpx.ASGITransport(app=gateway.app)
+        async with httpx.AsyncClient(transport=transport, base_url=gateway.address, timeout=30) as web:
             yield gateway, web
 
 

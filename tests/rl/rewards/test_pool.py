@@ -78,20 +78,24 @@ def coroutine(tmp_path: Path) -> str:
     return f"{tmp_path / 'judge.py'}:score"
 
 
-def rewarded(config: RewardConfig, *responses: str, lines: list[str] | None = None) -> list[tuple[float, Outcome]]:
-    """Outcome and seconds of each response, all requested concurrently."""
+Timed = tuple[float, Outcome]
+"""Seconds and outcome of a response."""
 
-    async def run() -> list[tuple[float, Outcome]]:
-        async with Rewarder(config, report=(lines if lines is not None else []).append) as reward:
-            began = time.monotonic()
 
-            async def timed(response: str) -> tuple[float, Outcome]:
-                outcome = await reward(response, PROBLEM, sample())
-                return time.monotonic() - began, outcome
+async def reward_all(config: RewardConfig, *responses: str, lines: list[str] | None = None) -> list[Timed]:
+    """Seconds and outcome of each response, all requested concurrently."""
+    async with Rewarder(config, report=(lines if lines is not None else []).append) as reward:
+        began = time.monotonic()
 
-            return await asyncio.gather(*map(timed, responses))
+        async def timed(response: str) -> Timed:
+            outcome = await reward(response, PROBLEM, sample())
+            return time.monotonic() - began, outcome
 
-    return asyncio.run(asyncio.wait_for(run(), 100))
+        return await asyncio.gather(*map(timed, responses))
+
+
+def rewarded(config: RewardConfig, *responses: str, lines: list[str] | None = None) -> list[Timed]:
+    return asyncio.run(asyncio.wait_for(reward_all(config, *responses, lines=lines), 100))
 
 
 def test_function_receives_response_problem_sample_and_arguments(plain: str) -> None:
@@ -175,10 +179,14 @@ def test_workers_bounds_concurrent_coroutines(coroutine: str) -> None:
 
 
 def test_coroutine_that_ignores_cancellation_or_blocks_the_loop_delays_others_at_most_until_its_time_limit(coroutine: str) -> None:
-    ((_, hung), *quick) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "hang", *["2"] * 50)
+    config = RewardConfig(function=coroutine, timeout_s=4)
+
+    async def both() -> list[list[Timed]]:
+        return await asyncio.gather(*(reward_all(config, kind, *["2"] * 50) for kind in ("hang", "block")))
+
+    ((_, hung), *quick), ((_, blocked), *others) = asyncio.run(asyncio.wait_for(both(), 100))
     assert hung.timed_out and max(seconds for seconds, _ in quick) < 4
     assert hung.error.startswith("judge.py:5: score took more than 4 s")
-    ((_, blocked), *others) = rewarded(RewardConfig(function=coroutine, timeout_s=4), "block", *["2"] * 50)
     assert blocked.timed_out and blocked.error.startswith("judge.py:7: score took more than 4 s")
     assert [outcome.reward for _, outcome in others] == [1.0] * 50, "restarted in another process"
 
