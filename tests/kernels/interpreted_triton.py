@@ -231,15 +231,15 @@ def test_expert_order_matches_the_portable_version(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (5, 3000), (0, 8)])
 def test_swiglu_and_gradients_match_the_portable_version(shape: tuple[int, ...], scaled: bool) -> None:
-    from mtpctl.kernels import swiglu
+    from mtpctl.kernels import activations
 
     torch.manual_seed(0)
     both, grad = torch.randn(*shape[:-1], 2 * shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
     scale = torch.rand(shape[:-1]) if scaled else None
     exact = both.double(), None if scale is None else scale.double()
-    assert relative(swiglu.swiglu_triton(both, scale).double(), swiglu.swiglu_torch(*exact)) < 1e-3
+    assert relative(activations.swiglu_triton(both, scale).double(), activations.swiglu_torch(*exact)) < 1e-3
     for actual, expected in zip(
-        swiglu.swiglu_backward_triton(grad, both, scale), swiglu.swiglu_backward_torch(grad.double(), *exact), strict=True
+        activations.swiglu_backward_triton(grad, both, scale), activations.swiglu_backward_torch(grad.double(), *exact), strict=True
     ):
         assert (actual is None) == (expected is None)
         assert actual is None or relative(actual.double(), expected) < 1e-3

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import norm, qkv, routing, rows, swiglu, triton_backend  # noqa: E402
+from mtpctl.kernels import activations, norm, qkv, routing, rows, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -47,7 +47,7 @@ KERNELS = [
         (triton_backend.draft_grads_kernel, {"BN": 256, "TILES": 4, "TEACHER": teacher, "GAINED": gained, "GREEDY": greedy})
         for teacher, gained, greedy in ((True, False, False), (False, True, False), (True, True, False), (True, True, True))
     ),
-    *((kernel, {"SCALED": True, "BLOCK": 512}) for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel)),
+    *((kernel, {"SCALED": True, "BLOCK": 512}) for kernel in (activations.swiglu_kernel, activations.swiglu_backward_kernel)),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {

@@ -59,8 +59,8 @@ def test_kernels_run_on_a_cpu_without_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from mtpctl.kernels import grouped, logprob, norm, policy, qkv, routing, rows, swiglu
-assert swiglu.swiglu(torch.ones(2, 4)).shape == (2, 2)
+from mtpctl.kernels import activations, grouped, logprob, norm, policy, qkv, routing, rows
+assert activations.swiglu(torch.ones(2, 4)).shape == (2, 2)
 assert logprob.linear_logprob(torch.ones(1, 8), torch.ones(3, 8), torch.tensor([1])).logprob.isfinite().all()
 try:
     norm.rms_norm_kernel[(1,)]()
