@@ -62,7 +62,7 @@ def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             """Say nothing."""
 
     created = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=created.serve_forever, daemon=True).start()
+    Thread(target=created.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{created.server_address[1]}", asked
     finally:
@@ -218,7 +218,7 @@ def test_a_server_that_is_not_a_log_prob_server_is_rejected_at_the_start(status:
             raise AssertionError("entered")
 
     created = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=created.serve_forever, daemon=True).start()
+    Thread(target=created.serve_forever, args=(0.01,), daemon=True).start()
     try:
         with pytest.raises(UserError, match=reason):
             asyncio.run(enter(f"http://127.0.0.1:{created.server_address[1]}"))

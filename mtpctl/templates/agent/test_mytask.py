@@ -44,7 +44,7 @@ def model(*answers: str | dict) -> Iterator[tuple[str, list]]:
             """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # looks every 0.01 s whether to stop
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/v1", conversations
     finally:
