@@ -19,6 +19,8 @@ settings.register_profile("mtpctl", deadline=None)
 settings.load_profile("mtpctl")
 
 
+LIGHT = ("data", "families", "plan", "recipe", "telemetry")
+"""Packages whose tests start neither engines nor ranks."""
 THREADS = 50
 """New threads after which garbage is collected: more than a test leaves that starts no engine."""
 
@@ -35,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of cards are skipped where there is none. With workers, files whose tests may take the longest come first.
 
-    After those come the files with the most tests, so that no worker is left with one of them.
+    After those come the files with the most tests, so that no worker is left with one of them. Light packages come last: pytest-xdist
+    queues files of one or two tests ahead, so a worker would end with several that start an engine each.
     """
     _skip_without_a_card(items)
     if not hasattr(config, "workerinput"):
@@ -45,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         allowed = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(allowed.args[0]) if allowed else 0.0)
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (-longest[item.path], -tests[item.path], item.path))
+    items.sort(key=lambda item: (-longest[item.path], item.path.parent.name in LIGHT, -tests[item.path], item.path))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -81,6 +81,7 @@ def test_multistep_loss_is_measured_and_its_errors_are_bounded(monkeypatch: pyte
 def test_head_without_common_mass_learns_faster_with_the_multistep_loss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(multistep_training, "CONTEXTS", 4_000)
     printed = run(multistep_training, monkeypatch, capsys, "--updates", "60", "--seeds", "1")
     lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
     ends = {line[0]: float(line[2].split()[0]) for line in lines[1:]}
