@@ -107,6 +107,7 @@ def _as_json(plan: Plan) -> dict[str, object]:
         "transport": plan.sync.transport,
         "bucket_bytes": plan.sync.bucket_bytes,
         "kv": plan.sync.kv,
+        "relay": getattr(plan.sync, "relay", False),
         "bytes_once": plan.bytes_once,
         "bytes": plan.nbytes,
         "delta": None if plan.delta is None else asdict(plan.delta),
@@ -121,7 +122,7 @@ def _as_json(plan: Plan) -> dict[str, object]:
 
 
 def _rendered(plan: Plan) -> str:
-    from mtpctl.recipe.sync import KEEP_KV_LINE
+    from mtpctl.recipe.sync import notes_of
 
     count, sync = sum(map(len, plan.sections.values())), plan.sync
     lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
@@ -129,8 +130,7 @@ def _rendered(plan: Plan) -> str:
         lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
     if plan.delta is not None:
         lines.append(f"  {plan.delta.line(lambda nbytes: f'{nbytes / 1e6:,.1f} MB')}")
-    if sync.kv == "keep":
-        lines.append(f"  {KEEP_KV_LINE}")
+    lines += [f"  {note}" for note in notes_of(sync)]
     for section, buckets in plan.sections.items():
         for bucket in buckets:
             ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))

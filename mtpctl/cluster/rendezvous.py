@@ -20,7 +20,7 @@ def host_store(host: str = "") -> TCPStore:
 
     The store has no authentication, and torch's default would be to listen on all interfaces.
     """
-    host = host or _own_address()
+    host = host or own_address()
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     address, port = listening.getsockname()[:2]
     # The store closes the socket.
@@ -29,7 +29,7 @@ def host_store(host: str = "") -> TCPStore:
     )
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address of this host in the Ray cluster. Without Ray, the address that its name resolves to, which is often the loopback."""
     import ray
 
@@ -41,7 +41,7 @@ def use_own_interface() -> None:
 
     By default gloo uses the interface that the host's name resolves to, often the loopback, which other hosts cannot reach.
     """
-    address = _own_address()
+    address = own_address()
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and each.address == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -36,7 +36,7 @@ from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.model import context_note, hf_config
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.sync import KEEP_KV_LINE
+from mtpctl.recipe.sync import StorageConfig, notes_of
 from mtpctl.rollout.installed import check_engine
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.trackers import check_packages
@@ -262,7 +262,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": card_needed(recipe, shape)}
     if plan.rl:
         plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
-        plan_json["kv"] = recipe.sync.kv
+        plan_json |= {"kv": recipe.sync.kv, "relay": isinstance(recipe.sync, StorageConfig) and recipe.sync.relay}
         plan_json["delta"] = None if plan.delta is None else asdict(plan.delta)
         schedule["old_logprobs"] = recipe.old_logprobs
         if (routes := route_bytes(recipe, shape)) is not None:
@@ -360,8 +360,7 @@ def _sync_lines(plan: Plan) -> Iterator[str]:
         yield f"           at the first sync also {format_bytes(once)} of base weights"
     if (delta := plan.delta) is not None:
         yield f"           {delta.line(format_bytes)}"
-    if recipe.sync.kv == "keep":
-        yield f"           {KEEP_KV_LINE}"
+    yield from (f"           {note}" for note in notes_of(recipe.sync))
     if (routes := route_bytes(recipe, plan.shape)) is not None:
         amounts = f"{routes.token} B a token, up to {format_bytes(routes.sample)} a sample and {format_bytes(routes.batch)} a batch"
         yield f"routes     train.moe.replay: {routes.replay}; {amounts}"

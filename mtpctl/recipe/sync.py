@@ -70,6 +70,10 @@ class StorageConfig(SyncBase):
         description="Required with transport storage. URL of a folder that only this run uses for its weight versions: s3://BUCKET/FOLDER "
         "or another fsspec URL. `{name}` and `{seed}` are replaced.",
     )
+    relay: bool = Field(
+        False,
+        description="Hosts of engines download from each other in a chain, so that the store sends each version once, not once per host.",
+    )
 
 
 SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig | StorageConfig, Field(discriminator="transport")]
@@ -128,7 +132,12 @@ def check_transport(recipe: Recipe) -> Complaints:
             yield "sync.release_kv: needs vLLM's sleep mode; remove rollout.engine_args.enable_sleep_mode: false"
 
 
-KEEP_KV_LINE = "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
+def notes_of(sync: SyncBase) -> Iterator[str]:
+    """Lines for plans about how a sync differs from the default."""
+    if sync.kv == "keep":
+        yield "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
+    if isinstance(sync, StorageConfig) and sync.relay:
+        yield "hosts download in a chain, and the store sends each version once (sync.relay)"
 
 
 def check_kv(recipe: Recipe) -> Complaints:

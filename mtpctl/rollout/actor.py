@@ -45,6 +45,8 @@ class EngineControl(Protocol):
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport: ...
 
+    async def relay(self, url: str) -> str: ...
+
     async def pause(self, mode: PauseMode) -> None: ...
 
     async def speculate(self, drafts: int | None = None) -> SpeculationState: ...
@@ -181,6 +183,7 @@ class RayReplica:
         self._collecting = False
 
     update = _control(EngineControl.update)
+    relay = _control(EngineControl.relay)
     pause = _control(EngineControl.pause)
     speculate = _control(EngineControl.speculate)
     admit_at_once = _control(EngineControl.admit_at_once)

@@ -30,6 +30,7 @@ from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, TargetDirty, VersionConflict
+from mtpctl.sync.relay import serve
 from mtpctl.sync.remote import prefetch
 from mtpctl.sync.update import SyncReport, manifests_to, update_target
 
@@ -270,6 +271,10 @@ class Engine(ABC):
                 await self.resume()
         stall = time.monotonic() - started
         return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
+
+    async def relay(self, url: str) -> str:
+        """Serve what this host downloads from the store at `url` to other hosts. Returns `host:port`."""
+        return await asyncio.to_thread(serve, url)
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
         """See `WeightTarget`. The engine must be paused."""

@@ -21,6 +21,8 @@ from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Hea
 from mtpctl.rollout.routing import Membership, Router
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
+from mtpctl.sync.relay import upstream_of
+from mtpctl.sync.remote import split_address
 from mtpctl.sync.update import SyncReport, cancel_on_error
 
 MAX_WAITING_FACTOR = 8
@@ -47,6 +49,7 @@ class ReplicaPool:
         max_restarts: int,
         sync_deadline_s: float,
         turns: TurnRunner | None = None,
+        relays: bool = False,
         log: Log = no_log,
     ) -> None:
         self._replicas = Replicas(
@@ -69,6 +72,7 @@ class ReplicaPool:
         self._published = published
         self._sync_deadline_s = sync_deadline_s
         self._turns = turns
+        self._relays = relays
         self._admitting = asyncio.Event()
         self._admitting.set()
         self._in_progress = 0
@@ -87,6 +91,7 @@ class ReplicaPool:
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
         turns: TurnRunner | None = None,
+        relays: bool = False,
         log: Log = no_log,
     ) -> ReplicaPool:
         """Start `count` replicas concurrently with `start(index)`.
@@ -94,11 +99,12 @@ class ReplicaPool:
         Args:
             published: the version that a restarted replica applies, within `sync_deadline_s`, before it serves.
             turns: plays the environment between the turns of a response; if None, a response is one turn.
+            relays: hosts download weights from object storage through each other (`mtpctl.sync.relay`).
             log: receives a line for each failure and each restart of a replica.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count, dead=(EngineDead,), max_restarts=max_restarts)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
-        return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns, log=log)
+        return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns, relays=relays, log=log)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -248,11 +254,14 @@ class ReplicaPool:
         Raises SyncError if a replica refuses the update and keeps its old weights.
         """
 
+        relayed = await self._relayed(manifest)
+
         async def update(replica: Replica) -> SyncReport:
             # The update, the restore after a failed one, and time to pause and resume.
             seconds = 2 * deadline_s + GRACE_S
             try:
-                return await asyncio.wait_for(replica.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
+                own = relayed.get(id(replica), manifest)
+                return await asyncio.wait_for(replica.update(own, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
             except TimeoutError as error:
                 raise EngineDead(f"the update to version {manifest.version} had no answer within {seconds:g} s") from error
 
@@ -263,6 +272,16 @@ class ReplicaPool:
             self._updating, self._updated_at = False, asyncio.get_running_loop().time()
         self._version = manifest.version
         return reports
+
+    async def _relayed(self, manifest: Manifest) -> dict[int, Manifest]:
+        """The manifests of replicas that download through relays, by id. Replicas that do not answer are left out."""
+        if not self._relays or manifest.transport != "storage":
+            return {}
+        url, replicas = split_address(manifest.address)[0], [replica for _, replica in self._replicas.live()]
+        answers = await asyncio.gather(*(replica.relay(url) for replica in replicas), return_exceptions=True)
+        addresses = {id(replica): answer for replica, answer in zip(replicas, answers, strict=True) if isinstance(answer, str)}
+        chain = zip(addresses, upstream_of(list(addresses.values())), strict=True)
+        return {key: replace(manifest, relay=relay, hops=hops) for key, (relay, hops) in chain}
 
     async def update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0

@@ -16,6 +16,7 @@ from mtpctl.plan.placement import Placement, engine_memory_share, shares_card
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.sync import StorageConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import TurnRunner
@@ -128,6 +129,7 @@ async def start_pool(
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
         turns=turns,
+        relays=isinstance(recipe.sync, StorageConfig) and recipe.sync.relay,
         log=lambda line: log(f"rollout {line}"),
     )
     return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")

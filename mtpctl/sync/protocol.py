@@ -88,7 +88,8 @@ class Manifest:
     """One version: its sections, and the transport and address at which receivers get the buckets.
 
     `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version from which the
-    sections are deltas, None if they are complete.
+    sections are deltas, None if they are complete. `relay`, `hops`: for one receiver, the host from which it downloads the files of the
+    transport `storage`, and the number of hosts before it (`mtpctl.sync.relay`).
     """
 
     version: int
@@ -97,6 +98,8 @@ class Manifest:
     sections: dict[Section, SectionPlan]
     store: str = ""
     base: int | None = None
+    relay: str = ""
+    hops: int = 0
 
     @property
     def nbytes(self) -> int:

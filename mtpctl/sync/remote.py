@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +19,9 @@ from pathlib import Path
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed, UrlField
-from mtpctl.sync.protocol import Manifest, SyncError, bucket_file
+from mtpctl.plan.buckets import Bucket
+from mtpctl.sync.protocol import Manifest, Section, SyncError, bucket_file
+from mtpctl.sync.relay import download, partial
 
 FIELD = UrlField("sync.url", "set another sync.transport")
 CONNECTIONS = 8
@@ -78,20 +80,27 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def fetch(address: str, cache: Path, names: Sequence[str]) -> Path:
-    """Download the files that are missing. Returns their folder. Raises SyncError."""
+def fetch(address: str, cache: Path, files: Mapping[str, int], *, relay: str = "", hops: int = 0) -> Path:
+    """Download the files that are missing. Returns their folder. Raises SyncError.
+
+    `files`: their bytes, by name. `relay`: `host:port` of another host that downloads them too, instead of the store
+    (`mtpctl.sync.relay`); `hops`: the number of hosts before this one.
+    """
     url, version = split_address(address)
     folder = cache / version
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in names if not (folder / name).exists()]
+    missing = [name for name in files if not (folder / name).exists()]
     if not missing:
         return folder
     store = ObjectStore(url, FIELD)
 
     def get(name: str) -> None:
         # Renamed when complete, so that a killed download leaves no file under this name.
-        part = folder / f".{name}"
-        with_retries(lambda: store.get(f"{version}/{name}", part))
+        part = partial(folder / name)
+        if not (relay and download(relay, f"{version}/{name}", files[name], part, hops=hops)):
+            with_retries(lambda: store.get(f"{version}/{name}", part))
+        if (size := part.stat().st_size) != files[name]:
+            raise StoreFailed(f"{name} has {size:,} of {files[name]:,} bytes")
         part.rename(folder / name)
 
     try:
@@ -109,15 +118,24 @@ def split_address(address: str) -> tuple[str, str]:
     return matched["url"], matched["version"]
 
 
+def files_of(sections: Mapping[Section, Sequence[Bucket]]) -> dict[str, int]:
+    """The bytes of the buckets' files, by name."""
+    return {bucket_file(section, bucket): bucket.nbytes for section, buckets in sections.items() for bucket in buckets}
+
+
 def prefetch(manifests: Sequence[Manifest]) -> None:
-    """Download these versions of one store, and delete others that this host has downloaded. Raises SyncError."""
+    """Download these versions of one store, and delete others that this host has downloaded. Raises SyncError.
+
+    Only the last one may come from a relay: other hosts may not have, or no longer have, the versions before it.
+    """
     nbytes = sum(manifest.nbytes for manifest in manifests)
     cache = open_cache(split_address(manifests[0].address)[0], nbytes)
     with locked(cache):
         used = set()
         for manifest in manifests:
-            names = [bucket_file(section, bucket) for section, plan in manifest.sections.items() for bucket in plan.wire_buckets]
-            used.add(fetch(manifest.address, cache, names).relative_to(cache).parts[0])
+            files = files_of({section: plan.wire_buckets for section, plan in manifest.sections.items()})
+            relay = manifest.relay if manifest is manifests[-1] else ""
+            used.add(fetch(manifest.address, cache, files, relay=relay, hops=manifest.hops).relative_to(cache).parts[0])
         for version in cache.glob("v*"):
             if version.name not in used:
                 shutil.rmtree(version)

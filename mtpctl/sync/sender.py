@@ -60,7 +60,7 @@ class Publisher(Packer):
         self._copied: int | None = None
         self._changed_bytes = 0
         self._upload: Upload | None = None
-        self._token = secrets.token_hex(4)
+        self._token = secrets.token_hex(16)
 
     def publish(self, export: Export, version: int, *, checksums: bool = False) -> Manifest:
         """Pack and publish one version. Receivers see the previous version until this returns.

@@ -28,6 +28,6 @@ class Reader(shm.Reader):
         cache = open_cache(split_address(self._address)[0], sum(bucket.nbytes for bucket in buckets))
         # Mapped within the lock, because another receiver deletes versions that it does not need.
         with locked(cache):
-            self.folder = fetch(self._address, cache, [bucket_file(section, bucket) for bucket in buckets])
+            self.folder = fetch(self._address, cache, {bucket_file(section, bucket): bucket.nbytes for bucket in buckets})
             mapped = [(bucket, self._read(section, bucket)) for bucket in buckets]
         yield from mapped
