@@ -32,6 +32,8 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 def receive(manifests: Queue[Manifest | None], device: str) -> None:
     """Receive every version, and drop it."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
     readers = Readers(device)
     while (manifest := manifests.get()) is not None:
         reader = readers.open(manifest.transport, manifest.address)

@@ -190,6 +190,17 @@ def test_plan_shows_a_kept_cache(mtpctl: Any, command: tuple[str, ...]) -> None:
     assert json.loads(mtpctl(*command, "--set", "sync.kv=keep", "--json").out)["kv"] == "keep"
 
 
+@pytest.mark.parametrize(
+    "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
+)
+def test_plan_shows_relays(mtpctl: Any, command: tuple[str, ...]) -> None:
+    stored = (*command, "--set", "sync.transport=storage", "--set", "sync.url=s3://bucket/run")
+    line = "hosts download in a chain, and the store sends each version once (sync.relay)"
+    assert line not in mtpctl(*stored).out
+    assert line in mtpctl(*stored, "--set", "sync.relay=true").out
+    assert json.loads(mtpctl(*stored, "--set", "sync.relay=true", "--json").out)["relay"] is True
+
+
 def test_bench_of_syncs_lists_the_transports_that_it_measures(mtpctl: Any) -> None:
     command = ("bench", "sync-weights", "--transport")
     message = mtpctl(*command, "storage")

@@ -480,3 +480,36 @@ async def test_close_ends_every_replica() -> None:
     pool = await fleet.pool(3)
     await pool.close()
     assert all(replica.closed for replica in fleet.live)
+
+
+class Relaying(FakeReplica):
+    """A replica on a host with this relay, which fails if there is none."""
+
+    def __init__(self, address: str | None) -> None:
+        super().__init__()
+        self.address = address
+        self.updates: list[Manifest] = []
+
+    async def relay(self, url: str) -> str:
+        assert url == "s3://bucket/run"
+        if self.address is None:
+            raise OSError("no free port")
+        return self.address
+
+    async def update(self, manifest: Manifest, **options: Any) -> SyncReport:
+        self.updates.append(manifest)
+        return await super().update(manifest, **options)
+
+
+@in_loop
+async def test_hosts_of_replicas_download_in_a_chain() -> None:
+    addresses = ["10.0.0.1:1", "10.0.0.2:1", None, "10.0.0.1:2", "10.0.0.3:1"]
+    chain = [("", 0), ("10.0.0.1:1", 1), ("", 0), ("", 0), ("10.0.0.2:1", 2)]
+    stored = Manifest(1, "storage", "s3://bucket/run/v00000001-0a", {})
+    for relays, expected in ((True, chain), (False, [("", 0)] * 5)):
+        fleet = Fleet(lambda index: Relaying(addresses[index]))
+        pool = await fleet.pool(5, relays=relays)
+        await pool.update(stored)
+        updates = [fleet.made[index][0].updates for index in range(5)]  # type: ignore[attr-defined]
+        assert [(manifest.relay, manifest.hops) for (manifest,) in updates] == expected
+        await pool.close()

@@ -14,8 +14,9 @@ import torch
 
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.sync import relay, remote
+from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.relay import RelayServer, download, upstream_of
-from mtpctl.sync.remote import fetch
+from mtpctl.sync.remote import fetch, prefetch
 
 VERSION = "v00000007-0123456789abcdef"
 FILES = {f"target-{number:05d}.bin": 300_000 + number for number in range(5)}
@@ -164,6 +165,21 @@ def test_a_shorter_file_is_not_taken(store: str, hosts: list[Host], tmp_path: Pa
     (hosts[0].folder / VERSION).mkdir()
     (hosts[0].folder / VERSION / name).write_bytes(b"short")
     assert not download(hosts[0].relay.address, f"{VERSION}/{name}", FILES[name], tmp_path / "part", hops=1)
+
+
+def test_only_the_newest_version_comes_from_a_relay(store: str, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have deleted the versions that a late receiver reads first."""
+    monkeypatch.setattr(remote, "open_cache", lambda url, nbytes=0: tmp_path)
+    relays: list[str] = []
+
+    def fetch_(address: str, cache: Path, files: dict[str, int], *, relay: str, hops: int) -> Path:
+        relays.append(relay)
+        return cache / address.rpartition("/")[2]
+
+    monkeypatch.setattr(remote, "fetch", fetch_)
+    manifests = [Manifest(number, "storage", f"{store}/v0000000{number}-0a", {}, relay="10.0.0.1:1", hops=1) for number in (1, 2)]
+    prefetch(manifests)
+    assert relays == ["", "10.0.0.1:1"]
 
 
 def test_hosts_form_a_chain() -> None:
