@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Garbage is from now on looked for among what tests make, and not among all that they have imported."""
+    if "torch" in sys.modules:
+        _start_autograd_without_threads()
     gc.collect()
     gc.freeze()
 
@@ -76,6 +78,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         gc.collect()
         Threads.left = psutil.Process().num_threads()
     Threads.left = min(Threads.left, threads)
+
+
+def _start_autograd_without_threads() -> None:
+    """Run a first backward pass, so that tests can fork ranks that run theirs.
+
+    torch.compile registers a CUDA device to trace with, even without a card. If the first backward pass comes after that, autograd starts
+    a thread for this device, and refuses to run in any process that is forked later.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.ones(1, requires_grad=True).sum().backward()
 
 
 def _skip_without_a_card(items: list[pytest.Item]) -> None:

@@ -1,0 +1,27 @@
+"""What the tests' forked ranks need of the process that forks them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from mtpctl.model.parallel import Rank
+from tests.fakes.forked import run_ranks
+
+
+def gradient(rank: Rank) -> float:
+    x = torch.full((1,), 3.0, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    return float(x.grad)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a card, autograd has a thread for it")
+def test_ranks_run_backward_passes_after_this_process_has_traced() -> None:
+    with FakeTensorMode():  # as torch.compile does
+        torch.ones(1)
+    torch.ones(1, requires_grad=True).sum().backward()
+    answers, error = run_ranks(1, gradient, 60)
+    assert not error, error
+    assert answers == [6.0]
