@@ -13,6 +13,7 @@ from mtpctl.cli.options import Json, Overlays, Sets, answer
 if TYPE_CHECKING:
     from mtpctl.plan.buckets import Bucket
     from mtpctl.plan.changes import DeltaPlan
+    from mtpctl.plan.quantization import QuantizationPlan
     from mtpctl.recipe.schema import Recipe
     from mtpctl.recipe.sync import SyncConfig
 
@@ -28,6 +29,7 @@ class Plan:
     sections: dict[str, list[Bucket]]
     bytes_once: int
     delta: DeltaPlan | None
+    quantization: QuantizationPlan | None
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +94,7 @@ def _plan(recipe: Recipe) -> Plan:
     from mtpctl.families.reading import shape_of
     from mtpctl.plan.buckets import base_weight_bytes, section_buckets
     from mtpctl.plan.changes import plan_delta
+    from mtpctl.plan.quantization import plan_quantization
     from mtpctl.recipe.model import hf_config
 
     config = hf_config(recipe.model)
@@ -99,7 +102,7 @@ def _plan(recipe: Recipe) -> Plan:
         raise UserError("model: its sizes are not known")
     shape = shape_of(config)
     sections = section_buckets(recipe, shape)
-    return Plan(recipe.sync, sections, base_weight_bytes(recipe, shape), plan_delta(recipe, sections))
+    return Plan(recipe.sync, sections, base_weight_bytes(recipe, shape), plan_delta(recipe, sections), plan_quantization(recipe, shape))
 
 
 def _as_json(plan: Plan) -> dict[str, object]:
@@ -111,6 +114,7 @@ def _as_json(plan: Plan) -> dict[str, object]:
         "bytes_once": plan.bytes_once,
         "bytes": plan.nbytes,
         "delta": None if plan.delta is None else asdict(plan.delta),
+        "quantization": None if plan.quantization is None else asdict(plan.quantization),
         "sections": {
             section: [
                 {"index": b.index, "bytes": b.nbytes, "tensors": len(b.entries), "first": b.entries[0].name, "last": b.entries[-1].name}
@@ -126,6 +130,8 @@ def _rendered(plan: Plan) -> str:
 
     count, sync = sum(map(len, plan.sections.values())), plan.sync
     lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
+    if plan.quantization is not None:
+        lines += [f"  {line}" for line in plan.quantization.lines(lambda nbytes: f"{nbytes / 1e6:,.1f} MB")]
     if plan.bytes_once:
         lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
     if plan.delta is not None:

@@ -26,6 +26,7 @@ from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.model import LONG_CONTEXT, hf_config
+from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
@@ -255,6 +256,8 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions", remote)
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
+    if syncs_both_forms(recipe):
+        size += size // 2
     if recipe.sync.delta:
         # `default_root` multiplies the size by three versions, so this adds 3/4 of one for changes: those since the older complete version,
         # which are less than half of one, and those of the complete versions themselves.

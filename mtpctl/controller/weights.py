@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from mtpctl.sync.protocol import Manifest, Section, SyncError
-from mtpctl.sync.update import Generators, LogprobReplicas, Parties, Trainer, WeightUpdate
+from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError
+from mtpctl.sync.store import UNQUANTIZED
+from mtpctl.sync.update import Generators, LogprobReplicas, Parties, SyncReport, Trainer, WeightUpdate
 
 WINDOW = 200
 REMEMBERED = 10
@@ -35,6 +39,12 @@ class WeightSync:
         metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.parties = Parties(recipe, trainer, rollout, server, store)
+        # With quantized engines, the log-prob server gets the unquantized weights, in a separate update.
+        self._scoring: Parties | None = None
+        self._scored = 0
+        if server is not None and syncs_both_forms(recipe):
+            self.parties = Parties(recipe, trainer, rollout, None, store)
+            self._scoring = Parties(recipe, trainer, _NoEngines(), server, store / UNQUANTIZED)
         self.last: WeightUpdate | None = None
         self._metrics = metrics
         self._persisting: asyncio.Task[None] | None = None
@@ -50,15 +60,13 @@ class WeightSync:
             option = self.parties.recipe.sync.verify
             verify = option == "always" or (option == "first" and self.last is None)
         await self.persisted()
-        update = WeightUpdate(self.parties, version, self._sections(), verify=verify)
-        try:
-            await update.run()
-        except SyncError:
-            if not update.pushed:
-                raise
-            # Try again with the remaining receivers, while one that died is replaced.
-            update = WeightUpdate(self.parties, version, self._sections(), verify=verify)
-            await update.run()
+        nbytes = 0
+        if self._scoring is not None and self._scored != version:
+            # Before the engines, so that no sample is scored with older weights than those that generated it.
+            scoring = await self._run(self._scoring, version, verify=verify)
+            await scoring.persist()
+            self._scored, nbytes = version, scoring.manifest.nbytes
+        update = await self._run(self.parties, version, verify=verify)
         self._persisting = asyncio.create_task(update.persist())
         self.last = update
         seconds = time.perf_counter() - began
@@ -69,11 +77,24 @@ class WeightSync:
                 "sync/seconds": seconds,
                 "sync/publish_seconds": update.plan_seconds,
                 "sync/stall_seconds": max((report.stall_seconds for report in update.reports), default=0.0),
-                "sync/gb_per_s": update.manifest.nbytes / seconds / 1e9,
+                "sync/gb_per_s": (nbytes + update.manifest.nbytes) / seconds / 1e9,
             }
             | _changed_shares(update.manifest)
             | self._metrics()
         )
+
+    async def _run(self, parties: Parties, version: int, *, verify: bool) -> WeightUpdate:
+        """Update these parties' targets."""
+        update = WeightUpdate(parties, version, self._sections(), verify=verify)
+        try:
+            await update.run()
+        except SyncError:
+            if not update.pushed:
+                raise
+            # Try again with the remaining receivers, while one that died is replaced.
+            update = WeightUpdate(parties, version, self._sections(), verify=verify)
+            await update.run()
+        return update
 
     def _sections(self) -> tuple[Section, ...]:
         """The sections of the next version. An adapter's base weights are sent once; later replicas read them from the model's folder.
@@ -88,7 +109,7 @@ class WeightSync:
 
     async def forget(self) -> None:
         """Reset after the loss of the trainer. The next version is the first of the new trainer, and contains every section."""
-        persisting, self._persisting, self.last = self._persisting, None, None
+        persisting, self._persisting, self.last, self._scored = self._persisting, None, None, 0
         if persisting is not None:
             persisting.cancel()
             await asyncio.gather(persisting, return_exceptions=True)
@@ -98,6 +119,19 @@ class WeightSync:
         if self._persisting is not None:
             persisting, self._persisting = self._persisting, None
             await persisting
+
+
+class _NoEngines:
+    """The engines of an update of the log-prob server alone."""
+
+    def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def members(self, ranks: int) -> list[str]:
+        return []
+
+    async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
+        return []
 
 
 def _changed_shares(manifest: Manifest) -> dict[str, float]:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from mtpctl.convert.model_weights import SCALE, Stored
+from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import fp8_names, unquantized_modules
+from mtpctl.families.quantization import SCALE, fp8_config, fp8_names
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.kernels.block_fp8 import BLOCK, quantize, scale_shape
+from mtpctl.kernels.block_fp8 import BLOCK, quantized_tensors, scale_shape
 
 FP8 = "fp8"
 """Value of `--dtype`."""
@@ -51,9 +51,7 @@ def written_tensors(tensors: Mapping[str, Tensor], names: frozenset[str]) -> Ite
     """The tensors to write: values and scales of those to quantize, others unchanged."""
     for name, tensor in tensors.items():
         if name in names:
-            values, scales = quantize(tensor, name)
-            yield name, values
-            yield name + SCALE, scales
+            yield from quantized_tensors(name, tensor)
         else:
             yield name, tensor
 
@@ -61,11 +59,4 @@ def written_tensors(tensors: Mapping[str, Tensor], names: frozenset[str]) -> Ite
 def quantization_config(shape: ModelShape, names: frozenset[str], layout: list[Stored]) -> dict[str, object]:
     """The `quantization_config` of config.json. Linear layers outside the language model (a vision tower) are not quantized."""
     linear = (each for each in layout if not each.pieces and each.name.endswith(".weight") and len(each.shape) == 2)
-    outside = [each.name.removesuffix(".weight") for each in linear]
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [*unquantized_modules(shape, quantized=names), *outside],
-    }
+    return fp8_config(shape, names, [each.name.removesuffix(".weight") for each in linear])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
 from mtpctl.convert.tensor_files import SIZES, FolderWeights, code_of, dtype_of
 from mtpctl.errors import UserError
+from mtpctl.families.quantization import SCALE
 from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCALE = "_scale_inv"
 FP8 = ("F8_E4M3", "F8_E5M2")
 """The dtype codes of tensors with scales."""
 

@@ -15,12 +15,13 @@ from mtpctl.checkpoint import sharded
 from mtpctl.checkpoint.sharded import AdapterRecord
 from mtpctl.convert.adapters import MergedReader, adapted, export_adapter, fill_adapter
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.convert.model_weights import SCALE, ModelWeights
+from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.parts import PartReader
 from mtpctl.convert.skeleton import Skeleton
 from mtpctl.convert.source import has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed
+from mtpctl.families.quantization import SCALE
 from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.model.packing import Packing
 from mtpctl.plan.buckets import ADAPTER_PREFIX

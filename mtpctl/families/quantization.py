@@ -12,10 +12,12 @@ from collections.abc import Iterable
 
 from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
-from mtpctl.families.tensors import aliases, tensor_shapes
+from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale."""
+SCALE = "_scale_inv"
+"""Suffix of the name of a matrix's scales."""
 
 _MERGED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -26,13 +28,17 @@ _MERGED = (
 """Projections that engines merge into one matrix, in its order."""
 _GROUPS = {part: group for group in _MERGED for part in group}
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")
+_REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Projections that every tensor-parallel rank holds as a whole."""
+_SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
+"""Projections whose columns tensor-parallel ranks share; of others they share the rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
 """Routers, gates, the projections of linear attention with one row per head, and the input projection of Mamba-2, which vLLM splits into
 five matrices over its ranks: the last has one row per head."""
 
 
-def fp8_names(shape: ModelShape) -> frozenset[str]:
-    """Names of the matrices to quantize: projections of attention, MLPs and experts in decoder and MTP layers.
+def fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
+    """Names of the matrices to quantize: projections of attention, MLPs and experts in decoder and, with `drafter`, MTP layers.
 
     Embeddings, heads, routers, norms, biases, convolutions, the projection of MTP layers' two inputs, and drafters in the subfolder
     `drafter/` remain in their dtype.
@@ -46,7 +52,41 @@ def fp8_names(shape: ModelShape) -> frozenset[str]:
             accepted.difference_update(group)
     if shape.moe is not None and (shape.moe.ffn % FP8_BLOCK or shape.hidden % FP8_BLOCK):
         accepted = {module for module in accepted if not _EXPERT.fullmatch(module)}
-    return frozenset(f"{module}.weight" for module in accepted)
+    names = frozenset(f"{module}.weight" for module in accepted)
+    return names if drafter else frozenset(name for name in names if section_of(name, shape) == "target")
+
+
+def fp8_config(shape: ModelShape, quantized: Iterable[str], outside: Iterable[str] = ()) -> dict[str, object]:
+    """The `quantization_config` of a model with these matrices in FP8.
+
+    outside: modules outside the language model, such as a vision tower, which are not quantized.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": [*unquantized_modules(shape, quantized=quantized), *outside],
+    }
+
+
+def cut_blocks(shape: ModelShape, quantized: Iterable[str], tp: int) -> str | None:
+    """A matrix whose blocks `tp` ranks would cut, and the size of a rank's part of it; None if there is none."""
+    if tp == 1:
+        return None
+    sizes = tensor_shapes(shape)
+    for name in sorted(quantized):
+        last = name.split(".")[-2]
+        if last in _REPLICATED:
+            continue
+        dim = 1 if last in _SPLIT_COLUMNS else 0
+        length = sizes[name][dim]
+        # If there are fewer key and value heads than ranks, each is replicated.
+        heads = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(last, tp)
+        part = length // min(tp, heads)
+        if part % FP8_BLOCK:
+            return f"{name} ({part} of {length} {'columns' if dim else 'rows'} per rank)"
+    return None
 
 
 def unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[str]:

@@ -33,6 +33,7 @@ from mtpctl.plan.changes import DeltaPlan, plan_delta
 from mtpctl.plan.fitting import Misfit, card_needed, changed, engine_kinds, misfits
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
+from mtpctl.plan.quantization import QuantizationPlan, plan_quantization
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.model import context_note, hf_config
 from mtpctl.recipe.schema import Recipe
@@ -105,6 +106,11 @@ class Plan:
             }
             for section, buckets in section_buckets(self.recipe, self.shape).items()
         }
+
+    @cached_property
+    def quantization(self) -> QuantizationPlan | None:
+        """What `rollout.quantization` quantizes."""
+        return plan_quantization(self.recipe, self.shape)
 
     @cached_property
     def delta(self) -> DeltaPlan | None:
@@ -263,6 +269,7 @@ def as_json(plan: Plan) -> dict[str, object]:
     if plan.rl:
         plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
         plan_json |= {"kv": recipe.sync.kv, "relay": isinstance(recipe.sync, StorageConfig) and recipe.sync.relay}
+        plan_json["quantization"] = None if plan.quantization is None else asdict(plan.quantization)
         plan_json["delta"] = None if plan.delta is None else asdict(plan.delta)
         schedule["old_logprobs"] = recipe.old_logprobs
         if (routes := route_bytes(recipe, shape)) is not None:
@@ -356,6 +363,8 @@ def _sync_lines(plan: Plan) -> Iterator[str]:
     for section, one in plan.buckets.items():
         bucketed = f"{format_bytes(one['bytes'])}, largest {format_bytes(one['largest'])}"
         yield f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}"
+    if (quantization := plan.quantization) is not None:
+        yield from (f"           {line}" for line in quantization.lines(format_bytes))
     if once := base_weight_bytes(recipe, plan.shape):
         yield f"           at the first sync also {format_bytes(once)} of base weights"
     if (delta := plan.delta) is not None:
@@ -373,7 +382,8 @@ def _role(recipe: Recipe, actor: Actor) -> str:
         return f"Megatron trainer, {recipe.train.precision}" + (f", {layout}" if layout else "")
     if actor.role == "rollout":
         k = recipe.rollout.speculation.num_tokens
-        return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, " + (f"{k} draft token(s) a step" if k else "no speculation")
+        fp8 = "FP8 weights, " if recipe.rollout.quantization == "fp8" else ""
+        return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, {fp8}" + (f"{k} draft token(s) a step" if k else "no speculation")
     return "old log-probs during generation"
 
 

@@ -19,6 +19,7 @@ from mtpctl.controller.weights import WeightSync
 from mtpctl.jobs import print_progress
 from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
@@ -131,8 +132,8 @@ async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: Ve
 async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
-    first = placement.of("logprob")[0]
-    starting = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=store)
+    first, published = placement.of("logprob")[0], store.unquantized if syncs_both_forms(recipe) else store
+    starting = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 
 

@@ -5,11 +5,14 @@ Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale, by 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mtpctl.errors import UserError
+from mtpctl.families.quantization import SCALE
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -17,8 +20,8 @@ FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 """Smallest normal fp32. Subnormal scales would overflow the quotient, or flush to zero on GPUs."""
-_CHUNK = 16 * BLOCK
-"""Rows that are quantized at a time, which bounds the fp32 copies."""
+_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Elements that are quantized at a time, which bounds the fp32 copies."""
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -46,8 +49,9 @@ def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
-    for start in range(0, rows, _CHUNK):
-        chunk = weight[start : start + _CHUNK].float()
+    step = BLOCK * max(1, _CHUNK.get(weight.device.type, _CHUNK["cpu"]) // (BLOCK * max(columns, 1)))
+    for start in range(0, rows, step):
+        chunk = weight[start : start + step].float()
         height = len(chunk)
         blocks = pad(chunk, (0, -columns % BLOCK, 0, -height % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
         largest = blocks.abs().amax((1, 3))
@@ -73,3 +77,10 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[
     for target, part, factors in zip(result.split(rows), values.split(rows), wide, strict=True):
         target.copy_(part.float() * factors)
     return result
+
+
+def quantized_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a quantized matrix: its values under its own name, then its scales. Raises UserError, see `quantize`."""
+    values, scales = quantize(weight, name)
+    yield name, values
+    yield name + SCALE, scales

@@ -6,14 +6,16 @@ that fits a bucket is never split. A larger one starts a new bucket and spans as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from mtpctl.families.quantization import FP8_BLOCK, SCALE
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
+from mtpctl.recipe.quantization import sent_in_fp8
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -198,14 +200,18 @@ def _alias_groups(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -
     return {name: tuple(names) for name, names in groups.items()}
 
 
-def wire_tensors(shape: ModelShape, section: str, dtype: str) -> list[TensorSpec]:
-    """Tensors of `target` or `draft` with their Hugging Face names, all in `dtype`, without aliases."""
-    skipped = aliases(shape)
-    return [
-        TensorSpec(name, size, dtype)
-        for name, size in tensor_shapes(shape).items()
-        if name not in skipped and section_of(name, shape) == section
-    ]
+def wire_tensors(shape: ModelShape, section: str, dtype: str, quantized: Collection[str] = ()) -> list[TensorSpec]:
+    """Tensors of `target` or `draft` with their Hugging Face names, without aliases, in `dtype`, or in FP8 with scales if `quantized`."""
+    skipped, specs = aliases(shape), []
+    for name, size in tensor_shapes(shape).items():
+        if name in skipped or section_of(name, shape) != section:
+            continue
+        if name not in quantized:
+            specs.append(TensorSpec(name, size, dtype))
+            continue
+        specs.append(TensorSpec(name, size, "float8_e4m3fn"))
+        specs.append(TensorSpec(name + SCALE, tuple(-(-length // FP8_BLOCK) for length in size), "float32"))
+    return specs
 
 
 def adapted_weights(shape: ModelShape, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -239,11 +245,11 @@ def base_weight_bytes(recipe: Recipe, shape: ModelShape) -> int:
 
 def section_buckets(recipe: Recipe, shape: ModelShape) -> dict[str, list[Bucket]]:
     """Buckets of each section that the recipe syncs; no draft section if MTP is off."""
-    lora, dtype = recipe.train.lora, _dtype(recipe)
+    lora, dtype, quantized = recipe.train.lora, _dtype(recipe), sent_in_fp8(recipe, shape)
     sections: dict[str, list[TensorSpec]] = {}
     for section in recipe.sync.sections:
         if section == "adapter" and lora is not None:
             sections[section] = adapter_tensors(shape, lora.rank, lora.targets, dtype)
         elif section == "target" or (shape.mtp_layers and recipe.mtp.mode != "off"):
-            sections[section] = wire_tensors(shape, section, dtype)
+            sections[section] = wire_tensors(shape, section, dtype, quantized)
     return {section: plan_buckets(specs, recipe.sync.bucket_bytes) for section, specs in sections.items()}

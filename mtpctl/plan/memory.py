@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtpctl.families.quantization import FP8_BLOCK
 from mtpctl.families.shape import LayerKind, ModelShape
+from mtpctl.families.tensors import tensor_shapes
 from mtpctl.plan.activations import attention_width, drafter_width, ffn_width, layer_widths, peak_transient, peak_width
 from mtpctl.plan.buckets import adapted_weights
 from mtpctl.plan.placement import engine_memory_share, shares_card
 from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
 from mtpctl.recipe.numerics import BLOCK_BYTES
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import Replay
 from mtpctl.routes import RouteShape
@@ -24,6 +27,10 @@ WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight, by its precision."""
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes per parameter: fp32 masters of bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
+SCALE_BYTES = 4 / FP8_BLOCK**2
+"""Bytes of scales per FP8 weight."""
+KV_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2}
+"""Bytes of an element of the KV cache, by vLLM's `kv_cache_dtype`; otherwise as the weights."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """Default KV cache of an engine on a CPU, unless one sample of full length needs more."""
 ENGINE_CONTEXT_BYTES = 3 << 28
@@ -118,6 +125,10 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
     drafting = rollout.speculation.model_tokens > 0 and recipe.mtp.mode != "off"
     stage = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
     weights = stage.parameters * width
+    if quantized := {name: size for name, size in tensor_shapes(shape).items() if name in sent_in_fp8(recipe, shape)}:
+        values = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0, only=quantized)[0].parameters
+        weights -= int(values * (width - 1 - SCALE_BYTES))
+    width = KV_BYTES.get(str(rollout.engine_args.get("kv_cache_dtype")), width)
     per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
     cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
     state = _sequence_state(recipe, shape, width) + _window_cache(shape, rollout.tp, width, drafting=drafting)

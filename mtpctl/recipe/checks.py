@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mtpctl.errors import UserError, first_of
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe import cluster, data, evaluation, model, numerics, parallel, reward, rl, rollout, schema, sync, train
+from mtpctl.recipe import cluster, data, evaluation, model, numerics, parallel, quantization, reward, rl, rollout, schema, sync, train
 from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.secrets import secrets_in
@@ -46,6 +46,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from sync.check_kv(recipe)
     yield from sync.check_adapter_sync(recipe, shape)
     yield from sync.check_live_weights(recipe, config or {})
+    yield from quantization.check_quantization(recipe, shape, config or {})
     yield from train.check_replay(recipe)
     yield from schema.check_kernels(recipe)
     yield from numerics.check_numerics(recipe, shape)
@@ -98,6 +99,7 @@ def cautions_of(recipe: Recipe) -> Iterator[str]:
     if "rl" not in recipe.train.stages:
         return
     yield from sync.sync_cautions(recipe)
+    yield from quantization.quantization_cautions(recipe)
     section, correction = recipe.train.rl, recipe.train.rl.correction
     uncorrected = correction.mode == "off" and section.loss != "decoupled"
     if recipe.off_policy and recipe.old_logprobs == "recompute" and not recipe.logprob.standalone and uncorrected:

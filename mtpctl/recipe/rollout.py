@@ -84,6 +84,9 @@ class SpeculationConfig(Section):
         description="token: drafts are verified one after another; block: the drafts of a step are verified jointly, which accepts more of "
         "them if they are probabilistic, and needs vLLM on a GPU. The output distribution is the same.",
     )
+    quantization: Literal["none", "fp8"] | None = Field(
+        None, description="Weights of the MTP layers in the engine; default: rollout.quantization. Drafters in drafter/ stay in bf16."
+    )
     auto: bool = Field(
         False, description="Draft 0 to num_tokens tokens per step, whichever is fastest; measured repeatedly as load and weights change."
     )
@@ -163,6 +166,11 @@ class RolloutBase(Section):
     tool_parser: str | None = Field(None, description="vLLM's parser of tool calls in responses to an agent; default: by chat template.")
     max_turns: PositiveInt = Field(8, description="Maximum model turns per response with an environment; maximum requests of an agent.")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="fp8: the engine computes attention, MLPs and experts with FP8 weights in blocks of 128 x 128, which the trainer "
+        "quantizes at each sync. Embeddings, LM head, routers and norms stay in bf16. For vLLM.",
+    )
     max_in_flight: PositiveInt = Field(256, description="Maximum concurrent requests per engine.")
     kv_cache_bytes: PositiveInt | None = Field(None, description="KV cache per engine in bytes; default: the rest of gpu_memory.")
     gpus: Annotated[Float, Field(gt=0, le=1)] | None = Field(
@@ -184,6 +192,11 @@ class RolloutBase(Section):
     threads: NonNegativeInt = Field(0, description="CPU threads of an engine; 0: one on a GPU, else the engine's default.")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     engine_args: dict[str, object] = Field({}, description="Further engine options, passed through; an unknown name is an error.")
+
+    @property
+    def drafter_quantization(self) -> str:
+        """`speculation.quantization`, with its default resolved."""
+        return self.speculation.quantization or self.quantization
 
     @property
     def elastic(self) -> bool:

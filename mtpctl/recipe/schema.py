@@ -19,6 +19,7 @@ from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.quantization import correct_by_default
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
@@ -106,7 +107,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_variants(cls, data: object) -> object:
-        """Select the default variant of sections that name none."""
+        """Select the default variant of sections that name none, and the correction of quantized rollout."""
         if not isinstance(data, dict):
             return data
         filled = dict(data)
@@ -119,7 +120,7 @@ class Recipe(Section):
         for section, (key, default) in DEFAULT_VARIANTS.items():
             if isinstance(filled.get(section), dict):
                 filled[section] = {key: default, **filled[section]}
-        return filled
+        return correct_by_default(filled)
 
     @model_validator(mode="before")
     @classmethod

@@ -6,13 +6,14 @@ memory as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Required, TypedDict, Unpack
 
 import torch
 
+from mtpctl.kernels.block_fp8 import quantized_tensors
 from mtpctl.plan.buckets import ALIGNMENT, Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.plan.changes import MAX_SHARE
 from mtpctl.sync.checksums import checksum
@@ -35,6 +36,7 @@ class PackingOptions(TypedDict, total=False):
         sections: all sections that are ever sent.
         section_of: maps a tensor's name to its section.
         dtype: target of floating-point casts (None: no cast).
+        quantized: matrices that are sent in FP8, each followed by its scales.
         config: sent with a section, see `SectionPlan`.
     """
 
@@ -42,6 +44,7 @@ class PackingOptions(TypedDict, total=False):
     sections: Sequence[Section]
     section_of: Callable[[str], Section]
     dtype: torch.dtype | None
+    quantized: Collection[str]
     config: Mapping[Section, dict[str, object]]
 
 
@@ -63,6 +66,7 @@ class Packer:
         self.sections = self.next_sections = tuple(options.get("sections", ("target", "draft")))
         self.section_of = cache(options.get("section_of", default_section))
         self.dtype = options.get("dtype")
+        self.quantized = frozenset(options.get("quantized", ()))
         self.config = dict(options.get("config") or {})
         self.plans: dict[Section, tuple[Bucket, ...]] = {}
 
@@ -91,9 +95,13 @@ class Packer:
         return sums
 
     def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections in `next_sections`, cast to the dtype in which they are sent."""
+        """The tensors of the sections in `next_sections`, quantized or cast to the dtype in which they are sent."""
         for name, tensor in export:
-            if self.section_of(name) in self.next_sections:
+            if self.section_of(name) not in self.next_sections:
+                continue
+            if name in self.quantized:
+                yield from quantized_tensors(name, tensor.detach())
+            else:
                 cast = self.dtype is not None and tensor.is_floating_point()
                 yield name, tensor.to(self.dtype) if cast else tensor
 
@@ -128,14 +136,14 @@ class Packer:
         return plans
 
     def compare(self, export: Export, copy: HostCopy, base: int, *, update: bool, checksums: bool) -> tuple[Changes, Checksums]:
-        """The changes of an export since version `base`, which is in `copy`, and the checksums if requested.
+        """The changes of a `cast` export since version `base`, which is in `copy`, and the checksums if requested.
 
         With `update`, the copy becomes the new version. Raises PlanMismatch if the export differs from the plan.
         """
         plans = self.next_plans
         comparison = Comparison(copy, base, plans, limit=MAX_SHARE * self.complete_nbytes, update=update)
         sums: Checksums = {section: {} for section in plans}
-        for name, tensor in self.cast(export):
+        for name, tensor in export:
             section = self.section_of(name)
             comparison.add(section, name, tensor)
             if checksums:

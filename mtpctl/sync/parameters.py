@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from mtpctl.families.quantization import FP8_BLOCK, SCALE
 from mtpctl.plan.buckets import Entry
 from mtpctl.sync.checksums import Part, summed
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan
@@ -43,7 +44,9 @@ PACKED: dict[str, tuple[str, tuple[int, ...]]] = {
 EXPERTS: dict[str, tuple[str, tuple[int, ...]]] = {"gate_proj": ("w13", (0,)), "up_proj": ("w13", (1,)), "down_proj": ("w2", (0,))}
 """Maps a layer of one expert on the wire to the live tensor of all experts, and the indices of its parts within one expert."""
 
-_EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias)$")
+_EXPERT = re.compile(
+    r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias|weight_scale_inv)$"
+)
 _EXPERT_SUBMODULES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
 _WRAPPED = "base_layer"
 
@@ -220,6 +223,8 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
     if hasattr(owner, "shard_indices"):
         return _vocabulary_shard(cast(_VocabularyLayer, owner), data, shape)
     sizes = part_sizes(owner)
+    if slot.parameter.endswith(SCALE):
+        sizes = [-(-size // FP8_BLOCK) for size in sizes]
     if slot.parts is not None or (len(sizes) > 1 and _tp_of(owner).size > 1):
         return _packed_shard(owner, data, slot, shape, sizes)
     if sections := _convolution_sections(model, slot.parameter):

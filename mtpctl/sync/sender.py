@@ -215,7 +215,7 @@ class Sender(Packer):
         copy, base = self._store_worker.copy, self._delivered
         if not self._delta or base is None or base != self._copied or not copy.has(self.next_plans):
             return super().plan_from(export, aliases, checksums=checksums)
-        self._changes, sums = self.compare(export, copy, base, update=False, checksums=checksums)
+        self._changes, sums = self.compare(self.cast(export), copy, base, update=False, checksums=checksums)
         return sums
 
     def announce(self, version: int, members: list[str], checksums: Checksums | None = None) -> Manifest:

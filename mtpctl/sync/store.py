@@ -30,6 +30,8 @@ VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"
 _BASE = "base"
 """A file with the number of the base, so that it is known without reading the manifest."""
+UNQUANTIZED = "unquantized"
+"""Subfolder of a store whose versions are quantized: a store of the unquantized ones, which the log-prob server loads."""
 COMPLETE = "complete"
 """The folder of all buckets of a version that also has changes."""
 
@@ -65,6 +67,11 @@ class VersionStore:
 
     def __init__(self, root: Path | str, remote: ObjectStore | None = None) -> None:
         self.root, self.remote = Path(root), remote
+
+    @property
+    def unquantized(self) -> VersionStore:
+        """The store of unquantized versions, if the versions in this one are quantized."""
+        return VersionStore(self.root / UNQUANTIZED)
 
     def folder(self, version: int) -> Path:
         """The folder of the buckets of `version`, which may not exist."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.protocol import Manifest, Section
@@ -45,29 +47,35 @@ class WeightExporter:
         self.recipe, self.rank = recipe, rank
         if engine is not None:
             self.engine = engine
+        # The sender of the version being sent, and one for each store. A run may have a second store, of unquantized versions.
         self._sender: Publisher | Sender | None = None
-        self._planned = False
+        self._senders: dict[str, Publisher | Sender] = {}
+        self._planned: set[str] = set()
         self._sections: tuple[Section, ...] = ()
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """Return the manifest of `version`: its sections and buckets, and how receivers get them.
+
+        Matrices are quantized as the recipe says, unless `store` is one of unquantized versions.
 
         With the transports `shm` and `storage`, the buckets have been stored or uploaded when this returns. With `ipc` and `nccl`, nothing
         has been sent yet, and `members` names the receivers.
         """
         self._sections = sections
         if self.rank == 0:
-            self._sender = self._sender or self._new_sender(store)
+            if store not in self._senders:
+                self._senders[store] = self._new_sender(store)
+            self._sender = self._senders[store]
             self._sender.next_sections = sections
         if self.recipe.sync.transport not in PUSHED:
-            if not self._planned:
+            if store not in self._planned:
                 self._on_rank_0(lambda export: self._plan_from(export))
-            self._planned = True
+            self._planned.add(store)
             return self._on_rank_0(lambda export: self._publisher.publish(export, version, checksums=checksums))
         sums: Checksums | None = None
-        if checksums or not self._planned or self.recipe.sync.delta:
+        if checksums or store not in self._planned or self.recipe.sync.delta:
             sums = self._on_rank_0(lambda export: self._plan_from(export, checksums=checksums))
-        self._planned = True
+        self._planned.add(store)
         return self._pusher.announce(version, members, sums) if self.rank == 0 else None
 
     def transfer_weights(self) -> Sent | None:
@@ -100,13 +108,14 @@ class WeightExporter:
         from mtpctl.sync.packing import PackingOptions
         from mtpctl.sync.remote import FIELD
         from mtpctl.sync.sender import Publisher, Sender
-        from mtpctl.sync.store import VersionStore
+        from mtpctl.sync.store import UNQUANTIZED, VersionStore
 
         shape, sync = self.engine.folder.shape, self.recipe.sync
         options: PackingOptions = {
             "bucket_bytes": sync.bucket_bytes,
             "sections": self._sections,
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
+            "quantized": frozenset() if Path(store).name == UNQUANTIZED else sent_in_fp8(self.recipe, shape),
         }
         if sync.transport not in PUSHED:
             url = self.recipe.sync_url

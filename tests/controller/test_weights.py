@@ -43,6 +43,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.members: list[list[str]] = []
+        self.stores: list[str] = []
         self.fails = ""
 
     def _called(self, method: str) -> None:
@@ -51,6 +52,7 @@ class Trainer:
 
     async def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest:
         self._called("plan_weights")
+        self.stores.append(store)
         if not members:
             return manifest(version)
         self.members.append(members)
@@ -215,6 +217,32 @@ async def test_cancelled_sync_leaves_nothing_paused(transport: str, root: Path) 
         await syncing
     assert (await scoring).version == 0 and world.engine.paused_at == []
     await world.serves(0)
+    await world.server.close()
+
+
+@settled
+async def test_quantized_engines_and_the_server_get_the_version_in_updates_of_their_own(transport: str, root: Path) -> None:
+    """The server first, and not again if the engines' update has failed."""
+    world = World(transport, root, refusals=2)
+    world.recipe = world.recipe.model_copy(
+        update={
+            "rollout": world.recipe.rollout.model_copy(update={"quantization": "fp8"}),
+            "logprob": world.recipe.logprob.model_copy(update={"standalone": True}),
+        }
+    )
+    sync = await world.begin()
+    with pytest.raises(SyncError, match="the engine cannot"):
+        await sync(1)
+    await world.serves(1)
+    world.engine.refusals = 0
+    await sync(1)
+    await sync(2)
+    await world.serves(2)
+    both = [str(root / "unquantized"), str(root)]
+    assert world.trainer.stores == [*both, *([both[1]] if transport == "ipc" else []), both[1], *both]
+    if transport == "ipc":
+        server, engine = ["log-prob 0.0.0"], ["rollout 0.0.0"]
+        assert world.trainer.members == [server, engine, engine, engine, server, engine]
     await world.server.close()
 
 

@@ -47,6 +47,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def fp8_model(case: str, path: Path) -> None:
-    """Create a bf16-sized toy of the case at `path`."""
-    model(case, path, **SIZES[case])
+def fp8_model(case: str, path: Path, **sizes: int) -> None:
+    """Create a bf16-sized toy of the case at `path`. sizes: config fields to change."""
+    model(case, path, **SIZES[case] | sizes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.families.quantization import FP8_BLOCK, fp8_names, unquantized_modules
+from mtpctl.families.quantization import FP8_BLOCK, cut_blocks, fp8_names, unquantized_modules
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
@@ -119,3 +119,35 @@ def test_names_are_matrices_of_the_model_without_embeddings_and_norms() -> None:
 
 def test_blocks_are_those_of_the_quantizer() -> None:
     assert FP8_BLOCK == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp", "cut"),
+    [
+        (MIMO_7B, 1, None),
+        (MIMO_7B, 2, None),
+        # Of 11008 rows a rank has 2752, which is no multiple of 128.
+        (MIMO_7B, 4, "model.layers.0.mlp.down_proj.weight (2752 of 11008 columns per rank)"),
+        (MIMO_7B | {"intermediate_size": 12288}, 8, None),
+        # Each rank has one head of keys, which two ranks share.
+        (MIMO_7B | {"intermediate_size": 12288, "num_key_value_heads": 4}, 8, None),
+        (
+            MIMO_7B | {"intermediate_size": 12288, "num_attention_heads": 64},
+            8,
+            "model.layers.0.self_attn.k_proj.weight (64 of 512 rows per rank)",
+        ),
+        # Every rank has the whole of kv_a_proj_with_mqa, with its 576 rows.
+        (DEEPSEEK_V3, 8, None),
+        (DEEPSEEK_V3, 32, "model.layers.0.mlp.down_proj.weight (576 of 18432 columns per rank)"),
+    ],
+)
+def test_ranks_that_cut_blocks_are_found(fields: dict[str, Any], tp: int, cut: str | None) -> None:
+    shape = shape_of(fields)
+    assert cut_blocks(shape, fp8_names(shape), tp) == cut
+
+
+def test_trunk_alone() -> None:
+    shape = shape_of(MIMO_7B)
+    assert fp8_names(shape) - fp8_names(shape, drafter=False) == {name for name in fp8_names(shape) if ".mtp_layers." in name}
+    modules = unquantized_modules(shape, quantized=fp8_names(shape, drafter=False))
+    assert {"model.mtp_layers.0.mlp.gate_proj", "model.layers.2.mlp.gate_proj"} <= set(modules)

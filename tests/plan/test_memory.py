@@ -9,6 +9,7 @@ import pytest
 
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.families.configs import hub_config
+from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
@@ -280,6 +281,18 @@ def test_kv_cache_bytes_per_token() -> None:
     memory = engine_memory(recipe("rollout.kv_cache_bytes=10000000000"), MIMO)
     assert memory.kv_tokens == 10_000_000_000 // memory.kv_token
     assert engine_memory(recipe("cluster.gpu_gib="), MIMO).kv_tokens is None
+
+
+def test_fp8_weights_take_one_byte_and_their_share_of_scales() -> None:
+    fp8 = ["rollout.quantization=fp8", "rollout.kv_cache_bytes=10000000000"]
+    sizes = tensor_shapes(MIMO)
+    for drafter in ("fp8", "none"):
+        quantized = sum(prod(sizes[name]) for name in fp8_names(MIMO, drafter=drafter == "fp8"))
+        memory = engine_memory(recipe(*fp8, f"rollout.speculation.quantization={drafter}"), MIMO)
+        plain = engine_memory(recipe(fp8[1]), MIMO)
+        assert plain.weights - memory.weights == quantized - quantized * 4 // 128**2
+        assert memory.kv_token == plain.kv_token
+    assert engine_memory(recipe(*fp8, "rollout.engine_args={kv_cache_dtype: fp8}"), MIMO).kv_token * 2 == plain.kv_token
 
 
 def test_windows_take_cache_for_each_sequence_instead_of_each_token() -> None:

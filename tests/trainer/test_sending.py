@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.errors import UserError
+from mtpctl.families.quantization import SCALE, fp8_names
 from mtpctl.families.reading import shape_of
+from mtpctl.kernels.block_fp8 import quantized_tensors
+from mtpctl.plan.buckets import wire_tensors
 from mtpctl.recipe.schema import Recipe
+from mtpctl.sync.checksums import checksum
 from mtpctl.sync.protocol import PlanMismatch, Section
+from mtpctl.sync.store import VersionStore
 from mtpctl.trainer.sending import WeightExporter
 from tests.fakes import adapters
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, tiny_config
@@ -111,3 +117,41 @@ def test_pushed_changes_are_found_when_planning_and_every_rank_exports_alike(tmp
         for tensor in tensors.values():
             tensor.view(-1)[version::100] += 1
     receiver.end()
+
+
+def test_matrices_are_quantized_except_in_the_store_of_unquantized_versions(tmp_path: Path) -> None:
+    config = tiny_config(vocab_size=32, hidden_size=128, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256)
+    shape = shape_of(config)
+    engine = Engine({name: tensor.bfloat16() for name, tensor in random_tensors(config, 0).items()})
+    engine.folder = SimpleNamespace(shape=shape, path=Path("model"))
+    weights = source(engine, rollout={"quantization": "fp8"}, train={"precision": "bf16"}, logprob={"standalone": True})
+    store = VersionStore(tmp_path)
+    for version in (1, 2):
+        plain = weights.plan_weights(version, str(store.unquantized.root), [], True, WHOLE)
+        fp8 = weights.plan_weights(version, str(store.root), [], True, WHOLE)
+    assert plain is not None and fp8 is not None
+    names = fp8_names(shape)
+    sent = {name: entry for plan in fp8.sections.values() for name, entry in plan.tensors().items()}
+    assert {name for name, entry in sent.items() if entry.dtype == "float8_e4m3fn"} == names and "lm_head.weight" not in names
+    assert sent.keys() == {*engine.tensors, *(name + SCALE for name in names)}
+    assert {entry.dtype for plan in plain.sections.values() for entry in plan.tensors().values()} == {"bfloat16"}
+    assert store.versions() == store.unquantized.versions() == [1, 2]
+    for section, plan in fp8.sections.items():
+        planned = wire_tensors(shape, section, "bfloat16", names)
+        assert {(spec.name, spec.shape, spec.dtype) for spec in planned} == {(e.name, e.shape, e.dtype) for e in plan.tensors().values()}
+        for name, sum_ in plan.checksums.items():
+            tensors = dict(quantized_tensors(name, engine.tensors[name])) if name in names else {name: engine.tensors.get(name)}
+            if (tensor := tensors[name]) is not None:
+                assert sum_ == checksum(tensor)
+
+
+def test_weights_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
+    config = tiny_config(vocab_size=32, hidden_size=128, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256)
+    engine = Engine({name: tensor.bfloat16() for name, tensor in random_tensors(config, 0).items()})
+    engine.folder = SimpleNamespace(shape=shape_of(config), path=Path("model"))
+    weights = source(engine, rollout={"quantization": "fp8"}, train={"precision": "bf16"})
+    assert weights.plan_weights(1, str(tmp_path), [], False, WHOLE) is not None
+    engine.tensors["model.layers.0.mlp.down_proj.weight"][3, 4] = float("nan")
+    with pytest.raises(UserError, match=r"^model\.layers\.0\.mlp\.down_proj\.weight: contains infinities or NaN"):
+        weights.plan_weights(2, str(tmp_path), [], False, WHOLE)
+    assert VersionStore(tmp_path).versions() == [1]

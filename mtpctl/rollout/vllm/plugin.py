@@ -82,6 +82,7 @@ def install() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mtpctl.compat import mimo_config
+    from mtpctl.rollout.vllm.fp8_loading import register_loader
     from mtpctl.rollout.vllm.patches import (
         admission,
         compilation,
@@ -89,6 +90,7 @@ def install() -> None:
         draft_counts,
         drafter,
         exact,
+        fp8_kernels,
         logprobs,
         nemotron_h,
         pauses,
@@ -111,6 +113,8 @@ def install() -> None:
         cpu_kernels.install_narrow_values,
         cpu_kernels.install_context_norms,
         cpu_kernels.install_short_queries,
+        fp8_kernels.install_fp8_linear,
+        fp8_kernels.install_fp8_experts,
         nemotron_h.install_log_decays,
         nemotron_h.install_draft_dtype,
         nemotron_h.install_ungated_experts,
@@ -131,3 +135,4 @@ def install() -> None:
         patch()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.rollout.vllm.receiver", "ManifestTransferEngine")
+    register_loader()

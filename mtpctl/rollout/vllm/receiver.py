@@ -21,6 +21,7 @@ from mtpctl.rollout.vllm.client import adapter_request
 from mtpctl.rollout.vllm.patches import weights
 from mtpctl.rollout.vllm.patches.drafter import TIMES
 from mtpctl.sync.adapter import AdapterReceiver, check_fits
+from mtpctl.sync.checksums import checksum
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
 from mtpctl.sync.parameters import Shard, TpRank, match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
@@ -95,8 +96,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         return receiver
 
     def _match(self, plan: SectionPlan) -> dict[str, Shard]:
-        if self.vllm_config.quant_config is not None:
-            raise PlanMismatch("weights of a quantized engine cannot be updated in place")
+        weights.check_quantization(self.vllm_config.quant_config, self.model, {entry.dtype for entry in plan.tensors().values()})
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
         elsewhere = self._default_model if self.model is not self._default_model else None
@@ -170,6 +170,12 @@ class WorkerExtension:
     def mtpctl_sums(self) -> RankSums:
         """This rank's part of all checksums."""
         return self.weight_transfer_engine.sums()
+
+    def mtpctl_live_sums(self) -> dict[str, str]:
+        """Checksums of all live parameters, as the kernels use them. Those of the drafter begin with `draft `."""
+        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
+        live = {"": self.model_runner.get_model()} | ({} if drafter is None else {"draft ": drafter.model})
+        return {kind + name: checksum(tensor.data) for kind, model in live.items() for name, tensor in model.named_parameters()}
 
     def mtpctl_write_adapter(self, folder: str) -> None:
         """Write the last received adapter to `folder`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from mtpctl.recipe.model import DTYPES, engine_method, read_config
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
+from mtpctl.rollout.vllm.fp8_loading import DRAFTER_QUANTIZED, LOAD_FORMAT, PRECISION, with_fp8
 from mtpctl.rollout.vllm.plugin import AT_ONCE, NUMERICS, OURS, TRANSFER_BACKEND
 
 MAX_GRAPH_TOKENS = 2048
@@ -152,6 +154,13 @@ def engine_settings(
             # By default vLLM allocates adapters in every layer, including experts, and wraps the embedding. A drafter shares the embedding,
             # whose wrapper then applies the target's batch indices to the drafter's tokens.
             args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
+    if rollout.quantization == "fp8":
+        drafter = rollout.drafter_quantization == "fp8"
+        args |= {
+            "hf_overrides": partial(with_fp8, folder=model, drafter=drafter),
+            "load_format": LOAD_FORMAT,
+            "model_loader_extra_config": {DRAFTER_QUANTIZED: drafter, PRECISION: precision},
+        }
     if release_kv:
         args["enable_sleep_mode"] = True
     if routes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.families.quantization import FP8_BLOCK
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, require_pinned
 from mtpctl.sync.parameters import ShapeMismatch
+from mtpctl.sync.protocol import PlanMismatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.model_executor.models.utils import WeightsMapper
     from vllm.platforms.cpu import CpuPlatform
 
@@ -31,6 +34,20 @@ LATENT_HALVES = ("W_UV", "W_UK_T")
 NOT_SYNCED = (*LATENT_HALVES, "mask_embedding")
 """Parameters that no weight update contains: vLLM derives them from others, or does not use them. A DFlash drafter has `mask_embedding`,
 but embeds its mask token."""
+
+
+UPDATABLE_KERNELS = (
+    "BlockWiseTorchFP8ScaledMMLinearKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "DeepGemmFp8BlockScaledMMKernel",
+    "DequantizedLinear",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+    "TritonFp8BlockScaledMMKernel",
+)
+"""Kernels of FP8 matrices that compute with the weights as loaded. DeepGEMM's requantization does not change blocks whose scale is the
+smallest power of two. It stores scales in another dtype or shape on some GPUs, which the check of the plan then rejects."""
+UPDATABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "DEEPGEMM", "BATCHED_DEEPGEMM", "EMULATION")
+"""Backends of FP8 experts that do the same."""
 
 
 class PackedWeight(ShapeMismatch):
@@ -157,6 +174,26 @@ def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> Non
         layer.__dict__[_LOADED] = (experts, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
 
 
+def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtypes: Collection[str]) -> None:
+    """Raise PlanMismatch if a model of this quantization cannot take tensors of these dtypes.
+
+    Only FP8 weights in blocks of 128 x 128, as they are in folders, can be updated in place.
+    """
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    sent = "float8_e4m3fn" in dtypes
+    if config is None:
+        if sent:
+            raise PlanMismatch("the weights are sent in FP8, but the engine's are not quantized: start it with rollout.quantization: fp8")
+        return
+    if not isinstance(config, Fp8Config) or config.weight_block_size != [FP8_BLOCK, FP8_BLOCK]:
+        raise PlanMismatch(f"weights of an engine with quantization {config.get_name()} cannot be updated; use fp8 in blocks of 128 x 128")
+    if not sent and any(parameter.dtype == torch.float8_e4m3fn for parameter in model.parameters()):
+        raise PlanMismatch(
+            "the engine's weights are FP8, but the weights are sent unquantized: set rollout.quantization: fp8 in their recipe"
+        )
+
+
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     """A layer's parameter in its loaded layout. Raises PackedWeight if there is none: on a GPU, packed experts are not supported."""
     if leaf == "weight" and hasattr(layer, _CONVOLUTION):
@@ -171,10 +208,19 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     if _LOADED in layer.__dict__:
         loaded: torch.Tensor = layer.__dict__[_LOADED][1][leaf]
         return loaded
-    backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+    method = getattr(layer, "quant_method", None)
+    backend = getattr(method, "unquantized_backend", None)
     if backend is not None and backend.name not in _UNPACKED_BACKENDS:
         raise PackedWeight(
             f"belongs to experts that vLLM packs for its {backend.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
+        )
+    if (linear := getattr(method, "fp8_linear", None)) is not None and type(linear).__name__ not in UPDATABLE_KERNELS:
+        raise PackedWeight(
+            f"belongs to a matrix that vLLM packs for {type(linear).__name__}; set rollout.engine_args: {{linear_backend: triton}}"
+        )
+    if (experts := getattr(method, "fp8_backend", None)) is not None and experts.name not in UPDATABLE_EXPERTS:
+        raise PackedWeight(
+            f"belongs to experts that vLLM packs for its {experts.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
         )
     weight: torch.Tensor = getattr(layer, leaf).data
     if not weight.numel():

@@ -14,7 +14,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, exact, nemotron_h, sampling, weights
+from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, exact, fp8_kernels, nemotron_h, sampling, weights
 from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
 from mtpctl.rollout.vllm.plugin import OURS, install
 
@@ -48,7 +48,7 @@ print(json.dumps(results))
 """Calls every patch as if another release were installed, and prints what it returns or raises."""
 CPU_ONLY = {
     patch.name
-    for module in (cpu_kernels, exact, nemotron_h, sampling, weights)
+    for module in (cpu_kernels, exact, fp8_kernels, nemotron_h, sampling, weights)
     for patch in vars(module).values()
     if isinstance(patch, Patch) and patch._cpu_only
 }
@@ -69,7 +69,7 @@ def test_every_patch_rejects_another_release() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 30 and results.keys() > CPU_ONLY
+    assert len(results) == 32 and results.keys() > CPU_ONLY
     for name, result in results.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
             assert result == "False"

@@ -1,0 +1,102 @@
+"""Engines with FP8 weights from an unquantized model folder: vLLM's config for them, and a loader that quantizes (vLLM 0.32.0).
+
+No FP8 copy of the folder is written. The loader uses the quantizer of weight syncs and of `convert-hf --dtype fp8`, so a new engine has the
+same values and scales as one that is updated to the same weights, or one that loads the exported folder.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtpctl.errors import UserError
+from mtpctl.families.quantization import fp8_config, fp8_names
+from mtpctl.families.reading import DRAFTER, shape_of
+from mtpctl.families.tensors import tensor_shapes
+from mtpctl.recipe.model import DTYPES, read_config, tensor_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+    from vllm.config import ModelConfig
+    from vllm.config.load import LoadConfig
+
+LOAD_FORMAT = "mtpctl_fp8"
+"""Name of the loader in vLLM (`load_format`)."""
+DRAFTER_QUANTIZED = "drafter"
+PRECISION = "precision"
+"""Keys of `model_loader_extra_config`: whether MTP layers are quantized too, and the precision of the trainer."""
+
+
+@cache
+def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
+    """The matrices of a model folder to quantize. Empty for a drafter in the subfolder `drafter/`.
+
+    Raises UserError if the folder does not store each of them under its own name, or if there are none.
+    """
+    if folder.name == DRAFTER:
+        return frozenset()
+    names = fp8_names(shape_of(read_config(folder)), drafter=drafter)
+    if not names:
+        raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set none")
+    if missing := sorted(names - tensor_names(folder)):
+        raise UserError(
+            f"rollout.quantization: {folder} does not store {missing[0]} by itself; convert it with mtpctl convert-hf to a checkpoint, "
+            "from there with --dtype fp8, and back, and name that folder"
+        )
+    return names
+
+
+def with_fp8(config: PretrainedConfig, *, folder: str, drafter: bool) -> PretrainedConfig:
+    """vLLM's `hf_overrides`: the config of the folder, as if its matrices were stored in FP8.
+
+    vLLM also calls it for the config of a drafter. One in the subfolder `drafter/` is not quantized.
+    """
+    if Path(str(config.name_or_path)).name != DRAFTER:
+        path = Path(folder)
+        shape, names = shape_of(read_config(path)), quantized_names(path, drafter=drafter)
+        known = tensor_shapes(shape)
+        outside = sorted(name.removesuffix(".weight") for name in tensor_names(path) if name.endswith(".weight") and name not in known)
+        config.quantization_config = fp8_config(shape, names, outside)
+    return config
+
+
+def register_loader() -> None:
+    """Register the loader with vLLM. May be called again."""
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
+
+    if LOAD_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
+        register_model_loader(LOAD_FORMAT)(_loader())
+
+
+def _loader() -> type:
+    from dataclasses import replace
+
+    import torch
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.platforms import current_platform
+
+    from mtpctl.kernels.block_fp8 import quantized_tensors
+
+    class QuantizingLoader(DefaultModelLoader):
+        """Quantizes the matrices of an unquantized folder while it is read, on the engine's device."""
+
+        def __init__(self, load_config: LoadConfig) -> None:
+            extra = dict(load_config.model_loader_extra_config)
+            self.drafter = bool(extra.pop(DRAFTER_QUANTIZED))
+            self.dtype: torch.dtype = getattr(torch, DTYPES[extra.pop(PRECISION)])
+            super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
+
+        def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+            names = quantized_names(Path(model_config.model), drafter=self.drafter)
+            for name, tensor in super().get_all_weights(model_config, model):
+                if name not in names:
+                    yield name, tensor
+                    continue
+                # The trainer rounds the folder's weights to its precision before it quantizes them.
+                yield from quantized_tensors(name, tensor.to(current_platform.device_type).to(self.dtype))
+
+    return QuantizingLoader

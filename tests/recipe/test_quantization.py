@@ -1,0 +1,117 @@
+"""Recipes with FP8 rollout: what does not fit is refused in one line, and samples are corrected by default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtpctl.errors import UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.recipe.checks import cautions_of, complaints_of, validate
+from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.quantization import sent_in_fp8
+from mtpctl.recipe.schema import Recipe
+from tests.fakes.fp8_models import fp8_model
+
+BLOCKS = [
+    "model.config.hidden_size=256",
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=2",
+    "model.config.head_dim=64",
+]
+FP8 = [*BLOCKS, "rollout.quantization=fp8", "train.precision=bf16"]
+
+
+def recipe(*sets: str) -> Recipe:
+    return load_recipe("tiny_mtp", sets=sets).recipe
+
+
+def test_fp8_rollout_is_accepted_and_corrected_by_default() -> None:
+    created = recipe(*FP8)
+    validate(created)
+    assert created.train.rl.correction.mode == "truncate" and created.old_logprobs == "recompute"
+    assert created.train.rl.correction.high == 2.0
+    assert not [caution for caution in cautions_of(created) if "correction" in caution]
+    assert recipe(*BLOCKS).train.rl.correction.mode == "off"
+
+
+def test_correction_that_the_recipe_sets_is_kept() -> None:
+    assert recipe(*FP8, "train.rl.correction.mode=mask").train.rl.correction.mode == "mask"
+    bounded = recipe(*FP8, "train.rl.correction.high=3").train.rl.correction
+    assert (bounded.mode, bounded.high) == ("truncate", 3.0)
+    behaviour = recipe(*FP8, "train.rl.old_logprobs=behaviour")
+    assert behaviour.train.rl.correction.mode == "off"
+    validate(behaviour)
+    assert not [caution for caution in cautions_of(behaviour) if "rollout.quantization" in caution]
+
+
+def test_a_recipe_without_correction_is_cautioned() -> None:
+    created = recipe(*FP8, "train.rl.correction.mode=off", "train.rl.old_logprobs=recompute")
+    validate(created)
+    (caution,) = [caution for caution in cautions_of(created) if "rollout.quantization" in caution]
+    assert caution.startswith("train.rl.correction.mode: off, but rollout.quantization: fp8 samples from other probabilities")
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["rollout.quantization=int4"], "rollout.quantization"),
+        (["numerics=bitwise"], "rollout.quantization: fp8 rounds the engine's weights, which numerics: bitwise excludes; set none"),
+        (
+            ["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"],
+            "rollout.quantization: fp8 needs merged adapters; set none, or sync.sections: [target, draft]",
+        ),
+        (["train.precision=fp32"], "rollout.quantization: fp8 needs activations in bf16, got fp32; set train.precision: bf16, or none"),
+        (
+            [f"model.config.{field}" for field in ("hidden_size=192", "head_dim=32", "num_attention_heads=6", "intermediate_size=576")],
+            "rollout.quantization: fp8: no matrix of the model fits blocks of 128 x 128 (hidden size 192, MLP 576); set none",
+        ),
+        (
+            ["rollout.tp=2"],
+            "rollout.tp: 2 ranks cut the FP8 blocks of model.layers.0.mlp.down_proj.weight (320 of 640 columns per rank); lower it",
+        ),
+        (["rollout.engine_args.load_format=dummy"], "rollout.engine_args.load_format: rollout.quantization: fp8 sets it; leave it out"),
+        (
+            ["sync={transport: storage, url: 's3://bucket/run'}", "logprob.standalone=true"],
+            "rollout.quantization: fp8 with a log-prob server stores each version twice, which sync.transport: storage does not support",
+        ),
+        (
+            ["rollout.quantization=none", "rollout.speculation.quantization=fp8"],
+            "rollout.speculation.quantization: fp8 needs rollout.quantiz",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(sets: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(recipe(*FP8, "model.config.intermediate_size=640", *sets))
+    lines = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert any(message in line for line in lines), lines
+    assert all("\n" not in line for line in lines)
+
+
+def test_sglang_is_refused() -> None:
+    sets = [*FP8, "rollout.eager=null", "rollout.engine=sglang", "cluster.device=cuda", "sync.transport=nccl", "rollout.python=/bin/sh"]
+    data = recipe(*FP8).model_dump(mode="json", by_alias=True)
+    data["rollout"] = {"engine": "sglang", "quantization": "fp8"}
+    data["cluster"]["device"], data["sync"]["transport"] = "cuda", "nccl"
+    lines = list(complaints_of(Recipe.model_validate(data)))
+    assert "rollout.quantization: fp8 works with rollout.engine: vllm; set none, or the engine" in lines, (sets, lines)
+
+
+def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
+    fp8_model("qwen3-moe", tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    names = {"weight_map": {"model.layers.0.mlp.experts.gate_up_proj": "model.safetensors"}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(names))
+    lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", "mtp.mode=off")))
+    assert any("does not store model.layers.0.mlp.experts.0.down_proj.weight by itself; convert it" in line for line in lines), lines
+
+
+def test_drafter_stays_unquantized_if_the_recipe_says_so() -> None:
+    both, trunk = recipe(*FP8), recipe(*FP8, "rollout.speculation.quantization=none")
+    shape = shape_of(both.model.config or {})
+    only = sent_in_fp8(both, shape) - sent_in_fp8(trunk, shape)
+    assert only and all(".mtp_layers." in name for name in only)
+    assert not sent_in_fp8(recipe(*BLOCKS), shape)

@@ -1,0 +1,236 @@
+"""A real vLLM with FP8 weights on the CPU: after syncs it has what a new engine loads from the exported folder, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.families.quantization import SCALE, fp8_names
+from mtpctl.families.tensors import section_of
+from mtpctl.kernels.block_fp8 import dequantize, quantize
+from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.sync.protocol import Manifest, PlanMismatch
+from mtpctl.sync.sender import Publisher, Sender
+from mtpctl.sync.store import VersionStore
+from mtpctl.sync.update import cancel_on_error
+from tests.fakes.convert_models import change_config, converted, tensors, write
+from tests.fakes.engines import START_S, Loop, cpu_settings
+from tests.fakes.fp8_models import fp8_model
+from tests.fakes.pushing import CONTEXT, send_version
+from tests.rollout.vllm.test_models import models, parameters
+
+CASES = {"mimo": 1, "qwen3-moe": 0, "glm4-moe": 1, "ernie4.5-moe": 1, "mimo-v2-flash": 1, "qwen3.5-moe": 1, "deepseek-v3": 1}
+"""Draft tokens per step."""
+DEFAULT = ("mimo", "qwen3-moe")
+SIZES: dict[str, dict[str, int]] = {
+    "qwen3.5-moe": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "deepseek-v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+"""Sizes that vLLM's CPU kernels need."""
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"shared_expert_intermediate_size": None},  # vLLM would expect shared experts
+    "deepseek-v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+"""Changes of the toys' configs."""
+PROMPT = [5, 6, 7, 8]
+
+
+def start(run: Loop, folder: Path, case: str, **rollout: Any) -> VllmEngine:
+    return run(VllmEngine.start(cpu_settings(folder, k=CASES[case], precision="bf16", context=64, **rollout)), START_S)
+
+
+def changed(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """The weights of a version. Scales differ from those of other versions, but version 2 changes only a few elements of version 1."""
+    if version == 2:
+        weights = changed(weights, 1)
+        for value in weights.values():
+            value.view(-1)[: 1 + value.numel() // 500] *= 1.5
+        return weights
+    generator = torch.Generator().manual_seed(version)
+    return {
+        name: (0.5**version * value + 0.01 * torch.randn(value.shape, generator=generator)).to(value.dtype)
+        for name, value in weights.items()
+    }
+
+
+class Model:
+    """A folder in bf16, and publishers of its changed weights."""
+
+    def __init__(self, root: Path, case: str) -> None:
+        self.root, self.case = root, case
+        fp8_model(case, root / "hf", **SIZES.get(case, {}))
+        change_config(root / "hf", **FIELDS.get(case, {}))
+        write(root / "hf", {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors(root / "hf").items()})
+        self.weights = dict(ModelWeights(root / "hf").items())
+        self.shape = ModelWeights(root / "hf").shape
+        self.store = VersionStore(root / "store")
+
+    def options(self, *, drafter: bool = True, quantized: bool = True) -> Any:
+        names = fp8_names(self.shape, drafter=drafter) if quantized else frozenset()
+        return {"bucket_bytes": 1 << 16, "section_of": lambda name: section_of(name, self.shape), "quantized": names}
+
+    def publisher(self, *, delta: bool = False, **options: bool) -> Publisher:
+        return Publisher(self.store, delta=delta, **self.options(**options))
+
+    def publish(self, publisher: Publisher, version: int) -> Manifest:
+        return publisher.publish(changed(self.weights, version).items(), version, checksums=True)
+
+    def exported(self, version: int) -> Path:
+        """The folder that `convert-hf --dtype fp8` writes of this version's checkpoint."""
+        plain, checkpoint, folder = (self.root / f"{kind}-{version}" for kind in ("plain", "checkpoint", "fp8"))
+        plain.mkdir()
+        (plain / "config.json").write_bytes((self.root / "hf" / "config.json").read_bytes())
+        write(plain, changed(self.weights, version))
+        converted(plain, checkpoint)
+        converted(checkpoint, folder, dtype="fp8")
+        return folder
+
+
+@pytest.fixture(scope="module", params=[pytest.param(case, marks=() if case in DEFAULT else pytest.mark.slow) for case in CASES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    result = Model(tmp_path_factory.mktemp(request.param), request.param)
+    yield result
+    result.store.close()
+
+
+def answer(engine: VllmEngine, run: Loop) -> Sample:
+    return run(engine.generate(GenerationRequest(Sample("p", "g", PROMPT), 16, temperature=0.0)))
+
+
+def test_three_syncs_leave_what_a_new_engine_loads_from_the_exported_folder(model: Model, run: Loop) -> None:
+    engine = start(run, model.root / "hf", model.case, quantization="fp8")
+    loaded = parameters(engine)
+    publisher = model.publisher(delta=True)
+    names = fp8_names(model.shape)
+    for version in (1, 2, 3):
+        manifest = model.publish(publisher, version)
+        entries = {name: entry for plan in manifest.sections.values() for name, entry in plan.tensors().items()}
+        assert {name for name, entry in entries.items() if entry.dtype == "float8_e4m3fn"} == names
+        assert {name.removesuffix(SCALE) for name in entries if name.endswith(SCALE)} == names
+        assert run(engine.update(manifest, verify=True)).verified == len(entries)
+    after, sample = parameters(engine), answer(engine, run)
+    run(engine.shutdown())
+    assert all(not torch.equal(after[name].float(), value.float()) for name, value in loaded.items() if name.endswith(SCALE))
+    fresh = start(run, model.exported(3), model.case)
+    expected, again = parameters(fresh), answer(fresh, run)
+    run(fresh.shutdown())
+    assert expected.keys() == after.keys() and any(value.dtype == torch.float8_e4m3fn for value in expected.values())
+    different = [
+        name for name, value in expected.items() if after[name].dtype != value.dtype or not torch.equal(bits(after[name]), bits(value))
+    ]
+    assert not different
+    assert (again.response_ids.tolist(), again.behaviour_logprobs) == (sample.response_ids.tolist(), sample.behaviour_logprobs)
+
+
+def test_engine_computes_with_the_dequantized_weights(model: Model, run: Loop) -> None:
+    """On a CPU activations are not quantized, so an unquantized engine with these weights computes the same, up to the order of sums."""
+    if model.case not in DEFAULT:
+        pytest.skip("one dense model and one with experts are enough")
+    names, folder = fp8_names(model.shape), model.root / "dequantized"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((model.root / "hf" / "config.json").read_bytes())
+    write(folder, {n: dequantize(*quantize(w, n), torch.bfloat16) if n in names else w.clone() for n, w in model.weights.items()})
+    answers = []
+    for path, quantization in ((model.root / "hf", "fp8"), (folder, "none")):
+        engine = start(run, path, model.case, quantization=quantization)
+        answers.append(answer(engine, run))
+        run(engine.shutdown())
+    fp8, plain = answers
+    assert fp8.response_ids.tolist() == plain.response_ids.tolist()
+    apart = [abs(a - b) for a, b in zip(fp8.behaviour_logprobs, plain.behaviour_logprobs, strict=True)]
+    # vLLM's kernel for experts adds them in another order, in bf16.
+    assert sum(apart) / len(apart) < (0.02 if model.shape.moe else 1e-5)
+
+
+def test_drafter_alone_stays_unquantized(model: Model, run: Loop) -> None:
+    if model.case != "mimo":
+        pytest.skip("one drafter is enough")
+    engine = start(run, model.root / "hf", model.case, quantization="fp8", speculation={"num_tokens": 1, "quantization": "none"})
+    live = parameters(engine)
+    names = fp8_names(model.shape, drafter=False)
+    manifest = model.publish(model.publisher(drafter=False), 4)
+    verified = run(engine.update(manifest, verify=True)).verified
+    with pytest.raises(PlanMismatch, match="is sent as float8_e4m3fn, but the engine stores"):
+        run(engine.update(model.publish(model.publisher(), 5)))
+    with pytest.raises(PlanMismatch, match="the engine's weights are FP8, but the weights are sent unquantized"):
+        run(engine.update(model.publish(model.publisher(quantized=False), 6)))
+    run(engine.shutdown())
+    assert verified == len(model.weights) + len(names)
+    drafter = {
+        name: value for name, value in live.items() if name.startswith("draft ") and "embed_tokens" not in name and "lm_head" not in name
+    }
+    assert drafter and {value.dtype for value in drafter.values()} == {torch.bfloat16}
+    assert any(value.dtype == torch.float8_e4m3fn for value in live.values())
+
+
+def _send(pipe: Any, root: Path, names: frozenset[str], order: list[tuple[str, torch.Tensor]]) -> None:
+    sender = Sender(VersionStore(root), "nccl", "cpu", host="127.0.0.1", deadline_s=30.0, bucket_bytes=1 << 16, quantized=names)
+    while (version := pipe.recv()) is not None:
+        send_version(pipe, sender, version, ["engine"], list(changed(dict(order), version).items()))
+    sender.close()
+
+
+@pytest.mark.slow
+def test_fp8_weights_are_pushed(model: Model, run: Loop, tmp_path: Path) -> None:
+    if model.case != "mimo":
+        pytest.skip("transports do not depend on the model")
+    engine = start(run, model.root / "hf", model.case, quantization="fp8")
+    names, pipes = fp8_names(model.shape), CONTEXT.Pipe()
+    order = sorted(model.weights.items(), key=lambda item: section_of(item[0], model.shape) == "draft")
+    process = CONTEXT.Process(target=_send, args=(pipes[1], tmp_path, names, order), daemon=True)
+    process.start()
+    try:
+        for version in (1, 2):
+            pipes[0].send(version)
+            manifest = pipes[0].recv()
+            assert run(cancel_on_error(manifest, engine.update(manifest, verify=True))).verified == len(order) + len(names)
+            assert pipes[0].poll(40)
+            pipes[0].recv()
+        pipes[0].send(None)
+    finally:
+        process.join(10)
+        process.kill()
+    live = parameters(engine)["target model.layers.0.self_attn.o_proj.weight"]
+    run(engine.shutdown())
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.equal(bits(live), bits(quantize(changed(model.weights, 2)[name], name)[0]))
+
+
+@pytest.mark.slow
+def test_kv_cache_in_fp8(model: Model, run: Loop) -> None:
+    if model.case != "mimo":
+        pytest.skip("one model is enough")
+    answers = {}
+    for dtype in ("auto", "fp8"):
+        engine = start(run, model.root / "hf", model.case, quantization="fp8", engine_args={"kv_cache_dtype": dtype})
+        manifest = model.publish(Publisher(VersionStore(model.root / dtype), **model.options()), 1)
+        assert run(engine.update(manifest, verify=True)).verified
+        answers[dtype] = answer(engine, run)
+        run(engine.shutdown())
+    apart = [abs(a - b) for a, b in zip(answers["auto"].behaviour_logprobs, answers["fp8"].behaviour_logprobs, strict=True)]
+    assert 0 < apart[0] < 0.5, "of the first token, which has the same context"
+
+
+def test_weights_that_a_kernel_has_packed_are_refused(model: Model, run: Loop) -> None:
+    """As by Marlin, on GPUs without FP8 arithmetic."""
+    if model.case != "mimo":
+        pytest.skip("one model is enough")
+    engine = start(run, model.root / "hf", model.case, quantization="fp8")
+    for module in models(engine)["target"].modules():
+        if hasattr(getattr(module, "quant_method", None), "fp8_linear"):
+            module.quant_method.fp8_linear = object()
+    with pytest.raises(
+        PlanMismatch, match=r"belongs to a matrix that vLLM packs for object; set rollout.engine_args: \{linear_backend: triton\}"
+    ):
+        run(engine.update(model.publish(model.publisher(), 7)))
+    run(engine.shutdown())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
