@@ -81,6 +81,8 @@ ON_GPU = [
     Task("kernel-errors", 1, 3, "benchmarks/kernel_errors.py"),
     Task("draft-losses", 1, 3, "benchmarks/draft_losses.py"),
     Task("multistep-loss", 1, 3, "benchmarks/multistep_loss.py"),
+    Task("many-receivers", 2, 4, "benchmarks/many_receivers.py"),
+    Task("kept-cache", 1, 7, "benchmarks/kept_cache.py speed"),
     Task("sync-weights-shared", 1, 4, "mtpctl bench sync-weights --shared --eager --repeats 5 --json"),
 ]
 ON_CPU = [
@@ -88,6 +90,8 @@ ON_CPU = [
     Task("logprob", 0, 5, "mtpctl bench logprob --requests 16 --rounds 1 --json"),
     Task("rollout", 0, 8, "mtpctl bench rollout --tokens 64 --rounds 1 --batch 8 --json"),
     Task("sync-weights", 0, 5, "mtpctl bench sync-weights --repeats 3 --json"),
+    Task("relay-chain", 0, 2, "benchmarks/relay_chain.py"),
+    Task("kept-cache", 0, 3, "benchmarks/kept_cache.py speed --requests 8 --prompt 128 --tokens 128 --shape tiny"),
     Task("numerics", 0, 10, "benchmarks/numerics.py --rounds 3"),
     Task("mtp", 0, 15, f"mtpctl bench mtp tiny_mtp --out {{out}}/mtp {SHORT}"),
     Task("async", 0, 15, f"mtpctl bench async tiny_mtp --out {{out}}/async --seed 0 --least-speedup 0 {SHORT}"),

@@ -2,7 +2,7 @@
 
     python benchmarks/kept_cache.py learn --recipe mimo_small_mtp --seeds 0 1 --set train.rl.steps=100
     python benchmarks/kept_cache.py learn --recipe tiny_mtp --set train.rl.steps=40                      # on a CPU
-    python benchmarks/kept_cache.py speed --requests 64 --prompt 1024 --tokens 2048
+    python benchmarks/kept_cache.py speed --requests 64 --prompt 2048 --tokens 1024
     python benchmarks/kept_cache.py speed --requests 8 --prompt 128 --tokens 256 --shape tiny            # on a CPU
 
 `learn` trains RECIPE from one warm start with both settings. Reported are means over the updates: the difference between trainer and engine
@@ -186,8 +186,8 @@ def main() -> None:
     speeding = parts.add_parser("speed")
     speeding.add_argument("--shape", choices=("mimo7b", "tiny"), default="mimo7b")
     speeding.add_argument("--requests", type=int, default=64)
-    speeding.add_argument("--prompt", type=int, default=1024)
-    speeding.add_argument("--tokens", type=int, default=2048)
+    speeding.add_argument("--prompt", type=int, default=2048)
+    speeding.add_argument("--tokens", type=int, default=1024)
     speeding.add_argument("--rounds", type=int, default=3)
     options = arguments.parse_args()
     print_environment()

@@ -87,7 +87,9 @@ ADVICE: dict[str, Advice] = {
     "rollout_corr/abs_diff_same_version": Advice(
         "below 0.02 in bf16, 1e-4 in fp32", "`train.precision: fp32` separates rounding from bugs; `mtpctl doctor`"
     ),
-    "rollout_corr/abs_diff_stale_kv": Advice("grows with the learning rate", "far above `abs_diff_same_version`: set `sync.kv: recompute`"),
+    "rollout_corr/abs_diff_stale_kv": Advice(
+        "grows with the learning rate", "far above `rollout_corr/abs_diff_same_version`: set `sync.kv: recompute`"
+    ),
     "rollout_corr/stale_kv_fraction": Advice("", "high: responses are long compared with `async.sync_every`"),
     "rollout_corr/ppl_ratio": Advice("0.98 to 1.02", "as for `rollout_corr/abs_diff_same_version`, or samples are too stale"),
     "rollout_corr/ess": Advice("above 0.5", "lower `async.staleness_threshold`; `train.rl.correction.mode: truncate`"),

@@ -15,6 +15,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.local import keep_token_private, make_private_sessions
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.sync.relay import RelayServer
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 from tests.fakes.daemons import Command, started
 
@@ -111,6 +112,16 @@ def test_rendezvous_store_listens_on_its_host_only(host: str) -> None:
     assert listening(psutil.Process()) - before <= {host}
     ports = {each.laddr for each in psutil.Process().net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN}
     assert (host, store.port) in ports
+
+
+def test_relay_listens_on_its_host_only(tmp_path: Path) -> None:
+    before = listening(psutil.Process())
+    relay = RelayServer(lambda: tmp_path, "127.0.0.2")
+    try:
+        assert listening(psutil.Process()) - before <= {"127.0.0.2"}
+        assert relay.address.startswith("127.0.0.2:")
+    finally:
+        relay.close()
 
 
 def test_run_directory_and_recipes_are_private(tmp_path: Path) -> None:
