@@ -35,7 +35,9 @@ def settings(folder: str, quantization: str, drafts: int, options: dict[str, Any
 
     device = "cpu" if options["toy"] else "cuda"
     sizes: dict[str, Any] = {"context": 128, "kv_cache_bytes": 64 << 20} if options["toy"] else {"context": 1024}
-    config = VllmConfig(max_in_flight=256, quantization=quantization, speculation=SpeculationConfig(num_tokens=drafts), **sizes)  # type: ignore[arg-type]
+    config = VllmConfig(
+        max_in_flight=256, eager=options["eager"], quantization=quantization, speculation=SpeculationConfig(num_tokens=drafts), **sizes
+    )  # type: ignore[arg-type]
     return engine_settings(config, model=folder, precision="bf16", device=device)  # type: ignore[arg-type]
 
 
@@ -115,12 +117,12 @@ def measure(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
     convert(folder, work / "checkpoint")
     convert(work / "checkpoint", work / "fp8", "--dtype", "fp8")
     order = {"toy": arguments.toy, "work": str(work), "vocab": shape.vocab, "requests": arguments.requests, "prompt": arguments.prompt}
-    order |= {"tokens": arguments.tokens, "syncs": 3}
+    order |= {"tokens": arguments.tokens, "syncs": 3, "eager": False}
     for drafts in (0, 1) if shape.mtp_layers else (0,):
-        rows = {}
+        rows, check = {}, drafts == min(shape.mtp_layers, 1)
         for quantization in ("none", "fp8"):
             rows[quantization] = run(
-                order | {"folder": str(folder), "quantization": quantization, "drafts": drafts, "check": quantization == "fp8"}
+                order | {"folder": str(folder), "quantization": quantization, "drafts": drafts, "check": check and quantization == "fp8"}
             )
         for requests in map(str, arguments.requests):
             plain, fp8 = (rows[quantization]["rates"][requests] for quantization in ("none", "fp8"))
@@ -129,10 +131,11 @@ def measure(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
             print(f"| {name} | {drafts} | {requests} | {plain[0]:,.0f} | {fp8[0]:,.0f} | {gain:.2f} | {accepted} |", flush=True)
             if gain < bound and not arguments.toy:
                 misses.append(f"{name}, {drafts} draft tokens, {requests} requests: {gain:.2f} times as fast, below {bound}")
+        if not check:
+            continue
         # vLLM itself loads the exported folder.
-        fresh = run(
-            order | {"folder": str(work / "fp8"), "quantization": "none", "drafts": drafts, "check": True, "syncs": 0, "requests": []}
-        )
+        exported = {"folder": str(work / "fp8"), "quantization": "none", "drafts": drafts, "eager": True}
+        fresh = run(order | exported | {"check": True, "syncs": 0, "requests": []})
         different = [key for key, value in rows["fp8"]["live"].items() if fresh["live"].get(key) != value]
         print(
             f"{name}, {drafts} draft tokens: {len(fresh['live'])} live tensors after 3 syncs, {len(different)} differ from a new engine's"
@@ -145,6 +148,7 @@ def measure(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", type=Path, help="a folder to measure instead of random models")
+    options.add_argument("--only", choices=SHAPES, help="one of the random models")
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     options.add_argument("--prompt", type=int, default=256)
@@ -170,8 +174,8 @@ def main() -> None:
 
             from mtpctl.convert.hf_folder import create_hf_folder
 
-            for name, fields in SHAPES.items():
-                work = Path(root) / name
+            for name in [arguments.only] if arguments.only else SHAPES:
+                fields, work = SHAPES[name], Path(root) / name
                 work.mkdir()
                 fields = fields | TOY if arguments.toy else fields
                 create_hf_folder(COMMON | fields | {"num_hidden_layers": arguments.layers}, work / "hf", 0, dtype=torch.bfloat16)

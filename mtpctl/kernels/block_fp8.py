@@ -20,7 +20,7 @@ FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 """Smallest normal fp32. Subnormal scales would overflow the quotient, or flush to zero on GPUs."""
-_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
+_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Elements that are quantized at a time, which bounds the fp32 copies."""
 
 

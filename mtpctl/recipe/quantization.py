@@ -49,6 +49,8 @@ def check_quantization(recipe: Recipe, shape: ModelShape | None, config: Mapping
             f"{field} with a log-prob server stores each version twice, which sync.transport: storage does not support; set none, or "
             "logprob.standalone: false"
         )
+    if recipe.device == "cpu" and shape is not None and shape.moe is not None and shape.mamba is not None:
+        yield f"{field} has no kernel for experts without a gate on a CPU; set none, or cluster.device: cuda"
     for name in sorted(set(ENGINE_ARGS) & rollout.engine_args.keys()):
         yield f"rollout.engine_args.{name}: rollout.quantization: fp8 sets it; leave it out, or set rollout.quantization: none"
     if shape is not None and not config.get("quantization_config"):

@@ -14,6 +14,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.fp8_models import fp8_model
+from tests.fakes.toys import NEMOTRON_H
 
 BLOCKS = [
     "model.config.hidden_size=256",
@@ -107,6 +108,11 @@ def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(names))
     lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", "mtp.mode=off")))
     assert any("does not store model.layers.0.mlp.experts.0.down_proj.weight by itself; convert it" in line for line in lines), lines
+
+
+def test_experts_without_a_gate_are_refused_on_a_cpu() -> None:
+    lines = list(complaints_of(recipe(*FP8[-2:], f"model.config={json.dumps(NEMOTRON_H)}")))
+    assert any("rollout.quantization: fp8 has no kernel for experts without a gate on a CPU; set none" in line for line in lines), lines
 
 
 def test_drafter_stays_unquantized_if_the_recipe_says_so() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
@@ -165,6 +166,7 @@ class WorkerExtension:
     weight_transfer_engine: ManifestTransferEngine
     vllm_config: VllmConfig
     model_runner: _ModelRunner
+    get_draft_model: Callable[[], torch.nn.Module]
     mtpctl_capturing: LayerCapture
 
     def mtpctl_sums(self) -> RankSums:
@@ -173,8 +175,7 @@ class WorkerExtension:
 
     def mtpctl_live_sums(self) -> dict[str, str]:
         """Checksums of all live parameters, as the kernels use them. Those of the drafter begin with `draft `."""
-        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
-        live = {"": self.model_runner.get_model()} | ({} if drafter is None else {"draft ": drafter.model})
+        live = {"": self.model_runner.get_model()} | ({"draft ": self.get_draft_model()} if self.mtpctl_drafts() else {})
         return {kind + name: checksum(tensor.data) for kind, model in live.items() for name, tensor in model.named_parameters()}
 
     def mtpctl_write_adapter(self, folder: str) -> None:

@@ -62,9 +62,9 @@ def changed(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.T
 class Model:
     """A folder in bf16, and publishers of its changed weights."""
 
-    def __init__(self, root: Path, case: str) -> None:
+    def __init__(self, root: Path, case: str, **sizes: int) -> None:
         self.root, self.case = root, case
-        fp8_model(case, root / "hf", **SIZES.get(case, {}))
+        fp8_model(case, root / "hf", **SIZES.get(case, {}) | sizes)
         change_config(root / "hf", **FIELDS.get(case, {}))
         write(root / "hf", {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors(root / "hf").items()})
         self.weights = dict(ModelWeights(root / "hf").items())
