@@ -16,8 +16,8 @@ from mtpctl.samples import Sample
 SAMPLE = Sample("p", "0", [1])
 
 
-def reward(response: str, answer: str) -> float:
-    return math.score(response, Problem("p", "what?", answer), SAMPLE)
+def reward(response: str, answer: str, **args: float) -> float:
+    return math.score(response, Problem("p", "what?", answer), SAMPLE, **args)
 
 
 WAYS = ["{}", r"\boxed{{{}}}", "The answer is {}.", "#### {}", "So we get:\nAnswer: {}", "Hence the result is {}."]
@@ -383,5 +383,5 @@ def test_answers_that_cannot_be_parsed_score_zero() -> None:
         "$" * 9999,
     ]
     for response in [*hostile, digits, "$" * 9999, rf"\boxed{{{digits}}}", r"\boxed{10^{10^{10^{10}}}}", "\u221e", r"\boxed{\left(}"]:
-        assert reward(response, "3") == 0.0, response[:40]
+        assert reward(response, "3", seconds=1.0) == 0.0, response[:40]
     assert reward(r"\boxed{3}", "(" * 1000) == 0.0
