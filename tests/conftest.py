@@ -23,6 +23,10 @@ LIGHT = ("data", "families", "plan", "recipe", "telemetry")
 """Packages whose tests start neither engines nor ranks."""
 THREADS = 50
 """New threads after which garbage is collected: more than a test leaves that starts no engine."""
+MODULES = 100
+"""New modules after which objects are frozen."""
+freeze = gc.freeze
+"""Python's own, which `pytest_collection_finish` may replace."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,32 +56,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Garbage is from now on looked for among what tests make, and not among all that they have imported."""
+    """Garbage is from now on looked for among what tests make, and not among all that they have imported.
+
+    vLLM freezes and unfreezes all objects when an engine of this process starts and ends. After the first engine, each collection would
+    take half a second again, and the end of an engine makes two.
+    """
     if "torch" in sys.modules:
         _start_autograd_without_threads()
+    _freeze()
+    if "vllm" in sys.modules:
+        gc.freeze = gc.unfreeze = lambda: None
+
+
+class Process:
+    """What is known of this process.
+
+    Attributes:
+        threads: their number after the last collection of garbage, or fewer if some have ended since.
+        modules: the number of imported modules whose objects are frozen.
+    """
+
+    threads = modules = 0
+
+
+def _freeze() -> None:
     gc.collect()
-    gc.freeze()
-
-
-class Threads:
-    """The number of this process's threads that the last collection of garbage left, or fewer if some have ended since."""
-
-    left = 0
+    freeze()
+    Process.modules = len(sys.modules)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Let go of engines that a test has closed.
 
     Reference cycles keep them, and with them some twenty process groups each, whose threads gloo wakes a hundred times a second: after
     some dozen tests they would take more time than the tests. Threads that a collection leaves, such as those of engines in use, do not
-    count again: a collection takes as long as many a test.
+    count again: a collection takes as long as many a test. Between files, when no engine is in use, what has been imported since is frozen.
     """
     threads = psutil.Process().num_threads()
-    if threads > Threads.left + THREADS:
+    if threads > Process.threads + THREADS:
         gc.collect()
-        Threads.left = psutil.Process().num_threads()
-    Threads.left = min(Threads.left, threads)
+        Process.threads = psutil.Process().num_threads()
+    Process.threads = min(Process.threads, threads)
+    if nextitem is not None and nextitem.path != item.path and len(sys.modules) > Process.modules + MODULES:
+        _freeze()
 
 
 def _start_autograd_without_threads() -> None:
