@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.families.quantization import SCALE, fp8_names
 from mtpctl.families.tensors import section_of
@@ -169,21 +170,22 @@ def test_drafter_alone_stays_unquantized(model: Model, run: Loop) -> None:
     assert any(value.dtype == torch.float8_e4m3fn for value in live.values())
 
 
-def _send(pipe: Any, root: Path, names: frozenset[str], order: list[tuple[str, torch.Tensor]]) -> None:
-    sender = Sender(VersionStore(root), "nccl", "cpu", host="127.0.0.1", deadline_s=30.0, bucket_bytes=1 << 16, quantized=names)
+def _send(pipe: Any, transport: str, root: Path, names: frozenset[str], order: list[tuple[str, torch.Tensor]]) -> None:
+    sender = Sender(VersionStore(root), transport, "cpu", host="127.0.0.1", deadline_s=30.0, bucket_bytes=1 << 16, quantized=names)
     while (version := pipe.recv()) is not None:
         send_version(pipe, sender, version, ["engine"], list(changed(dict(order), version).items()))
     sender.close()
 
 
 @pytest.mark.slow
-def test_fp8_weights_are_pushed(model: Model, run: Loop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_fp8_weights_are_pushed(model: Model, run: Loop, tmp_path: Path, transport: str) -> None:
     if model.case != "mimo":
         pytest.skip("transports do not depend on the model")
     engine = start(run, model.root / "hf", model.case, quantization="fp8")
     names, pipes = fp8_names(model.shape), CONTEXT.Pipe()
     order = sorted(model.weights.items(), key=lambda item: section_of(item[0], model.shape) == "draft")
-    process = CONTEXT.Process(target=_send, args=(pipes[1], tmp_path, names, order), daemon=True)
+    process = CONTEXT.Process(target=_send, args=(pipes[1], transport, tmp_path, names, order), daemon=True)
     process.start()
     try:
         for version in (1, 2):
@@ -200,6 +202,22 @@ def test_fp8_weights_are_pushed(model: Model, run: Loop, tmp_path: Path) -> None
     run(engine.shutdown())
     name = "model.layers.0.self_attn.o_proj.weight"
     assert torch.equal(bits(live), bits(quantize(changed(model.weights, 2)[name], name)[0]))
+
+
+@pytest.mark.slow
+def test_fp8_weights_in_object_storage(model: Model, run: Loop, tmp_path: Path) -> None:
+    if model.case != "mimo":
+        pytest.skip("transports do not depend on the model")
+    store = VersionStore(tmp_path / "store", ObjectStore(f"file://{tmp_path}/bucket", "sync.url"))
+    store.claim()
+    engine = start(run, model.root / "hf", model.case, quantization="fp8")
+    publisher = Publisher(store, delta=True, **model.options())
+    for version in (1, 2):
+        manifest = model.publish(publisher, version)
+        assert (manifest.transport, manifest.base) == ("storage", 1 if version == 2 else None)
+        assert run(engine.update(manifest, verify=True)).verified == len(model.weights) + len(fp8_names(model.shape))
+    run(engine.shutdown())
+    store.close()
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ SIZES: dict[str, int] = {
 CASES: dict[str, dict[str, int]] = {
     "qwen3-moe": SIZES | {"moe_intermediate_size": 256},
     "glm4-moe": SIZES | {"moe_intermediate_size": 256},
+    # One head of keys and values, which both ranks have.
+    "qwen3": SIZES | {"num_key_value_heads": 1},
 }
 
 
