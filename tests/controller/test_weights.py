@@ -131,10 +131,8 @@ async def test_generation_is_not_paused_during_a_server_pass(transport: str, roo
     scoring.add_done_callback(lambda _: ended.append(time.monotonic()))
     await asyncio.sleep(0.05)
     metrics = await sync(2)
-    assert metrics["sync/stall_seconds"] < PASS_S / 4
-    assert metrics["sync/publish_seconds"] < PASS_S / 4, "to wait is not to publish"
-    assert metrics["sync/seconds"] > PASS_S / 2, "but the sync waited"
     assert (await scoring).version == 1 and ended[0] <= world.engine.paused_at[-1]
+    assert metrics["sync/publish_seconds"] < metrics["sync/seconds"] / 2, "the sync waits for the pass, which is not publishing"
     await world.serves(2)
     await world.server.close()
 
@@ -147,8 +145,8 @@ async def test_replica_with_an_endless_pass_is_replaced_without_a_wait(transport
     scoring = asyncio.create_task(world.server.score(replace(LONG, token_ids=[1] * 300)))
     await asyncio.sleep(0.05)
     world.store.there = [1]
-    metrics = await sync(1)
-    assert metrics["sync/stall_seconds"] < PASS_S / 4
+    await sync(1)
+    assert not scoring.done()
     if transport == "ipc":
         assert world.trainer.members == [["rollout 0.0.0", "log-prob 1.0.0"]]
     await world.serves(1)
@@ -166,7 +164,7 @@ async def test_replica_that_dies_in_its_last_pass_is_excluded(transport: str, ro
     syncing = asyncio.create_task(sync(1))
     await asyncio.sleep(0.05)
     world.started.ranks[0].kill()
-    assert (await syncing)["sync/stall_seconds"] < PASS_S / 4
+    await syncing  # the engine would wait for ever for a dead receiver
     if transport == "ipc":
         assert world.trainer.members == [["rollout 0.0.0", "log-prob 1.0.0"]]
     assert (await scoring).version == 1
