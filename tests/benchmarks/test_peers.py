@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import importlib.util
 import json
 import random
@@ -9,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from mtpctl.data.problems import Problem
+from mtpctl.recipe.loading import load_recipe
 from mtpctl.samples import Sample
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
@@ -163,3 +167,71 @@ def test_measure_records_updates_of_each_system(line: str, tmp_path: Path) -> No
     assert [json.loads(each)["update"] for each in (out / "updates.jsonl").read_text().splitlines()] == [4]
     run = json.loads((out / "run.json").read_text())
     assert run["code"] == 0 and run["end"] > run["start"]
+
+
+def test_recipe_of_the_first_hour_equals_that_of_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peer_reward", load(FOLDER / "peer_reward.py", "peers_reward"))
+    prepare = load(FOLDER / "prepare.py", "peers_prepare")
+    (tmp_path / "compared.yaml").write_text(
+        prepare.recipe("sums", "MODEL", "", response=160, context=256, rate=3e-5, warmup=20, eval_every=20)
+    )
+    sets = ["name=sums", "run_dir=run", "reward={function: 'reward.py:score'}", "cluster.device=cuda"]
+    compared, first = (load_recipe(file, sets=sets).recipe for file in (tmp_path / "compared.yaml", FOLDER / "first_hour" / "recipe.yaml"))
+    assert first.model_dump(exclude={"data"}) == compared.model_dump(exclude={"data"})
+    assert first.data.columns == compared.data.columns
+
+
+def test_settings_of_peers_in_the_first_hour_equal_those_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peer_reward", load(FOLDER / "peer_reward.py", "peers_reward"))
+    monkeypatch.setitem(sys.modules, "prepare", load(FOLDER / "prepare.py", "peers_prepare"))
+    verl, trl = load(FOLDER / "run_verl.py", "peers_run_verl"), load(FOLDER / "run_trl.py", "peers_run_trl")
+    options = argparse.Namespace(work="sums", mode="sync", folder=Path("/rows"), model="MODEL", attention="flash_attention_2", seed=0)
+    options.gpu_memory, options.workers, options.eval_every, options.updates, options.set = 0.5, 8, 20, 200, []
+    compared = dict(each.split("=", 1) for each in verl.arguments(options))
+    words = (FOLDER / "first_hour" / "sums_verl.sh").read_text().split()
+    first = dict(each.split("=", 1) for each in words if "=" in each)
+    files = {"data.train_files", "data.val_files", "reward.custom_reward_function.path"}
+    assert len(first) > 20 and {name: float_or_text(compared[name]) for name in first.keys() - files} == {
+        name: float_or_text(value) for name, value in first.items() if name not in files
+    }
+    tree = ast.parse((FOLDER / "first_hour" / "sums_trl.py").read_text())
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig")
+    arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert len(arguments) > 20 and arguments.items() <= trl.colocated(options).items()
+
+
+def float_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def test_first_hour_counts_lines_and_settings() -> None:
+    first_hour = load(FOLDER / "first_hour.py", "peers_first_hour")
+    recipe = "# a comment\nmodel:\n  path: MODEL\n\ntrain:\n  gpus: 0.4\n"
+    assert (first_hour.count(recipe), first_hour.settings("recipe.yaml", recipe)) == (4, 2)
+    command = "python3 -m package \\\n    a.b=1 \\\n    c=[d]\n"
+    assert (first_hour.count(command), first_hour.settings("run.sh", command)) == (3, 2)
+    script = "settings = Config(\n    a=1,\n    b='x',\n)\n"
+    assert (first_hour.count(script), first_hour.settings("run.py", script)) == (4, 2)
+
+
+@pytest.mark.parametrize("mistake", ["none", "data"])
+def test_first_hour_runs_a_command_with_one_mistake(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    first_hour = load(FOLDER / "first_hour.py", "peers_first_hour")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "run.py").write_text("print('start')\nopen('rows.jsonl')\nprint('MODEL')\n")
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    system = first_hour.System(("run.py",), {"data": ("rows.jsonl", "row.jsonl")}, ("{python} run.py",))
+    monkeypatch.setattr(first_hour, "FILES", tmp_path / "files")
+    monkeypatch.setitem(first_hour.SYSTEMS, "trl", system)
+    options = argparse.Namespace(system="trl", python=Path(sys.executable), rows=tmp_path, model=tmp_path / "model", only=[mistake])
+    options.cpu, options.seconds, options.show = False, 60.0, 1
+    first_hour.messages(options)
+    code, shown = capsys.readouterr().out.splitlines()[1:]
+    if mistake == "none":
+        assert code.startswith("exit code 0,") and shown == f"  {tmp_path / 'model'}"
+    else:
+        assert code.startswith("exit code 1,") and shown.endswith("No such file or directory: 'row.jsonl'")
