@@ -5,7 +5,8 @@
 
 Every host is a folder of this machine with its own relay, and the threads of a host download into it. The store and each host send at most
 --mbit megabits per second, all their connections together (a token bucket). So `direct` shares the store's link among all hosts, and in a
-`chain` each link carries the version once. Reported are the seconds until the last host has every file, median of --rounds.
+`chain` each link carries the version once. Hosts of a chain read ranges of objects as from any store (`ObjectStore.append`), and compare
+digests. Reported are the seconds until the last host has every file, median of --rounds.
 
 The model: with B bytes and the rate R, n hosts take n B / R directly, and B / R + (n - 1) h in a chain, where h is the delay of a host. R
 and h are fitted to one and two hosts. The table compares the model with the measurements, and extrapolates it to --extrapolate hosts.
@@ -26,7 +27,7 @@ from harness import parser, print_environment
 from mtpctl.bench.report import markdown, spread
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.sync import remote
-from mtpctl.sync.relay import RelayServer
+from mtpctl.sync.relay import ChainLink, RelayServer
 
 PIECE = 64 << 10
 VERSION = "v00000001-bench"
@@ -60,9 +61,13 @@ class LimitedRelay(RelayServer):
 
 
 class LimitedStore(ObjectStore):
-    """A store whose downloads share a link."""
+    """A store whose downloads share a link. A range arrives as a whole, as that of an HTTP request does."""
 
     link: Link
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        self.link.send(end - start)
+        return super().read_range(name, start, end)
 
     def get(self, name: str, file: Path) -> None:
         source = Path(self.url.removeprefix("file://")) / name
@@ -80,13 +85,13 @@ def measure(root: Path, url: str, files: dict[str, int], count: int, rate: float
         for folder in folders:
             folder.mkdir()
         relays = [LimitedRelay(folder, rate) for folder in folders]
-        sources = ["", *(relay.address for relay in relays[:-1])] if chain else [""] * count
+        digests = remote.digests_of([Path(url.removeprefix("file://"), VERSION, name) for name in files])
+        sources = ["", *(relay.address for relay in relays[:-1])]
+        links = [ChainLink(source, number, digests) if chain else None for number, source in enumerate(sources)]
         began = time.perf_counter()
         with ThreadPoolExecutor(count) as pool:
-            fetches = [
-                pool.submit(remote.fetch, f"{url}/{VERSION}", folder, files, relay=source, hops=number)
-                for number, (folder, source) in enumerate(zip(folders, sources, strict=True))
-            ]
+            pairs = zip(folders, links, strict=True)
+            fetches = [pool.submit(remote.fetch, f"{url}/{VERSION}", folder, files, link) for folder, link in pairs]
             for fetch in fetches:
                 fetch.result()
         seconds = time.perf_counter() - began

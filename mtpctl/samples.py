@@ -59,6 +59,16 @@ class VersionSpan:
     def __reduce__(self) -> tuple[type[VersionSpan], tuple[int, int, int, bool]]:
         return VersionSpan, (self.start, self.end, self.version, self.stale_kv)
 
+    def to_dict(self) -> dict[str, object]:
+        """The span as JSON. `stale_kv` is omitted if it is false, because earlier releases do not know it."""
+        plain: dict[str, object] = {"start": self.start, "end": self.end, "version": self.version}
+        return plain | {"stale_kv": True} if self.stale_kv else plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> VersionSpan:
+        """Inverse of `to_dict`. Unknown fields are ignored."""
+        return cls(data["start"], data["end"], data["version"], data.get("stale_kv", False))
+
 
 @dataclass(slots=True)
 class Speculation:
@@ -282,7 +292,7 @@ class Sample:
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. Unknown fields are ignored: a checkpoint may be from another release."""
         values: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
-        values["version_spans"] = [VersionSpan(**span) for span in data["version_spans"]]
+        values["version_spans"] = [VersionSpan.from_dict(span) for span in data["version_spans"]]
         values["speculation"] = Speculation(**data["speculation"])
         values["earlier"] = [cls.from_dict(each) for each in data.get("earlier", ())]
         if values.get("environment") is not None:
@@ -302,7 +312,7 @@ def _plain(value: object, packed: bool) -> object:
         # In native byte order: all supported machines are little-endian.
         return {"array": value.typecode, "data": base64.b64encode(value).decode()} if packed else value.tolist()
     if isinstance(value, list):
-        return [asdict(each) for each in value]
+        return [each.to_dict() for each in value]
     if isinstance(value, dict):
         return dict(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -77,6 +77,16 @@ def test_an_unknown_field_is_ignored() -> None:
     assert Sample.from_dict({**sample().to_dict(), "old_entropy": None}) == sample()
 
 
+def test_unknown_fields_of_spans_are_ignored() -> None:
+    s = sample()
+    s.append([10], [-0.125], version=4)
+    s.append([11], [-0.25], version=5, stale_kv=True)
+    plain = json.loads(json.dumps(s.to_dict()))
+    assert plain["version_spans"][0] == {"start": 0, "end": 1, "version": 4}, "as earlier releases read it"
+    plain["version_spans"][1]["host"] = "a"
+    assert Sample.from_dict(plain) == s
+
+
 def test_samples_share_no_arrays() -> None:
     first, second = sample(), sample()
     first.append([1], [-0.125], version=0)

@@ -5,14 +5,19 @@ The store's fsspec package reads its own credentials and settings, such as `AWS_
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 
 _PROBE = ".mtpctl-probe"
+PIECE, READ_AHEAD = 2 << 20, 2
+"""Bytes of a request of `ObjectStore.append`, and its number of concurrent requests. Small, so that files grow steadily over slow links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,39 @@ class ObjectStore:
             raise StoreFailed(f"{self.url}/{name} has {stored:,} of {size:,} bytes")
 
     def get(self, name: str, file: Path) -> None:
-        """Download an object. Raises Absent if it does not exist."""
+        """Download an object. Raises Absent if it does not exist.
+
+        Until this returns, the contents of the file are undefined: s3fs gives it its full size first, and writes parts out of order.
+        """
         with self._errors("read", name):
             self._files.get_file(self._at(name), str(file))
+
+    def append(self, name: str, file: Path, nbytes: int) -> None:
+        """Append the rest of an object of `nbytes` to a file with its first bytes; a missing file is created.
+
+        The file always has the first bytes of the object, so it may be read while it grows. Raises Absent if the object does not exist.
+        """
+        start = file.stat().st_size if file.exists() else 0
+
+        def read(offset: int) -> bytes:
+            return self.read_range(name, offset, min(offset + PIECE, nbytes))
+
+        with ThreadPoolExecutor(READ_AHEAD) as pool, file.open("ab") as growing:
+            offsets = iter(range(start, nbytes, PIECE))
+            requests = deque(pool.submit(read, offset) for offset in islice(offsets, READ_AHEAD))
+            while requests:
+                data = requests.popleft().result()
+                requests.extend(pool.submit(read, offset) for offset in islice(offsets, 1))
+                growing.write(data)
+                growing.flush()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes `[start, end)` of an object, which must have them."""
+        with self._errors("read", name):
+            data = bytes(self._files.cat_file(self._at(name), start=start, end=end))
+        if len(data) != end - start:
+            raise StoreFailed(f"{self.url}/{name} has {start + len(data):,} bytes, expected at least {end:,}")
+        return data
 
     def names(self, folder: str) -> list[str]:
         """The names of all objects below a folder."""

@@ -40,8 +40,8 @@ class SyncBase(Section):
     )
     kv: Literal["recompute", "keep"] = Field(
         "recompute",
-        description="KV cache of requests in flight at a sync. recompute: the new weights compute it again; keep: requests continue with "
-        "that of the old weights.",
+        description="KV cache of requests in flight at a sync. recompute: it is recomputed with the new weights; keep: requests keep the "
+        "cache computed with the old weights.",
     )
     release_kv: bool = Field(False, description="Free the KV cache of the engines during a sync.")
     on_collapse: Literal["warn", "error"] = Field(
@@ -72,7 +72,8 @@ class StorageConfig(SyncBase):
     )
     relay: bool = Field(
         False,
-        description="Hosts of engines download from each other in a chain, so that the store sends each version once, not once per host.",
+        description="Hosts of engines download from each other in a chain, so that the store sends each version to one of them. Log-prob "
+        "ranks on other hosts still download from the store.",
     )
 
 
@@ -137,11 +138,11 @@ def notes_of(sync: SyncBase) -> Iterator[str]:
     if sync.kv == "keep":
         yield "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
     if isinstance(sync, StorageConfig) and sync.relay:
-        yield "hosts download in a chain, and the store sends each version once (sync.relay)"
+        yield "hosts of engines download in a chain, and only the first one from the store (sync.relay)"
 
 
 def check_kv(recipe: Recipe) -> Complaints:
-    """Report settings under which no request can keep its KV cache across a sync."""
+    """Report settings that `sync.kv: keep` does not support."""
     sync, rollout, otherwise = recipe.sync, recipe.rollout, "set sync.kv: recompute"
     if sync.kv == "recompute":
         return
@@ -158,8 +159,9 @@ def check_kv(recipe: Recipe) -> Complaints:
         yield f"sync.kv: sync.release_kv frees the cache that keep keeps; set it to false, or {otherwise}"
     if recipe.numerics == "bitwise":
         yield f"sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out; {otherwise}"
-    if "kv_transfer_config" in rollout.engine_args:
-        yield f"rollout.engine_args.kv_transfer_config: its cache may mix weight versions with sync.kv: keep; remove it, or {otherwise}"
+    for argument in ("kv_transfer_config", "kv_offloading_size"):
+        if rollout.engine_args.get(argument) is not None:
+            yield f"rollout.engine_args.{argument}: its cache may mix weight versions with sync.kv: keep; remove it, or {otherwise}"
 
 
 def changes_every_element(recipe: Recipe) -> bool:

@@ -22,13 +22,12 @@ ess              (Σw)² / (n Σw²): effective share of the n tokens, 1 if all 
 is_mean          mean of w
 masked_fraction  share of masked tokens
 
-The difference has three causes, and the tokens that were sampled under the same weights as `old` separate them from each other:
+The difference has three causes: different weights, a KV cache of earlier weights (`sync.kv: keep`), and the numerics of the two engines.
+abs_diff contains all of them. Tokens that were sampled under the same weights as `old` separate the last two:
 
-abs_diff_same_version  |d| of those whose KV cache has these weights too: the numerical difference between the two engines
-abs_diff_stale_kv      |d| of those after a sync with `sync.kv: keep`, whose prefix was computed with earlier weights
-stale_kv_fraction      share of all trained tokens that were sampled with such a cache, under any version
-
-The third cause is different weights, in abs_diff only.
+abs_diff_same_version  mean of |d| over those whose KV cache has the same weights: numerics
+abs_diff_stale_kv      mean of |d| over those whose KV cache has earlier weights
+stale_kv_fraction      share of all trained tokens, of any version, whose KV cache had earlier weights
 
 If old log-probs are recomputed, `mismatch_sums` compares them with the behaviour log-probs of the whole batch. If behaviour log-probs are
 the anchor of the loss, nothing is recomputed: the loss compares them with its own log-probs (`token_mismatch`), which gives kl, k3,

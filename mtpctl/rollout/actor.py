@@ -45,7 +45,7 @@ class EngineControl(Protocol):
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport: ...
 
-    async def relay(self, url: str) -> str: ...
+    async def serve_relay(self, url: str) -> str: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
 
@@ -183,7 +183,7 @@ class RayReplica:
         self._collecting = False
 
     update = _control(EngineControl.update)
-    relay = _control(EngineControl.relay)
+    serve_relay = _control(EngineControl.serve_relay)
     pause = _control(EngineControl.pause)
     speculate = _control(EngineControl.speculate)
     admit_at_once = _control(EngineControl.admit_at_once)

@@ -272,7 +272,7 @@ class Engine(ABC):
         stall = time.monotonic() - started
         return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
 
-    async def relay(self, url: str) -> str:
+    async def serve_relay(self, url: str) -> str:
         """Serve what this host downloads from the store at `url` to other hosts. Returns `host:port`."""
         return await asyncio.to_thread(serve, url)
 

@@ -29,6 +29,8 @@ MAX_WAITING_FACTOR = 8
 """Responses that may wait for their environment without taking up capacity, as a multiple of the engines' capacity."""
 GRACE_S = 60.0
 """Seconds past the deadline of a request (queueing and updates included) after which a silent replica counts as dead."""
+RELAY_S = 5.0
+"""Seconds for a replica to start its relay before an update."""
 
 Starter = Callable[[int], Awaitable[Replica]]
 
@@ -274,11 +276,12 @@ class ReplicaPool:
         return reports
 
     async def _relayed(self, manifest: Manifest) -> dict[int, Manifest]:
-        """The manifests of replicas that download through relays, by id. Replicas that do not answer are left out."""
+        """The manifests of replicas that download through relays, by id. Replicas that do not answer in `RELAY_S` are left out."""
         if not self._relays or manifest.transport != "storage":
             return {}
         url, replicas = split_address(manifest.address)[0], [replica for _, replica in self._replicas.live()]
-        answers = await asyncio.gather(*(replica.relay(url) for replica in replicas), return_exceptions=True)
+        calls = (asyncio.wait_for(replica.serve_relay(url), RELAY_S) for replica in replicas)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         addresses = {id(replica): answer for replica, answer in zip(replicas, answers, strict=True) if isinstance(answer, str)}
         chain = zip(addresses, upstream_of(list(addresses.values())), strict=True)
         return {key: replace(manifest, relay=relay, hops=hops) for key, (relay, hops) in chain}

@@ -134,7 +134,7 @@ class SampleFile:
             "behaviour_logprobs": sample.behaviour_logprobs.tolist(),
             "loss_mask": sample.loss_mask.tolist(),
             "finish_reason": sample.finish_reason,
-            "version_spans": [asdict(span) for span in sample.version_spans],
+            "version_spans": [span.to_dict() for span in sample.version_spans],
             "speculation": asdict(sample.speculation),
             "reward": sample.reward,
             "recipe": self.origin.recipe,

@@ -88,8 +88,9 @@ class Manifest:
     """One version: its sections, and the transport and address at which receivers get the buckets.
 
     `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version from which the
-    sections are deltas, None if they are complete. `relay`, `hops`: for one receiver, the host from which it downloads the files of the
-    transport `storage`, and the number of hosts before it (`mtpctl.sync.relay`).
+    sections are deltas, None if they are complete. `digests`: of the files of the transport `storage`, by name, if hosts relay them.
+    `relay`, `hops`: for one receiver, the host from which it downloads these files, and the number of hosts before it
+    (`mtpctl.sync.relay`).
     """
 
     version: int
@@ -98,6 +99,7 @@ class Manifest:
     sections: dict[Section, SectionPlan]
     store: str = ""
     base: int | None = None
+    digests: dict[str, str] = field(default_factory=dict)
     relay: str = ""
     hops: int = 0
 
@@ -110,7 +112,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> Manifest:
-        """Inverse of `to_dict`, also after a round trip through JSON."""
+        """Inverse of `to_dict`, also after a round trip through JSON. A manifest from a store names no relay."""
         sections = {
             name: SectionPlan(
                 buckets_from(section["buckets"]),
@@ -121,7 +123,8 @@ class Manifest:
             )
             for name, section in data["sections"].items()
         }
-        return cls(data["version"], data["transport"], data["address"], sections, data.get("store", ""), data.get("base"))
+        address, store, base = data["address"], data.get("store", ""), data.get("base")
+        return cls(data["version"], data["transport"], address, sections, store, base, dict(data.get("digests", {})))
 
     def complete(self) -> Manifest:
         """The manifest of the complete version, without deltas."""

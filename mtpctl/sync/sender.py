@@ -28,7 +28,7 @@ from mtpctl.plan.changes import MAX_SHARE
 from mtpctl.sync.host_copy import Changes, HostCopy
 from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
-from mtpctl.sync.remote import make_host_folder, upload
+from mtpctl.sync.remote import digests_of, make_host_folder, upload
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.transports.base import PushWriter, Sent, open_writer
 from mtpctl.sync.transports.control import Address, Control
@@ -51,10 +51,13 @@ class Publisher(Packer):
     the bytes that a receiver that starts later reads.
     """
 
-    def __init__(self, store: VersionStore, *, delta: bool = False, pinned: bool = False, **options: Unpack[PackingOptions]) -> None:
-        """`pinned`: with `delta`, keep the copy of the last version in pinned memory."""
+    def __init__(
+        self, store: VersionStore, *, delta: bool = False, pinned: bool = False, digests: bool = False, **options: Unpack[PackingOptions]
+    ) -> None:
+        """`pinned`: with `delta`, keep the copy of the last version in pinned memory. `digests`: add those of files to manifests."""
         super().__init__(**options)
         self.store = store
+        self._digests = digests
         self._copy = HostCopy(pinned=pinned) if delta else None
         # The version in the copy, None if there is none or it may be a mix, and the bytes of changes since the last complete version.
         self._copied: int | None = None
@@ -128,12 +131,14 @@ class Publisher(Packer):
     def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
         """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""
         files, name = Path(manifest.address), f"{folder.name}-{self._token}"
-        upload(remote, sorted(files.glob("*.bin")), name)
+        buckets = sorted(files.glob("*.bin"))
+        digests = digests_of(buckets) if self._digests else {}
+        upload(remote, buckets, name)
         if (files / COMPLETE).exists():
             self._upload = Upload(remote, files, name, folder)
         else:
             shutil.rmtree(files)
-        return replace(manifest, transport=STORAGE, address=f"{remote.url}/{name}")
+        return replace(manifest, transport=STORAGE, address=f"{remote.url}/{name}", digests=digests)
 
 
 class Upload:

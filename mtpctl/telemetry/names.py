@@ -102,7 +102,7 @@ METRICS: dict[str, Metric] = {
     "rollout_corr/abs_diff": Metric("|Δ log-prob|", "nats", "Mean absolute difference between trainer and rollout log-probs."),
     "rollout_corr/abs_diff_same_version": Metric("same weights", "nats", "The same for tokens with identical weights on both sides."),
     "rollout_corr/abs_diff_stale_kv": Metric(
-        "stale KV cache", "nats", "The same for tokens after a sync that kept the KV cache (sync.kv: keep); not in same weights."
+        "stale KV cache", "nats", "The same for tokens sampled on a KV cache of older weights (sync.kv: keep), excluded from same weights."
     ),
     "rollout_corr/stale_kv_fraction": Metric("stale KV cache", "share", "Trained tokens that were sampled with a cache of older weights."),
     "rollout_corr/ppl_ratio": Metric("perplexity ratio", "number", "Perplexity under the trainer over that under the rollout engine."),

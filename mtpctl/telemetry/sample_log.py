@@ -66,6 +66,8 @@ class Drafts(TypedDict):
 class SampleRow(TypedDict):
     """One response. `set`: the held-out set of an evaluation. `versions`: [begin, end, version] over the response's tokens.
 
+    Whether they were sampled on a kept KV cache (`sync.kv: keep`) is not in the row; `rollout_corr/stale_kv_fraction` is their share.
+
     `session` counts the starts of the run, and `batch` the calls of `write` in one session; the rows of an update are one batch.
     """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSHED, StorageConfig
 from mtpctl.sync.protocol import Manifest, Section
 from mtpctl.sync.transports.base import Sent
 
@@ -120,7 +120,8 @@ class WeightExporter:
         if sync.transport not in PUSHED:
             url = self.recipe.sync_url
             versions = VersionStore(store, None if url is None else ObjectStore(url, FIELD))
-            return Publisher(versions, delta=sync.delta, pinned=self.engine.device.type == "cuda", **options)
+            pinned, relay = self.engine.device.type == "cuda", isinstance(sync, StorageConfig) and sync.relay
+            return Publisher(versions, delta=sync.delta, pinned=pinned, digests=relay, **options)
         device = self.engine.device
         return Sender(VersionStore(store), sync.transport, device, deadline_s=sync.deadline_s, delta=sync.delta, **options)
 

@@ -195,7 +195,7 @@ def test_plan_shows_a_kept_cache(mtpctl: Any, command: tuple[str, ...]) -> None:
 )
 def test_plan_shows_relays(mtpctl: Any, command: tuple[str, ...]) -> None:
     stored = (*command, "--set", "sync.transport=storage", "--set", "sync.url=s3://bucket/run")
-    line = "hosts download in a chain, and the store sends each version once (sync.relay)"
+    line = "hosts of engines download in a chain, and only the first one from the store (sync.relay)"
     assert line not in mtpctl(*stored).out
     assert line in mtpctl(*stored, "--set", "sync.relay=true").out
     assert json.loads(mtpctl(*stored, "--set", "sync.relay=true", "--json").out)["relay"] is True

@@ -237,6 +237,10 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             ["sync.kv=keep", "rollout.engine_args.kv_transfer_config={}"],
             "rollout.engine_args.kv_transfer_config: its cache may mix weight versions with sync.kv: keep; remove it",
         ),
+        (
+            ["sync.kv=keep", "rollout.engine_args.kv_offloading_size=4"],
+            "rollout.engine_args.kv_offloading_size: its cache may mix weight versions with sync.kv: keep; remove it",
+        ),
         (["sync.bucket_bytes=256"], "sync.bucket_bytes: must be at least 1024"),
         (["data.task="], "data: there is no training data"),
         (["data.eval_path=/nowhere/e.jsonl"], "data.eval_path: "),

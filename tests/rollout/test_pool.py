@@ -483,17 +483,19 @@ async def test_close_ends_every_replica() -> None:
 
 
 class Relaying(FakeReplica):
-    """A replica on a host with this relay, which fails if there is none."""
+    """A replica on a host with this relay, which fails if there is none, and does not answer if it is `hangs`."""
 
     def __init__(self, address: str | None) -> None:
         super().__init__()
         self.address = address
         self.updates: list[Manifest] = []
 
-    async def relay(self, url: str) -> str:
+    async def serve_relay(self, url: str) -> str:
         assert url == "s3://bucket/run"
         if self.address is None:
             raise OSError("no free port")
+        if self.address == "hangs":
+            await asyncio.Event().wait()
         return self.address
 
     async def update(self, manifest: Manifest, **options: Any) -> SyncReport:
@@ -503,13 +505,15 @@ class Relaying(FakeReplica):
 
 @in_loop
 async def test_hosts_of_replicas_download_in_a_chain() -> None:
-    addresses = ["10.0.0.1:1", "10.0.0.2:1", None, "10.0.0.1:2", "10.0.0.3:1"]
-    chain = [("", 0), ("10.0.0.1:1", 1), ("", 0), ("", 0), ("10.0.0.2:1", 2)]
+    addresses = ["10.0.0.1:1", "10.0.0.2:1", None, "10.0.0.1:2", "hangs", "10.0.0.3:1"]
+    chain = [("", 0), ("10.0.0.1:1", 1), ("", 0), ("", 0), ("", 0), ("10.0.0.2:1", 2)]
     stored = Manifest(1, "storage", "s3://bucket/run/v00000001-0a", {})
-    for relays, expected in ((True, chain), (False, [("", 0)] * 5)):
+    for relays, expected in ((True, chain), (False, [("", 0)] * 6)):
         fleet = Fleet(lambda index: Relaying(addresses[index]))
-        pool = await fleet.pool(5, relays=relays)
-        await pool.update(stored)
-        updates = [fleet.made[index][0].updates for index in range(5)]  # type: ignore[attr-defined]
+        pool = await fleet.pool(6, relays=relays)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mtpctl.rollout.pool.RELAY_S", 0.05)
+            await pool.update(stored)
+        updates = [fleet.made[index][0].updates for index in range(6)]  # type: ignore[attr-defined]
         assert [(manifest.relay, manifest.hops) for (manifest,) in updates] == expected
         await pool.close()

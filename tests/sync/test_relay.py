@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import http.client
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
 import pytest
 import torch
 
+from mtpctl.cluster import object_store
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.sync import relay, remote
 from mtpctl.sync.protocol import Manifest
-from mtpctl.sync.relay import RelayServer, download, upstream_of
-from mtpctl.sync.remote import fetch, prefetch
+from mtpctl.sync.relay import ChainLink, RelayServer, download, upstream_of
+from mtpctl.sync.remote import digests_of, fetch, prefetch
 
 VERSION = "v00000007-0123456789abcdef"
 FILES = {f"target-{number:05d}.bin": 300_000 + number for number in range(5)}
 
 
 class Gated(ObjectStore):
-    """A store whose downloads grow in steps, and count."""
+    """A store that counts its downloads and calls `step` before each piece. `get` writes the last piece first, as s3fs may."""
 
     gets: list[str]
     step: Callable[[str, int], None]
@@ -31,10 +37,21 @@ class Gated(ObjectStore):
     def get(self, name: str, file: Path) -> None:
         Gated.gets.append(name)
         data = (Path(self.url.removeprefix("file://")) / name).read_bytes()
-        with file.open("wb", buffering=0) as growing:
-            for start in range(0, len(data), 100_000):
+        with file.open("wb", buffering=0) as written:
+            written.truncate(len(data))
+            for start in reversed(range(0, len(data), 100_000)):
                 Gated.step(name, start)
-                growing.write(data[start : start + 100_000])
+                written.seek(start)
+                written.write(data[start : start + 100_000])
+
+    def append(self, name: str, file: Path, nbytes: int) -> None:
+        if not file.exists() or file.stat().st_size < nbytes:
+            Gated.gets.append(name)
+        super().append(name, file, nbytes)
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        Gated.step(name, start)
+        return super().read_range(name, start, end)
 
 
 @pytest.fixture
@@ -46,6 +63,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         (folder / name).write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
     monkeypatch.setattr(remote, "ObjectStore", Gated)
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    monkeypatch.setattr(object_store, "PIECE", 100_000)
     monkeypatch.setattr(Gated, "gets", [], raising=False)
     monkeypatch.setattr(Gated, "step", lambda name, start: None, raising=False)
     yield f"file://{tmp_path}/bucket"
@@ -61,7 +79,8 @@ class Host:
         self.relay = kind(lambda: self.folder, "127.0.0.1")
 
     def fetch(self, store: str, before: Host | None) -> None:
-        fetch(f"{store}/{VERSION}", self.folder, FILES, relay=before.relay.address if before else "", hops=self.number)
+        digests = digests_of(sorted(Path(store.removeprefix("file://"), VERSION).iterdir()))
+        fetch(f"{store}/{VERSION}", self.folder, FILES, ChainLink(before.relay.address if before else "", self.number, digests))
 
     def assert_complete(self, store: str) -> None:
         files = sorted(path.name for path in (self.folder / VERSION).iterdir())
@@ -107,6 +126,48 @@ def test_hosts_pass_on_files_that_still_grow(store: str, hosts: list[Host], monk
         host.assert_complete(store)
 
 
+def test_relay_sends_nothing_of_a_file_whose_end_is_written_first(store: str, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host downloads for a receiver that is not in the chain, so its files do not grow from the front."""
+    asked = threading.Event()
+    monkeypatch.setattr(Gated, "step", lambda name, start: asked.wait(30) if not start else None)
+
+    class Asked(RelayServer):
+        def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+            asked.set()
+            super()._answer(handler)
+
+    (hosts[0].folder / "first").mkdir()
+    first = Asked(lambda: hosts[0].folder / "first", "127.0.0.1")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            outside = pool.submit(fetch, f"{store}/{VERSION}", hosts[0].folder / "first", FILES)
+            link = ChainLink(first.address, 1, digests_of(sorted(Path(store.removeprefix("file://"), VERSION).iterdir())))
+            fetch(f"{store}/{VERSION}", hosts[1].folder, FILES, link)
+            outside.result()
+    finally:
+        first.close()
+    hosts[1].assert_complete(store)
+    assert len(Gated.gets) == len(FILES), "the relay waited for whole files"
+
+
+class Zeros(RelayServer):
+    """A relay whose files have other bytes."""
+
+    def read(self, file: IO[bytes]) -> bytes:
+        return bytes(len(super().read(file)))
+
+
+def test_other_bytes_are_detected(store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chain = [Host(tmp_path, number, kind) for number, kind in enumerate((Zeros, RelayServer))]
+    with caplog.at_level(logging.WARNING):
+        fetch_all(store, chain)
+    assert "has other bytes" in caplog.text and VERSION not in caplog.text
+    assert len(Gated.gets) == 2 * len(FILES)
+    for host in chain:
+        host.assert_complete(store)
+        host.relay.close()
+
+
 class Dies(RelayServer):
     """A relay whose process ends in the middle of a file."""
 
@@ -141,22 +202,94 @@ def test_without_relay_and_store_nothing_is_complete(store: str, hosts: list[Hos
     hosts[1].assert_complete(store)
 
 
-def test_a_download_that_hangs_is_given_up(store: str, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "STALL_S", 0.2)
+def test_only_the_host_after_a_hanging_one_downloads_from_the_store(store: str, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "STALL_S", 0.1)
     (hosts[0].folder / VERSION).mkdir()
     for name in FILES:
-        (hosts[0].folder / VERSION / f".{name}").write_bytes(b"begun")
-    hosts[1].fetch(store, hosts[0])
-    hosts[1].assert_complete(store)
-    assert len(Gated.gets) == len(FILES)
+        begun = Path(store.removeprefix("file://"), VERSION, name).read_bytes()[:5]
+        (hosts[0].folder / VERSION / f".{name}").write_bytes(begun)
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(lambda pair: pair[1].fetch(store, pair[0]), pairwise(hosts)))
+    assert sorted(Gated.gets) == sorted(f"{VERSION}/{name}" for name in FILES)
+    for host in hosts[1:]:
+        host.assert_complete(store)
 
 
-@pytest.mark.parametrize("path", ["/../secret", f"/{VERSION}", f"/{VERSION}/manifest.json", f"/{VERSION}/target-00000.bin?nbytes=x"])
-def test_only_files_of_a_version_are_served(hosts: list[Host], path: str) -> None:
-    host, _, port = hosts[0].relay.address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=10)
-    connection.request("GET", path)
-    assert connection.getresponse().status == 404
+def test_a_relay_that_failed_is_not_used_for_further_files(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "CONNECTIONS", 1)
+    requests: list[str] = []
+
+    class Refusing(RelayServer):
+        def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+            requests.append(handler.path)
+            handler.send_error(404)
+
+    chain = [Host(tmp_path, number, kind) for number, kind in enumerate((Refusing, RelayServer))]
+    chain[1].fetch(store, chain[0])
+    chain[1].assert_complete(store)
+    assert len(requests) == 1
+    for host in chain:
+        host.relay.close()
+
+
+def test_rest_of_a_broken_file_comes_from_the_store(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart at the first byte would stop the hosts after it for the time of the bytes that they have."""
+    chain = [Host(tmp_path, number, kind) for number, kind in enumerate((Dies, RelayServer))]
+    chain[0].fetch(store, None)
+    offsets: list[int] = []
+    monkeypatch.setattr(Gated, "step", lambda name, start: offsets.append(start))
+    chain[1].fetch(store, chain[0])
+    chain[1].assert_complete(store)
+    assert sorted(set(offsets)) == [100_000, 200_000, 300_000]
+    for host in chain:
+        host.relay.close()
+
+
+def test_a_full_disk_is_not_reported_as_a_failure_of_the_relay(store: str, hosts: list[Host]) -> None:
+    hosts[0].fetch(store, None)
+    (hosts[1].folder / VERSION).mkdir()
+    (hosts[1].folder / VERSION / f".{next(iter(FILES))}").symlink_to("/dev/full")
+    name, digests = next(iter(FILES)), dict.fromkeys(FILES, "")
+    with pytest.raises(OSError, match="No space left"):
+        download(ChainLink(hosts[0].relay.address, 1, digests), f"{VERSION}/{name}", FILES[name], hosts[1].folder / VERSION / f".{name}")
+
+
+def status_of(host: Host, path: str) -> int:
+    address, _, port = host.relay.address.rpartition(":")
+    connection = http.client.HTTPConnection(address, int(port), timeout=10)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_only_files_of_a_version_are_served(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "STALL_S", 0.1)
+    folder, wanted = hosts[0].folder / VERSION, "?nbytes=5&hops=0"
+    folder.mkdir()
+    for path in (
+        folder / "target-00000.bin",
+        folder / "manifest.json",
+        hosts[0].folder / "target-00000.bin",
+        hosts[0].folder.parent / "secret",
+    ):
+        path.write_bytes(b"12345")
+    assert status_of(hosts[0], f"/{VERSION}/target-00000.bin{wanted}") == 200
+    for name in ("../secret", "target-00000.bin", VERSION, f"{VERSION}/manifest.json", f"{VERSION}/../target-00000.bin"):
+        assert status_of(hosts[0], f"/{name}{wanted}") == 404
+    assert status_of(hosts[0], f"/{VERSION}/target-00000.bin?nbytes=x&hops=0") == 404
+    assert status_of(hosts[0], f"/{VERSION}/target-00001.bin{wanted}") == 404, "not begun"
+
+
+def test_relay_of_a_host_without_downloads_creates_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first download decides where the folder is."""
+    monkeypatch.setattr(remote, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(remote.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert remote.find_cache("s3://bucket/run") is None
+    assert not list(tmp_path.iterdir())
+    cache = remote.open_cache("s3://bucket/run", 5)
+    assert remote.find_cache("s3://bucket/run") == cache == next(tmp_path.glob("mtpctl-fetched-*"))
 
 
 def test_a_shorter_file_is_not_taken(store: str, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,22 +297,24 @@ def test_a_shorter_file_is_not_taken(store: str, hosts: list[Host], tmp_path: Pa
     name = next(iter(FILES))
     (hosts[0].folder / VERSION).mkdir()
     (hosts[0].folder / VERSION / name).write_bytes(b"short")
-    assert not download(hosts[0].relay.address, f"{VERSION}/{name}", FILES[name], tmp_path / "part", hops=1)
+    assert not download(ChainLink(hosts[0].relay.address, 0, {}), f"{VERSION}/{name}", FILES[name], tmp_path / "part")
 
 
-def test_only_the_newest_version_comes_from_a_relay(store: str, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may have deleted the versions that a late receiver reads first."""
-    monkeypatch.setattr(remote, "open_cache", lambda url, nbytes=0: tmp_path)
-    relays: list[str] = []
+def test_manifests_of_a_version_store_name_no_relay(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is behind reads them, and other hosts may not have those versions."""
+    monkeypatch.setattr(remote, "open_cache", lambda url, nbytes: tmp_path)
+    links: list[ChainLink | None] = []
 
-    def fetch_(address: str, cache: Path, files: dict[str, int], *, relay: str, hops: int) -> Path:
-        relays.append(relay)
+    def fetch_(address: str, cache: Path, files: dict[str, int], link: ChainLink | None) -> Path:
+        links.append(link)
         return cache / address.rpartition("/")[2]
 
     monkeypatch.setattr(remote, "fetch", fetch_)
-    manifests = [Manifest(number, "storage", f"{store}/v0000000{number}-0a", {}, relay="10.0.0.1:1", hops=1) for number in (1, 2)]
-    prefetch(manifests)
-    assert relays == ["", "10.0.0.1:1"]
+    published = Manifest(1, "storage", f"{store}/v00000001-0a", {}, digests={"a": "b"})
+    relayed = replace(published, relay="10.0.0.1:1", hops=1)
+    prefetch([relayed])
+    prefetch([Manifest.from_dict(relayed.to_dict()), replace(published, digests={})])
+    assert links == [ChainLink("10.0.0.1:1", 1, {"a": "b"}), ChainLink("", 0, {"a": "b"}), None]
 
 
 def test_hosts_form_a_chain() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mtpctl.cluster import object_store
 from mtpctl.cluster.leftovers import SHARED_MEMORY
-from mtpctl.cluster.object_store import ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.remote import FIELD, prefetch
+from mtpctl.sync.remote import FIELD, digests_of, open_cache, prefetch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.update import manifests_to
@@ -136,14 +137,23 @@ def test_a_version_that_cannot_be_downloaded_leaves_the_previous_one(store: Vers
     assert same(engine.live(), trainer.copy())
 
 
-def test_versions_in_s3_are_bit_equal(tmp_path: Path) -> None:
+def test_versions_in_s3_are_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if hosts are in a chain, which read pieces of files."""
+    monkeypatch.setattr(object_store, "PIECE", 700)
     with serving():
         store = VersionStore(tmp_path / "store", ObjectStore(f"s3://{BUCKET}/run", FIELD))
-        trainer, publish, engine = Trainer(), publisher(store), new_engine()
+        trainer, publish, engine = Trainer(), Publisher(store, bucket_bytes=3000, delta=True, digests=True), new_engine()
         target = engine_target(engine)
         for version in (1, 2, 3):
-            update(target, publish.publish(trainer.step().items(), version, checksums=True), verify=True)
+            manifest = publish.publish(trainer.step().items(), version, checksums=True)
+            if version > 1:
+                prefetch([manifest])
+                folder = next(path for path in open_cache(f"s3://{BUCKET}/run", 0).glob("v*"))
+                assert digests_of(sorted(folder.iterdir())) == manifest.digests
+            update(target, manifest, verify=True)
             assert same(engine.live(), trainer.copy())
+        with pytest.raises(Absent):
+            store.remote.append("missing", tmp_path / "part", 10)  # type: ignore[union-attr]
         assert store.remote is not None and store.remote.names("")
         store.close()
         assert not store.remote.names("")

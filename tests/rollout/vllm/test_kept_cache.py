@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -122,6 +123,74 @@ def test_running_request_continues_without_a_prefill(served: Served, run: Loop) 
     assert_logprobs(sample, expected)
     fresh = reference_logprobs(CONFIG, served.tensors[before + 1], sample.token_ids.tolist())
     assert (fresh - expected)[cut:].abs().mean() > 0.1, "the stale cache matters here"
+
+
+def test_each_of_two_syncs_leaves_the_cache_before_it(served: Served, run: Loop) -> None:
+    served.set("keep")
+    before = served.engine.version
+
+    async def syncs() -> Sample:
+        task = asyncio.ensure_future(served.engine.generate(request(30)))
+        for tokens, seed in ((10, 7), (30, 8)):
+            await served.running(tokens)
+            await served.engine.update(served.publish(seed))
+        return await task
+
+    sample = run(syncs())
+    spans = [(span.version, span.stale_kv) for span in sample.version_spans]
+    assert spans == [(before, False), (before + 1, True), (before + 2, True)]
+    *cuts, _ = [len(PROMPT) + span.end - 1 for span in sample.version_spans]
+    ends = [*cuts, sample.length]
+    parts = [(end, served.tensors[before + number]) for number, end in enumerate(ends)]
+    assert_logprobs(sample, logprobs_with_kept_cache(sample.token_ids.tolist(), parts))
+
+
+def assert_new_weights_only(sample: Sample, first: int, tensors: Tensors) -> None:
+    """The tokens from `first` on have the log-probs of these weights without a stale cache."""
+    expected = reference_logprobs(CONFIG, tensors, sample.token_ids.tolist())[len(sample.prompt_ids) - 1 + first :]
+    assert len(expected) > 5
+    own = torch.tensor(sample.behaviour_logprobs[first:], dtype=torch.float64)
+    torch.testing.assert_close(own, expected, atol=2e-5, rtol=0)
+
+
+def test_request_that_was_preempted_before_a_sync_is_recomputed_in_the_new_era(served: Served, run: Loop) -> None:
+    """Its tokens are marked all the same, because the engine core does not report preemptions."""
+    served.set("keep")
+
+    async def preempt() -> Sample:
+        task = asyncio.ensure_future(served.engine.generate(request(31)))
+        preempted = await served.running(20)
+        await served.engine.pause("keep")
+        served.scheduler.running.remove(preempted)
+        served.scheduler._preempt_request(preempted, time.monotonic(), drop_stale_output=True)
+        served.scheduler.prev_step_scheduled_req_ids.discard(preempted.request_id)
+        await served.engine.update(served.publish(seed=9))
+        await served.engine.resume()
+        return await task
+
+    sample = run(preempt())
+    assert [span.stale_kv for span in sample.version_spans] == [False, True]
+    assert_new_weights_only(sample, sample.version_spans[1].start, served.tensors[served.engine.version])
+
+
+def test_request_continued_after_an_abort_has_no_stale_cache(served: Served, run: Loop) -> None:
+    served.set("keep")
+
+    async def abort() -> Sample:
+        asked = request(32)
+        task = asyncio.ensure_future(served.engine.generate(asked))
+        await served.running(10)
+        await served.engine.update(served.publish(seed=10))
+        await served.running(20)
+        await served.engine.pause("abort")
+        await served.engine.resume()
+        sample = await task
+        assert sample.finish_reason == "abort"
+        return await served.engine.generate(replace(asked, sample=sample))
+
+    sample = run(abort())
+    assert [span.stale_kv for span in sample.version_spans] == [False, True, False]
+    assert_new_weights_only(sample, sample.version_spans[2].start, served.tensors[served.engine.version])
 
 
 def test_running_request_prefills_again_by_default(served: Served, run: Loop) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _ERA = "mtpctl_era"
-_OWN_SALT = "mtpctl_own_salt"
+_REQUEST_SALT = "mtpctl_request_salt"
 
 
 @patch
@@ -46,7 +46,7 @@ def install_prefix_eras() -> None:
 def start_era(scheduler: Scheduler) -> None:
     """Let all requests without KV blocks start in a new era. Requests in the middle of their prefill give up their blocks.
 
-    A request that has sampled a token keeps its blocks and its era. If vLLM preempted it, it has no blocks, and recomputes all of them.
+    A running request that has sampled a token keeps its blocks and its era. One that was preempted before the sync starts in the new era.
     No step may be in flight.
     """
     era = scheduler.__dict__[_ERA] = scheduler.__dict__.get(_ERA, 0) + 1
@@ -63,7 +63,7 @@ def start_era(scheduler: Scheduler) -> None:
 
 
 def _salt(request: Request, era: int) -> None:
-    own = request.__dict__.setdefault(_OWN_SALT, request.cache_salt or "")
+    own = request.__dict__.setdefault(_REQUEST_SALT, request.cache_salt or "")
     request.cache_salt = f"mtpctl-{era}:{own}"
     request.block_hashes.clear()
     request.update_block_hashes()

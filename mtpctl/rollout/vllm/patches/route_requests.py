@@ -121,6 +121,9 @@ class SlotConnector:
             self._saved.pop(name, None)
             return
         start, computed = self._due(request), request.num_computed_tokens
+        if request.num_tokens == request.num_prompt_tokens and computed < request.num_tokens:
+            # Preempted within its prefill, which is computed again, perhaps with newer weights, before the first token is sampled.
+            return
         saved, settled = self._saved.get(name), max(min(request.num_tokens - 1, computed), start)
         before: Routes | None = None
         if saved is not None:

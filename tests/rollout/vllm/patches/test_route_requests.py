@@ -141,6 +141,17 @@ def test_a_preempted_request_keeps_the_rows_of_the_pass_that_sampled_its_tokens(
     assert not card.connector._saved and not card.connector._sent
 
 
+def test_request_preempted_within_its_prefill_has_the_rows_of_the_second_pass() -> None:
+    card = Card(3)
+    request, tokens = request_of(6), [10, 11, 12, 13, 14, 15]
+    card.run(request, 0, tokens[:5])
+    card.give_up(request)
+    again = [each + 500 for each in tokens]  # under other weights
+    card.run(request, 0, again)
+    request.num_tokens, request.ended = 7, True
+    assert np.array_equal(card.delivered(request), rows_of(again))
+
+
 def test_request_that_ends_by_a_step_in_flight_has_its_rows() -> None:
     card = Card(1)
     request, tokens = request_of(3), [10, 11, 12, 20]
