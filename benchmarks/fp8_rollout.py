@@ -1,10 +1,10 @@
 """Compare rollout with FP8 and bf16 weights: tokens/s with and without drafts, acceptance, and the live weights after three syncs.
 
-For each quantization and number of drafts, one engine is started in a separate process and serves 64 and 256 requests. The first process
-with FP8 also updates its engine three times and compares its live tensors with those of a new engine that loads the folder that
-`convert-hf --dtype fp8` exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B
-and random weights are used; their drafts are almost never accepted, so acceptance needs a trained model. Exit code 6: FP8 is less than
-1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
+For each quantization and number of drafts, one engine is started in a separate process and serves 64 and 256 requests. One process of
+each model with FP8, with drafts if the model has MTP layers, also updates its engine three times and compares its live tensors with those
+of a new engine that loads the folder that `convert-hf --dtype fp8` exports. Without `--model`, models with the shapes of MiMo-7B (with its
+MTP layer as drafter) and Qwen3-30B-A3B and random weights are used; their drafts are almost never accepted, so acceptance needs a trained
+model. Exit code 6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
 
     python benchmarks/fp8_rollout.py
     python benchmarks/fp8_rollout.py --model FOLDER      # a trained model

@@ -55,7 +55,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
     if is_reference(recipe.train.rl.loss) or is_reference(recipe.train.rl.advantage):
         from mtpctl.rl.user_objective import check_objective  # imports torch
 
-        check_objective(recipe.train.rl)
+        check_objective(recipe.rl)
     if recipe.rollout.agent is not None:
         from mtpctl.rl.rewards.function import AGENT, load_function
 

@@ -22,6 +22,7 @@ from mtpctl.families.context import with_context
 from mtpctl.families.reading import check_importable
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.buckets import section_buckets
 from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.data import DataConfig
@@ -257,7 +258,8 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
         return VersionStore(folder / "versions", remote)
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     if syncs_both_forms(recipe):
-        size += size // 2
+        # The store of unquantized versions is a subfolder.
+        size += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
     if recipe.sync.delta:
         # `default_root` multiplies the size by three versions, so this adds 3/4 of one for changes: those since the older complete version,
         # which are less than half of one, and those of the complete versions themselves.

@@ -151,7 +151,7 @@ class StabilityWatch:
         return late / early if late > ENTROPY_GROWTH * early > 0 else 0.0
 
     def _fix(self, staleness: float) -> str:
-        rl = self._recipe.train.rl
+        rl = self._recipe.rl
         uncorrected = self._recipe.old_logprobs == "recompute" and rl.correction.mode == "off"
         if self._recipe.off_policy and uncorrected:
             return "leave train.rl.old_logprobs at auto, or set train.rl.correction.mode: truncate"

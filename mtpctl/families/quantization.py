@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
@@ -37,6 +38,7 @@ _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_pro
 five matrices over its ranks: the last has one row per head."""
 
 
+@cache
 def fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
     """Names of the matrices to quantize: projections of attention, MLPs and experts in decoder and, with `drafter`, MTP layers.
 
@@ -80,13 +82,21 @@ def cut_blocks(shape: ModelShape, quantized: Iterable[str], tp: int) -> str | No
         if last in _REPLICATED:
             continue
         dim = 1 if last in _SPLIT_COLUMNS else 0
-        length = sizes[name][dim]
-        # If there are fewer key and value heads than ranks, each is replicated.
-        heads = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(last, tp)
-        part = length // min(tp, heads)
-        if part % FP8_BLOCK:
-            return f"{name} ({part} of {length} {'columns' if dim else 'rows'} per rank)"
+        for length in _split_lengths(shape, last, sizes[name][dim]):
+            # If there are fewer key and value heads than ranks, each is replicated.
+            heads = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(last, tp)
+            part = length // min(tp, heads)
+            if part % FP8_BLOCK:
+                return f"{name} ({part} of {length} {'columns' if dim else 'rows'} per rank)"
     return None
+
+
+def _split_lengths(shape: ModelShape, projection: str, length: int) -> list[int]:
+    """The lengths that ranks split separately. Queries, keys and values of linear attention are stored as one matrix."""
+    delta = shape.delta
+    if projection != "in_proj_qkv" or delta is None:
+        return [length]
+    return [*(delta.key_heads * delta.key_dim,) * 2, delta.value_heads * delta.value_dim]
 
 
 def unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[str]:

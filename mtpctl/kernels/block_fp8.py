@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtpctl.errors import UserError
+from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.families.quantization import SCALE
 
 BLOCK = 128
 """Rows and columns of a block."""
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
-_MIN_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest normal fp32. Subnormal scales would overflow the quotient, or flush to zero on GPUs."""
+_ROUNDED_TO_MAX = 464.0
+"""Largest value that is rounded to `FP8_MAX`: the middle between it and the value that would follow."""
+_MIN_SCALE = 2.0**-22
+"""Smallest scale, also of blocks of zeros: vLLM's quantizer for DeepGEMM takes the maximum of a block as at least 1e-4."""
 _CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Elements that are quantized at a time, which bounds the fp32 copies."""
 
@@ -29,22 +31,24 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> tuple[Tensor, Tensor]:
     """Quantize a matrix.
 
-    A block's scale is the smallest power of two with which its values fit, and 1 for a block of zeros. DeepGEMM accepts only powers of two:
-    vLLM quantizes weights with other scales again. Blocks at the right and bottom edge may be smaller. Blocks are independent: rows that
-    are a multiple of 128 can be quantized separately with the same result.
+    A block's scale is the smallest power of two with which its rounded values fit, at least 2⁻²². vLLM quantizes weights again when it
+    loads them for DeepGEMM (`per_block_cast_to_fp8`), with a scale from the largest rounded value. With these scales that changes neither
+    values nor scales, so a live engine that receives them equals a new one. Blocks at the right and bottom edge may be smaller. Blocks
+    are independent: rows that are a multiple of 128 can be quantized separately with the same result.
 
     Args:
         weight: [rows, columns], of any floating-point dtype, on any device.
         name: tensor name for error messages.
+        checks: records whether the values are finite, for a later check; by default it is checked at once, which waits for the GPU.
 
     Returns:
         Values [rows, columns] in float8_e4m3fn, and fp32 scales [⌈rows / 128⌉, ⌈columns / 128⌉].
 
     Raises:
-        UserError: if the matrix contains infinities or NaN.
+        UserError: if the matrix contains infinities or NaN, without `checks`.
     """
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -55,15 +59,45 @@ def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         height = len(chunk)
         blocks = pad(chunk, (0, -columns % BLOCK, 0, -height % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
         largest = blocks.abs().amax((1, 3))
-        fraction, exponent = torch.frexp((largest / FP8_MAX).clamp_min(_MIN_SCALE))
+        fraction, exponent = torch.frexp((largest / _ROUNDED_TO_MAX).clamp_min(_MIN_SCALE))
         power = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())
-        scale = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), power, largest))
+        scale = torch.where(largest.isfinite(), power, largest)
         scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
         values[start : start + height] = scaled.flatten(2, 3).flatten(0, 1)[:height, :columns].to(torch.float8_e4m3fn)
         scales[start // BLOCK : start // BLOCK + len(scale)] = scale
-    if not bool(scales.isfinite().all()):
+    if checks is not None:
+        checks.add(name, scales)
+    elif not bool(scales.isfinite().all()):
         raise UserError(f"{name}: contains infinities or NaN, which cannot be quantized; use another checkpoint")
     return values, scales
+
+
+class FiniteChecks:
+    """Records for quantized matrices whether they are finite. Checking many at once waits for the GPU once."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._flags: list[Tensor] = []
+
+    def add(self, name: str, scales: Tensor) -> None:
+        """Record a matrix by its scales, which are infinite or NaN if one of its values is."""
+        self._names.append(name)
+        self._flags.append(scales.isfinite().all())
+
+    def clear(self) -> None:
+        """Forget the recorded matrices."""
+        self._names, self._flags = [], []
+
+    def check(self) -> None:
+        """Raise RuntimeFailure that names the first matrix recorded since the last call that is not finite."""
+        names, flags = self._names, self._flags
+        self.clear()
+        if not flags or bool((finite := torch.stack(flags)).all()):
+            return
+        raise RuntimeFailure(
+            f"{names[int(finite.int().argmin())]}: contains infinities or NaN, which cannot be sent in FP8; go back to an earlier "
+            "checkpoint, and lower the learning rate if training has diverged"
+        )
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
@@ -79,8 +113,8 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[
     return result
 
 
-def quantized_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def quantized_tensors(name: str, weight: Tensor, checks: FiniteChecks | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a quantized matrix: its values under its own name, then its scales. Raises UserError, see `quantize`."""
-    values, scales = quantize(weight, name)
+    values, scales = quantize(weight, name, checks)
     yield name, values
     yield name + SCALE, scales

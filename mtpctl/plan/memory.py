@@ -125,13 +125,14 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
     drafting = rollout.speculation.model_tokens > 0 and recipe.mtp.mode != "off"
     stage = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0)[0]
     weights = stage.parameters * width
-    if quantized := {name: size for name, size in tensor_shapes(shape).items() if name in sent_in_fp8(recipe, shape)}:
+    if names := sent_in_fp8(recipe, shape):
+        quantized = {name: size for name, size in tensor_shapes(shape).items() if name in names}
         values = stages(shape, ParallelConfig(tp=rollout.tp), depths=shape.mtp_layers if drafting else 0, only=quantized)[0].parameters
         weights -= int(values * (width - 1 - SCALE_BYTES))
-    width = KV_BYTES.get(str(rollout.engine_args.get("kv_cache_dtype")), width)
-    per_token = kv_bytes_per_token(shape, rollout.tp, width, drafting=drafting)
+    kv_width = KV_BYTES.get(str(rollout.engine_args.get("kv_cache_dtype")), width)
+    per_token = kv_bytes_per_token(shape, rollout.tp, kv_width, drafting=drafting)
     cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
-    state = _sequence_state(recipe, shape, width) + _window_cache(shape, rollout.tp, width, drafting=drafting)
+    state = _sequence_state(recipe, shape, width) + _window_cache(shape, rollout.tp, kv_width, drafting=drafting)
     if cache is None and recipe.device == "cpu":
         context = min(rollout.context or shape.max_positions, shape.max_positions)
         cache = max(CPU_KV_CACHE_BYTES, context * per_token + state)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from mtpctl.families.quantization import unquantized_modules
+from mtpctl.families.quantization import SCALE, unquantized_modules
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.plan.buckets import DTYPE_BYTES, wire_tensors
+from mtpctl.plan.buckets import DTYPE_BYTES, section_buckets, wire_tensors
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.quantization import sent_in_fp8, syncs_both_forms
 from mtpctl.recipe.schema import Recipe
@@ -48,9 +48,10 @@ def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | N
     if not names:
         return None
     sizes, dtype = tensor_shapes(shape), DTYPES[recipe.sent_precision]
-    sections = [section for section in ("target", "draft") if section in recipe.sync.sections]
-    specs = [spec for section in ("target", "draft") for spec in wire_tensors(shape, section, dtype, names)]
-    quantized = sum(spec.nbytes for spec in specs if spec.dtype == "float8_e4m3fn" or spec.name.removesuffix("_scale_inv") in names)
+    sections = section_buckets(recipe, shape)
+    names &= {spec.name for section in sections for spec in wire_tensors(shape, section, dtype)}
+    specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype, names)]
+    quantized = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE) in names)
     plain = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
     modules = dict.fromkeys(module.rpartition(".")[2] for module in unquantized_modules(shape, quantized=names))
     return QuantizationPlan(

@@ -46,7 +46,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from sync.check_kv(recipe)
     yield from sync.check_adapter_sync(recipe, shape)
     yield from sync.check_live_weights(recipe, config or {})
-    yield from quantization.check_quantization(recipe, shape, config or {})
+    yield from quantization.check_fp8_rollout(recipe, shape, config or {})
     yield from train.check_replay(recipe)
     yield from schema.check_kernels(recipe)
     yield from numerics.check_numerics(recipe, shape)
@@ -100,7 +100,7 @@ def cautions_of(recipe: Recipe) -> Iterator[str]:
         return
     yield from sync.sync_cautions(recipe)
     yield from quantization.quantization_cautions(recipe)
-    section, correction = recipe.train.rl, recipe.train.rl.correction
+    section, correction = recipe.rl, recipe.rl.correction
     uncorrected = correction.mode == "off" and section.loss != "decoupled"
     if recipe.off_policy and recipe.old_logprobs == "recompute" and not recipe.logprob.standalone and uncorrected:
         yield (

@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
 ENGINE_ARGS = ("hf_overrides", "load_format", "model_loader_extra_config", "quantization")
 """Options of vLLM that `rollout.quantization` sets itself."""
+QUANTIZED_FOLDER = (
+    "its weights are quantized, and rollout.quantization: fp8 quantizes unquantized ones; convert it with mtpctl convert-hf to a "
+    "checkpoint and back, and name that folder"
+)
+"""Why a folder with a `quantization_config` is rejected."""
 
 
 def sent_in_fp8(recipe: Recipe, shape: ModelShape) -> frozenset[str]:
     """The matrices that a weight sync sends to the engines in FP8."""
     rollout = recipe.rollout
-    return fp8_names(shape, drafter=rollout.drafter_quantization == "fp8") if rollout.quantization == "fp8" else frozenset()
+    drafter = rollout.drafter_quantization == "fp8" and recipe.mtp.mode != "off"
+    return fp8_names(shape, drafter=drafter) if rollout.quantization == "fp8" else frozenset()
 
 
 def syncs_both_forms(recipe: Recipe) -> bool:
@@ -28,32 +34,34 @@ def syncs_both_forms(recipe: Recipe) -> bool:
     return recipe.rollout.quantization == "fp8" and recipe.logprob.standalone
 
 
-def check_quantization(recipe: Recipe, shape: ModelShape | None, config: Mapping[str, object]) -> Complaints:
+def check_fp8_rollout(recipe: Recipe, shape: ModelShape | None, config: Mapping[str, object]) -> Complaints:
     """Report settings that FP8 weights do not support, and models or ranks whose matrices do not fit its blocks."""
     rollout, field = recipe.rollout, "rollout.quantization: fp8"
     if rollout.quantization == "none":
         if rollout.speculation.quantization == "fp8":
-            yield "rollout.speculation.quantization: fp8 needs rollout.quantization: fp8; set that too, or leave it out"
+            yield "rollout.speculation.quantization: fp8 needs rollout.quantization: fp8; set both, or leave it out"
         return
     if rollout.engine != "vllm":
-        yield f"{field} works with rollout.engine: vllm; set none, or the engine"
+        yield f"{field} works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none"
         return
     if recipe.numerics == "bitwise":
-        yield f"{field} rounds the engine's weights, which numerics: bitwise excludes; set none, or numerics: default"
+        yield f"{field} rounds the engine's weights, which numerics: bitwise excludes; set numerics: default, or rollout.quantization: none"
     if "adapter" in recipe.sync.sections:
-        yield f"{field} needs merged adapters; set none, or sync.sections: [target, draft]"
+        yield f"{field} needs merged adapters; set sync.sections: [target, draft], or rollout.quantization: none"
     if recipe.sent_precision != "bf16":
-        yield f"{field} needs activations in bf16, got {recipe.sent_precision}; set train.precision: bf16, or none"
+        yield f"{field} needs activations in bf16, got {recipe.sent_precision}; set train.precision: bf16, or rollout.quantization: none"
     if recipe.sync.transport == "storage" and recipe.logprob.standalone:
         yield (
-            f"{field} with a log-prob server stores each version twice, which sync.transport: storage does not support; set none, or "
-            "logprob.standalone: false"
+            f"{field} with a log-prob server stores each version twice, which sync.transport: storage does not support; set "
+            "logprob.standalone: false, or rollout.quantization: none"
         )
     if recipe.device == "cpu" and shape is not None and shape.moe is not None and shape.mamba is not None:
-        yield f"{field} has no kernel for experts without a gate on a CPU; set none, or cluster.device: cuda"
+        yield f"{field} has no kernel for experts without a gate on a CPU; set cluster.device: cuda, or rollout.quantization: none"
     for name in sorted(set(ENGINE_ARGS) & rollout.engine_args.keys()):
         yield f"rollout.engine_args.{name}: rollout.quantization: fp8 sets it; leave it out, or set rollout.quantization: none"
-    if shape is not None and not config.get("quantization_config"):
+    if config.get("quantization_config"):
+        yield f"model.path: {QUANTIZED_FOLDER}"
+    elif shape is not None:
         yield from _check_blocks(recipe, shape, field)
 
 
@@ -62,7 +70,7 @@ def _check_blocks(recipe: Recipe, shape: ModelShape, field: str) -> Complaints:
     if not names:
         yield (
             f"{field}: no matrix of the model fits blocks of {FP8_BLOCK} x {FP8_BLOCK} (hidden size {shape.hidden}, MLP {shape.ffn}); "
-            "set none, or use a model whose sizes are multiples"
+            "set rollout.quantization: none, or use a model whose sizes are multiples"
         )
     elif (cut := cut_blocks(shape, names, recipe.rollout.tp)) is not None:
         yield f"rollout.tp: {recipe.rollout.tp} ranks cut the FP8 blocks of {cut}; lower it, or set rollout.quantization: none"
@@ -76,23 +84,9 @@ def _check_blocks(recipe: Recipe, shape: ModelShape, field: str) -> Complaints:
 
 def quantization_cautions(recipe: Recipe) -> Iterator[str]:
     """Caution about training on samples of quantized weights as if the trainer's weights had sampled them."""
-    rl = recipe.train.rl
-    if recipe.rollout.quantization == "fp8" and rl.correction.mode == "off" and recipe.old_logprobs == "recompute":
+    rl = recipe.rl
+    if recipe.rollout.quantization == "fp8" and rl.correction.mode == "off" and rl.old_logprobs != "behaviour":
         yield (
             "train.rl.correction.mode: off, but rollout.quantization: fp8 samples from other probabilities than the trainer's, and reward "
-            "drops; leave it out, which sets truncate"
+            "drops; set it to auto, which means truncate, or set train.rl.old_logprobs: behaviour"
         )
-
-
-def correct_by_default(data: dict[str, object]) -> dict[str, object]:
-    """A recipe's data, with `train.rl.correction.mode: truncate` for FP8 rollout unless it sets another mode, or behavior log-probs."""
-    rollout, train = data.get("rollout"), data.get("train", {})
-    if not isinstance(rollout, dict) or rollout.get("quantization") != "fp8" or not isinstance(train, dict):
-        return data
-    rl = train.get("rl", {})
-    if not isinstance(rl, dict) or rl.get("old_logprobs") == "behaviour":
-        return data
-    correction = rl.get("correction", {})
-    if not isinstance(correction, dict) or "mode" in correction:
-        return data
-    return {**data, "train": {**train, "rl": {**rl, "correction": {"mode": "truncate", **correction}}}}

@@ -85,10 +85,10 @@ class OverlongConfig(Section):
 class CorrectionConfig(Section):
     """Off-policy correction by the ratio of old to behavior probabilities."""
 
-    mode: Literal["off", "truncate", "clip", "mask"] = Field(
-        "off",
+    mode: Literal["auto", "off", "truncate", "clip", "mask"] = Field(
+        "auto",
         description="truncate: weights capped above (TIS); clip: clipped on both sides; mask: tokens outside the band dropped (MIS, "
-        "IcePop).",
+        "IcePop); auto: truncate with rollout.quantization: fp8, unless old_logprobs is behaviour; otherwise off.",
     )
     level: Literal["token", "sequence"] = Field("token", description="Ratio per token, or per response.")
     low: NonNegativeFloat = Field(0.0, description="Lower bound of the ratio.")
@@ -256,7 +256,7 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
 
 def check_objective(recipe: Recipe) -> Complaints:
     """Report sampling filters and old log-probs that the loss and the correction do not support."""
-    rl, rollout = recipe.train.rl, recipe.rollout
+    rl, rollout = recipe.rl, recipe.rollout
     correction = rl.correction
     if (rollout.top_p < 1 or rollout.top_k) and correction.mode == "off" and "rl" in recipe.train.stages:
         field, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("top_k", rollout.top_k)

@@ -19,8 +19,8 @@ from mtpctl.recipe.evaluation import EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.quantization import correct_by_default
 from mtpctl.recipe.reward import RewardConfig
+from mtpctl.recipe.rl import RlConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, StorageConfig, SyncConfig
@@ -107,7 +107,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_variants(cls, data: object) -> object:
-        """Select the default variant of sections that name none, and the correction of quantized rollout."""
+        """Select the default variant of sections that name none."""
         if not isinstance(data, dict):
             return data
         filled = dict(data)
@@ -120,7 +120,7 @@ class Recipe(Section):
         for section, (key, default) in DEFAULT_VARIANTS.items():
             if isinstance(filled.get(section), dict):
                 filled[section] = {key: default, **filled[section]}
-        return correct_by_default(filled)
+        return filled
 
     @model_validator(mode="before")
     @classmethod
@@ -137,9 +137,18 @@ class Recipe(Section):
         return self.async_.staleness > 0 or self.async_.sync_every > 1
 
     @property
+    def rl(self) -> RlConfig:
+        """`train.rl`, with `correction.mode: auto` resolved."""
+        rl = self.train.rl
+        if rl.correction.mode != "auto":
+            return rl
+        mode = "truncate" if self.rollout.quantization == "fp8" and rl.old_logprobs != "behaviour" else "off"
+        return rl.model_copy(update={"correction": rl.correction.model_copy(update={"mode": mode})})
+
+    @property
     def old_logprobs(self) -> Literal["recompute", "behaviour"]:
         """`train.rl.old_logprobs`, with `auto` resolved."""
-        rl = self.train.rl
+        rl = self.rl
         if rl.old_logprobs != "auto":
             return rl.old_logprobs
         recomputes = self.logprob.standalone or rl.correction.mode != "off" or rl.loss == "decoupled"

@@ -13,7 +13,7 @@ from typing import Required, TypedDict, Unpack
 
 import torch
 
-from mtpctl.kernels.block_fp8 import quantized_tensors
+from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
 from mtpctl.plan.buckets import ALIGNMENT, Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.plan.changes import MAX_SHARE
 from mtpctl.sync.checksums import checksum
@@ -69,6 +69,7 @@ class Packer:
         self.quantized = frozenset(options.get("quantized", ()))
         self.config = dict(options.get("config") or {})
         self.plans: dict[Section, tuple[Bucket, ...]] = {}
+        self._finite = FiniteChecks()
 
     def plan(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None) -> None:
         """Plan the buckets of all versions. `aliases` maps names of tied weights to the name under which they are sent."""
@@ -90,17 +91,22 @@ class Packer:
             specs.append(spec_of(name, tensor))
             if checksums:
                 sums[self.section_of(name)][name] = checksum(tensor)
+        self._finite.check()
         if not self.plans:
             self.plan(specs, aliases)
         return sums
 
     def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections in `next_sections`, quantized or cast to the dtype in which they are sent."""
+        """The tensors of the sections in `next_sections`, quantized or cast to the dtype in which they are sent.
+
+        Quantized tensors must not be sent before `_finite.check`.
+        """
+        self._finite.clear()
         for name, tensor in export:
             if self.section_of(name) not in self.next_sections:
                 continue
             if name in self.quantized:
-                yield from quantized_tensors(name, tensor.detach())
+                yield from quantized_tensors(name, tensor.detach(), self._finite)
             else:
                 cast = self.dtype is not None and tensor.is_floating_point()
                 yield name, tensor.to(self.dtype) if cast else tensor
@@ -148,6 +154,7 @@ class Packer:
             comparison.add(section, name, tensor)
             if checksums:
                 sums[section][name] = checksum(tensor)
+        self._finite.check()
         return comparison.finish(), sums
 
     @torch.no_grad()
@@ -165,9 +172,10 @@ class Packer:
         """Fill the writer's buffers in the plan's order while the export streams.
 
         Tensors of two sections may be interleaved, unless the writer requires `section_after_section`. Raises PlanMismatch if the export
-        differs from the plan, and SyncError if the writer cannot send its sections in this order.
+        differs from the plan, SyncError if the writer cannot send its sections in this order, and RuntimeFailure if a quantized matrix is
+        not finite.
         """
-        filling = {section: _SectionPacker(section, buckets) for section, buckets in self.next_plans.items()}
+        filling = {section: _SectionPacker(section, buckets, self._finite.check) for section, buckets in self.next_plans.items()}
         sums: Checksums = {section: {} for section in filling}
         for name, tensor in tensors:
             section = self.section_of(name)
@@ -189,10 +197,11 @@ class Packer:
 
 
 class _SectionPacker:
-    """Copies the tensors of one section into its buckets."""
+    """Copies the tensors of one section into its buckets. `check`: called before a bucket is sent."""
 
-    def __init__(self, section: str, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, section: str, buckets: Sequence[Bucket], check: Callable[[], None] = lambda: None) -> None:
         self.section = section
+        self.check = check
         self.aliases = {alias for bucket in buckets for entry in bucket.entries for alias in entry.aliases}
         self.entries = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
         self.next = 0
@@ -218,6 +227,7 @@ class _SectionPacker:
             self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=writer.follows_stream)
             self.next += 1
             if entry is bucket.entries[-1]:
+                self.check()
                 writer.send(self.section, bucket)
                 self.buffer = None
             if entry.last:

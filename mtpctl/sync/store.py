@@ -36,6 +36,11 @@ COMPLETE = "complete"
 """The folder of all buckets of a version that also has changes."""
 
 
+def is_unquantized(root: Path | str) -> bool:
+    """Whether the folder of a store is that of unquantized versions."""
+    return Path(root).name == UNQUANTIZED
+
+
 def name_of(folder: Path) -> str:
     """A name for the versions of the run in `folder`, unique on this machine."""
     return f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode()):08x}"

@@ -285,13 +285,22 @@ class WeightUpdate:
         self.plan_seconds = time.perf_counter() - began
 
     async def transfer(self) -> None:
-        """Transfer the buckets, and wait until every target has committed. An error of a target takes precedence over the sender's."""
+        """Transfer the buckets, and wait until every target has committed.
+
+        Raises the sender's error if it is no SyncError, such as weights that are not finite: receivers then fail because of it, and a
+        second transfer would fail too. Otherwise an error of a target takes precedence.
+        """
         assert self.state is State.PLAN
         self.state, began = State.TRANSFER, time.perf_counter()
         sending = asyncio.create_task(self._send())
         try:
             self.reports = await self._commit()
             self.sent = await sending or Sent(self.manifest.nbytes, time.perf_counter() - began)
+        except SyncError as error:
+            (failure,) = await asyncio.gather(sending, return_exceptions=True)
+            if isinstance(failure, Exception) and not isinstance(failure, SyncError):
+                raise failure from error
+            raise
         finally:
             await asyncio.gather(sending, return_exceptions=True)
         self.state = State.PERSIST if self.pushed else State.DONE

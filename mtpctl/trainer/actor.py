@@ -98,7 +98,7 @@ class TrainerRank(WeightExporter):
 
         train = self.recipe.train
         if "rl" in train.stages:
-            check_objective(train.rl)
+            check_objective(self.recipe.rl)
         if train.threads:
             torch.set_num_threads(train.threads)
         config = EngineConfig(
@@ -193,7 +193,7 @@ class TrainerRank(WeightExporter):
 
         from mtpctl.trainer.objective import PolicyObjective, advantages
 
-        recipe, rl = self.recipe, self.recipe.train.rl
+        recipe, rl = self.recipe, self.recipe.rl
         began = time.perf_counter()
         assert share.dp_rank == recipe.train.parallel.dp_rank(self.rank), "the share of another rank"
         if not share.minibatches:
@@ -341,7 +341,7 @@ class TrainerRank(WeightExporter):
         behaviour = joined([s.columns["behaviour"] for s in sequences])
         mask = joined([s.loss_mask for s in sequences])
         seq_ids = torch.from_numpy(np.repeat(np.arange(len(sequences)), [len(s.loss_mask) for s in sequences]))
-        sums = mismatch_sums(old, behaviour, mask, seq_ids, len(sequences), self.recipe.train.rl.correction)
+        sums = mismatch_sums(old, behaviour, mask, seq_ids, len(sequences), self.recipe.rl.correction)
         same = joined([exact & (each == old_version) for each, old_version in zip(versions, old_versions, strict=True)])
         sums |= cause_sums(old, behaviour, mask, same, joined(stale_kv))
         totals = dict(zip(sums, summed([float(value) for value in sums.values()]), strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.quantization import sent_in_fp8
@@ -108,14 +107,14 @@ class WeightExporter:
         from mtpctl.sync.packing import PackingOptions
         from mtpctl.sync.remote import FIELD
         from mtpctl.sync.sender import Publisher, Sender
-        from mtpctl.sync.store import UNQUANTIZED, VersionStore
+        from mtpctl.sync.store import VersionStore, is_unquantized
 
         shape, sync = self.engine.folder.shape, self.recipe.sync
         options: PackingOptions = {
             "bucket_bytes": sync.bucket_bytes,
             "sections": self._sections,
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
-            "quantized": frozenset() if Path(store).name == UNQUANTIZED else sent_in_fp8(self.recipe, shape),
+            "quantized": frozenset() if is_unquantized(store) else sent_in_fp8(self.recipe, shape),
         }
         if sync.transport not in PUSHED:
             url = self.recipe.sync_url

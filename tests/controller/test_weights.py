@@ -219,9 +219,9 @@ async def test_cancelled_sync_leaves_nothing_paused(transport: str, root: Path) 
 
 
 @settled
-async def test_quantized_engines_and_the_server_get_the_version_in_updates_of_their_own(transport: str, root: Path) -> None:
-    """The server first, and not again if the engines' update has failed."""
-    world = World(transport, root, refusals=2)
+async def test_server_is_updated_before_quantized_engines(transport: str, root: Path) -> None:
+    """The server first, and not again if the engines' update has failed. Only a pushed version can be tried again."""
+    world = World(transport, root, refusals=2 if transport == "ipc" else 0)
     world.recipe = world.recipe.model_copy(
         update={
             "rollout": world.recipe.rollout.model_copy(update={"quantization": "fp8"}),
@@ -229,15 +229,15 @@ async def test_quantized_engines_and_the_server_get_the_version_in_updates_of_th
         }
     )
     sync = await world.begin()
-    with pytest.raises(SyncError, match="the engine cannot"):
-        await sync(1)
-    await world.serves(1)
-    world.engine.refusals = 0
+    if transport == "ipc":
+        with pytest.raises(SyncError, match="the engine cannot"):
+            await sync(1)
+        await world.serves(1)
     await sync(1)
     await sync(2)
     await world.serves(2)
     both = [str(root / "unquantized"), str(root)]
-    assert world.trainer.stores == [*both, *([both[1]] if transport == "ipc" else []), both[1], *both]
+    assert world.trainer.stores == [*both, *([both[1]] * 2 if transport == "ipc" else []), *both]
     if transport == "ipc":
         server, engine = ["log-prob 0.0.0"], ["rollout 0.0.0"]
         assert world.trainer.members == [server, engine, engine, engine, server, engine]

@@ -12,6 +12,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
 from mtpctl.kernels.block_fp8 import BLOCK
+from tests.fakes.toys import QWEN3_5
 
 MIMO_7B: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -23,6 +24,15 @@ MIMO_7B: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 151680,
     "num_nextn_predict_layers": 1,
+}
+LINEAR: dict[str, Any] = QWEN3_5 | {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
 }
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -138,6 +148,9 @@ def test_blocks_are_those_of_the_quantizer() -> None:
         ),
         # Every rank has the whole of kv_a_proj_with_mqa, with its 576 rows.
         (DEEPSEEK_V3, 8, None),
+        # Each rank has 64 rows of queries and of keys, although a quarter of the whole matrix is a multiple of 128.
+        (LINEAR, 4, "model.layers.0.linear_attn.in_proj_qkv.weight (64 of 256 rows per rank)"),
+        (LINEAR, 2, None),
         (DEEPSEEK_V3, 32, "model.layers.0.mlp.down_proj.weight (576 of 18432 columns per rank)"),
     ],
 )

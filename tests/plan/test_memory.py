@@ -13,6 +13,7 @@ from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
+from mtpctl.plan import memory as planning
 from mtpctl.plan.activations import activation_width, drafter_width, layer_widths, peak_width, transient_width
 from mtpctl.plan.buckets import section_buckets
 from mtpctl.plan.memory import (
@@ -27,6 +28,7 @@ from mtpctl.plan.memory import (
 from mtpctl.plan.sharding import stage_layers, stages
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.fits import check_fits
 from tests.fakes.toys import LLAMA_DFLASH
@@ -293,6 +295,27 @@ def test_fp8_weights_take_one_byte_and_their_share_of_scales() -> None:
         assert plain.weights - memory.weights == quantized - quantized * 4 // 128**2
         assert memory.kv_token == plain.kv_token
     assert engine_memory(recipe(*fp8, "rollout.engine_args={kv_cache_dtype: fp8}"), MIMO).kv_token * 2 == plain.kv_token
+
+
+def test_fp8_names_are_determined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with 18,624 matrices of experts and attention."""
+    calls = []
+
+    def counted(*arguments: Any) -> frozenset[str]:
+        calls.append(arguments)
+        return sent_in_fp8(*arguments)
+
+    monkeypatch.setattr(planning, "sent_in_fp8", counted)
+    shape = shape_of(hub_config("Qwen/Qwen3-30B-A3B"))
+    created = recipe("rollout.quantization=fp8", "mtp.mode=off", "rollout.speculation.num_tokens=0")
+    assert engine_memory(created, shape).weights < 0.55 * engine_memory(recipe(), shape).weights
+    assert len(calls) == 2 and len(sent_in_fp8(created, shape)) == 48 * (128 * 3 + 4)
+
+
+def test_state_of_linear_attention_does_not_depend_on_the_cache_of_keys() -> None:
+    shape = shape_of(hub_config("Qwen/Qwen3.5-35B-A3B"))
+    plain, fp8 = (engine_memory(recipe(*sets), shape) for sets in ([], ["rollout.engine_args={kv_cache_dtype: fp8}"]))
+    assert fp8.sequence_state == plain.sequence_state > 0 and fp8.kv_token * 2 == plain.kv_token
 
 
 def test_windows_take_cache_for_each_sequence_instead_of_each_token() -> None:

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import UserError
+from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
+from mtpctl.plan.buckets import wire_tensors
+from mtpctl.plan.quantization import plan_quantization
 from mtpctl.recipe.checks import cautions_of, complaints_of, validate
 from mtpctl.recipe.loading import load_recipe
+from mtpctl.recipe.model import read_config
 from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
+from mtpctl.rollout.vllm.fp8_loading import quantized_names
+from tests.fakes.convert_models import change_config, tensors, write
 from tests.fakes.fp8_models import fp8_model
 from tests.fakes.toys import NEMOTRON_H
 
@@ -32,24 +38,36 @@ def recipe(*sets: str) -> Recipe:
 def test_fp8_rollout_is_accepted_and_corrected_by_default() -> None:
     created = recipe(*FP8)
     validate(created)
-    assert created.train.rl.correction.mode == "truncate" and created.old_logprobs == "recompute"
-    assert created.train.rl.correction.high == 2.0
+    assert created.rl.correction.mode == "truncate" and created.old_logprobs == "recompute"
+    assert created.rl.correction.high == 2.0
     assert not [caution for caution in cautions_of(created) if "correction" in caution]
-    assert recipe(*BLOCKS).train.rl.correction.mode == "off"
+    assert recipe(*BLOCKS).rl.correction.mode == "off"
+
+
+def test_default_of_the_correction_follows_a_key_that_is_set_later() -> None:
+    """A run's stored recipe has every default, and `--set` changes it."""
+    for stored, sets, mode in (([], {"quantization": "fp8"}, "truncate"), (["rollout.quantization=fp8"], {"quantization": "none"}, "off")):
+        data = recipe(*BLOCKS, "train.precision=bf16", *stored).model_dump(mode="json", by_alias=True)
+        data["rollout"] |= sets
+        assert Recipe.model_validate(data).rl.correction.mode == mode
 
 
 def test_correction_that_the_recipe_sets_is_kept() -> None:
-    assert recipe(*FP8, "train.rl.correction.mode=mask").train.rl.correction.mode == "mask"
-    bounded = recipe(*FP8, "train.rl.correction.high=3").train.rl.correction
+    assert recipe(*FP8, "train.rl.correction.mode=mask").rl.correction.mode == "mask"
+    bounded = recipe(*FP8, "train.rl.correction.high=3").rl.correction
     assert (bounded.mode, bounded.high) == ("truncate", 3.0)
     behaviour = recipe(*FP8, "train.rl.old_logprobs=behaviour")
-    assert behaviour.train.rl.correction.mode == "off"
+    assert behaviour.rl.correction.mode == "off"
     validate(behaviour)
     assert not [caution for caution in cautions_of(behaviour) if "rollout.quantization" in caution]
 
 
-def test_a_recipe_without_correction_is_cautioned() -> None:
-    created = recipe(*FP8, "train.rl.correction.mode=off", "train.rl.old_logprobs=recompute")
+@pytest.mark.parametrize("old_logprobs", ["auto", "recompute"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_recipe_without_correction_is_cautioned(old_logprobs: str, staleness: int) -> None:
+    created = recipe(
+        *FP8, "train.rl.correction.mode=off", f"train.rl.old_logprobs={old_logprobs}", f"async.staleness_threshold={staleness}"
+    )
     validate(created)
     (caution,) = [caution for caution in cautions_of(created) if "rollout.quantization" in caution]
     assert caution.startswith("train.rl.correction.mode: off, but rollout.quantization: fp8 samples from other probabilities")
@@ -59,15 +77,18 @@ def test_a_recipe_without_correction_is_cautioned() -> None:
     ("sets", "message"),
     [
         (["rollout.quantization=int4"], "rollout.quantization"),
-        (["numerics=bitwise"], "rollout.quantization: fp8 rounds the engine's weights, which numerics: bitwise excludes; set none"),
+        (
+            ["numerics=bitwise"],
+            "rollout.quantization: fp8 rounds the engine's weights, which numerics: bitwise excludes; set numerics: default",
+        ),
         (
             ["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"],
-            "rollout.quantization: fp8 needs merged adapters; set none, or sync.sections: [target, draft]",
+            "rollout.quantization: fp8 needs merged adapters; set sync.sections: [target, draft], or roll",
         ),
-        (["train.precision=fp32"], "rollout.quantization: fp8 needs activations in bf16, got fp32; set train.precision: bf16, or none"),
+        (["train.precision=fp32"], "rollout.quantization: fp8 needs activations in bf16, got fp32; set train.precision: bf16, or rol"),
         (
             [f"model.config.{field}" for field in ("hidden_size=192", "head_dim=32", "num_attention_heads=6", "intermediate_size=576")],
-            "rollout.quantization: fp8: no matrix of the model fits blocks of 128 x 128 (hidden size 192, MLP 576); set none",
+            "rollout.quantization: fp8: no matrix of the model fits blocks of 128 x 128 (hidden size 192, MLP 576); set rollout",
         ),
         (
             ["rollout.tp=2"],
@@ -98,7 +119,7 @@ def test_sglang_is_refused() -> None:
     data["rollout"] = {"engine": "sglang", "quantization": "fp8"}
     data["cluster"]["device"], data["sync"]["transport"] = "cuda", "nccl"
     lines = list(complaints_of(Recipe.model_validate(data)))
-    assert "rollout.quantization: fp8 works with rollout.engine: vllm; set none, or the engine" in lines, (sets, lines)
+    assert "rollout.quantization: fp8 works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none" in lines, (sets, lines)
 
 
 def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
@@ -110,9 +131,46 @@ def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
     assert any("does not store model.layers.0.mlp.experts.0.down_proj.weight by itself; convert it" in line for line in lines), lines
 
 
+@pytest.mark.parametrize("stages", ["[sft]", "[rl]"])
+def test_folder_with_fp8_weights_is_refused_for_every_stage(stages: str, tmp_path: Path) -> None:
+    fp8_model("mimo", tmp_path / "hf")
+    change_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", f"train.stages={stages}")))
+    assert any(line.startswith("model.path: its weights are quantized, and rollout.quantization: fp8 quantizes") for line in lines), lines
+    with pytest.raises(UserError, match=r"hf: its weights are quantized, and rollout.quantization: fp8 quantizes unquantized ones"):
+        quantized_names(tmp_path / "hf", drafter=True)
+
+
+def test_folder_without_its_mtp_layers_is_accepted_if_mtp_is_off(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    fp8_model("mimo", folder)
+    stored = {name: value for name, value in tensors(folder).items() if ".mtp_layers." not in name}
+    write(folder, stored)
+    created = recipe(*FP8[-2:], "model={path: " + str(folder) + "}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
+    assert not [line for line in complaints_of(created) if "FP8" in line or "fp8" in line]
+    shape = shape_of(read_config(folder))
+    names = quantized_names(folder, drafter=True)
+    assert names == sent_in_fp8(created, shape) == fp8_names(shape, drafter=False) and names <= stored.keys()
+    plan = plan_quantization(created, shape)
+    assert plan is not None and plan.matrices == len(names)
+
+
+def test_plan_counts_the_sections_that_are_synced() -> None:
+    created = recipe(*FP8, "logprob.standalone=true")
+    shape = shape_of(created.model.config or {})
+    both = plan_quantization(created, shape)
+    trunk = plan_quantization(created.model_copy(update={"mtp": created.mtp.model_copy(update={"mode": "off"})}), shape)
+    assert both is not None and trunk is not None
+    assert both.matrices == len(fp8_names(shape)) and trunk.matrices == len(fp8_names(shape, drafter=False))
+    draft = sum(spec.nbytes for spec in wire_tensors(shape, "draft", "bfloat16"))
+    assert draft and both.bytes_to_logprob - trunk.bytes_to_logprob == draft
+
+
 def test_experts_without_a_gate_are_refused_on_a_cpu() -> None:
     lines = list(complaints_of(recipe(*FP8[-2:], f"model.config={json.dumps(NEMOTRON_H)}")))
-    assert any("rollout.quantization: fp8 has no kernel for experts without a gate on a CPU; set none" in line for line in lines), lines
+    assert any(
+        "rollout.quantization: fp8 has no kernel for experts without a gate on a CPU; set cluster.device: cuda" in line for line in lines
+    ), lines
 
 
 def test_drafter_stays_unquantized_if_the_recipe_says_so() -> None:

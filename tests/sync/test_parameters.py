@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from mtpctl.kernels.block_fp8 import quantize, quantized_tensors, scale_shape
+from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum, combined
-from mtpctl.sync.parameters import Run, ShapeMismatch, Shard, Slot, TpRank, find_shard, resolve
+from mtpctl.sync.parameters import Run, ShapeMismatch, Shard, Slot, TpRank, find_shard, match_shards, resolve
+from mtpctl.sync.protocol import SectionPlan
 
 LAYER = "model.layers.0"
 
@@ -199,6 +202,70 @@ def test_experts_are_written_into_the_packed_tensors(layout: str, proj: str, sha
         for shard in shards:
             shard.write(whole.view(-1), 0, whole.numel())
         assert combined(part for shard in shards for part in shard.sums()) == checksum(whole)
+
+
+def fp8_layer(weight: tuple[int, int], **attributes: Any) -> nn.Module:
+    module = layer(torch.zeros(weight, dtype=torch.float8_e4m3fn), **attributes)
+    module.weight_scale_inv = nn.Parameter(torch.zeros(scale_shape(*weight)), requires_grad=False)
+    return module
+
+
+def fp8_model(rank: int, size: int) -> nn.Module:
+    """A rank's attention with 4 heads of 128, MLP and two experts, whose hidden size is 256."""
+    tp = {"tp_rank": rank, "tp_size": size}
+    model = nn.Module()
+    model.qkv_proj = fp8_layer((3 * 512 // size, 256), output_sizes=[512] * 3, **tp)
+    model.o_proj = fp8_layer((256, 512 // size), **tp)
+    model.gate_up_proj = fp8_layer((2 * 256 // size, 256), output_sizes=[256] * 2, **tp)
+    model.mlp = nn.Module()
+    model.mlp.experts = experts(rank, size, local=(0, 1))
+    model.mlp.experts.global_num_experts, model.mlp.experts.expert_map = 2, None
+    for leaf, rows, columns in (("w13_weight", 2 * 256 // size, 256), ("w2_weight", 256, 256 // size)):
+        values = torch.zeros(2, rows, columns, dtype=torch.float8_e4m3fn)
+        model.mlp.experts.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+        scales = nn.Parameter(torch.zeros(2, *scale_shape(rows, columns)), requires_grad=False)
+        model.mlp.experts.register_parameter(f"{leaf}_scale_inv", scales)
+    return model
+
+
+def test_fp8_values_and_scales_of_each_rank_are_those_of_its_part() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"{part}_proj": (512, 256) for part in "qkv"} | {"o_proj": (256, 512), "gate_proj": (256, 256), "up_proj": (256, 256)}
+    shapes |= {f"mlp.experts.{e}.{part}_proj": (256, 256) for e in range(2) for part in ("gate", "up", "down")}
+    spread = torch.logspace(-3, 0, 4).repeat_interleave(128)  # so that scales differ
+    weights = {
+        name: torch.randn(shape, generator=generator) * spread[: shape[0], None] * spread[None, : shape[1]]
+        for name, shape in shapes.items()
+    }
+    sent = {key: value for name, weight in weights.items() for key, value in quantized_tensors(f"{name}.weight", weight)}
+    specs = [TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in sent.items()]
+    plan = SectionPlan(tuple(plan_buckets(specs, 1 << 20)))
+    ranks = [fp8_model(rank, 2) for rank in range(2)]
+    matched = [match_shards(model, plan, tp=TpRank(rank, 2)) for rank, model in enumerate(ranks)]
+    for name, tensor in sent.items():
+        for shards in matched:
+            shards[name].write(tensor.view(-1), 0, tensor.numel())
+        assert combined(part for shards in matched for part in shards[name].sums()) == checksum(tensor)
+    for rank, model in enumerate(ranks):
+
+        def rows(*names: str, rank: int = rank) -> torch.Tensor:
+            return torch.cat([weights[name].chunk(2)[rank] for name in names])
+
+        parts = {"qkv_proj": rows("q_proj", "k_proj", "v_proj"), "o_proj": weights["o_proj"].chunk(2, 1)[rank]}
+        parts["gate_up_proj"] = rows("gate_proj", "up_proj")
+        live = dict(model.named_parameters())
+        pairs = [(f"{name}.weight", live[f"{name}.weight"], live[f"{name}.weight_scale_inv"], part) for name, part in parts.items()]
+        for e in range(2):
+            whole = {
+                "w13": rows(f"mlp.experts.{e}.gate_proj", f"mlp.experts.{e}.up_proj"),
+                "w2": weights[f"mlp.experts.{e}.down_proj"].chunk(2, 1)[rank],
+            }
+            for leaf, part in whole.items():
+                pairs.append((leaf, live[f"mlp.experts.{leaf}_weight"][e], live[f"mlp.experts.{leaf}_weight_scale_inv"][e], part))
+        for name, values, scales, part in pairs:
+            expected_values, expected_scales = quantize(part, name)
+            assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8)), name
+            assert torch.equal(scales, expected_scales), name
 
 
 def test_a_shape_that_no_split_explains_is_an_error() -> None:

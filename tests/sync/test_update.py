@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SectionPlan, SyncError, TargetDirty
@@ -23,6 +24,7 @@ class World:
     def __init__(self, transport: str, root: Path) -> None:
         self.calls: list[tuple[str, State]] = []
         self.refuses: Exception | None = None
+        self.fails: Exception | None = None
         recipe = Recipe.model_validate({"sync": {"transport": transport}})
         self.update = WeightUpdate(Parties(recipe, self, self, None, root), 1, ("target", "draft"), verify=False)
 
@@ -37,6 +39,8 @@ class World:
     async def transfer_weights(self) -> Sent:
         self.note("transfer_weights")
         await asyncio.sleep(0.01)
+        if self.fails is not None:
+            raise self.fails
         return Sent(3, 1.0)
 
     async def persist_weights(self) -> None:
@@ -94,6 +98,22 @@ def test_nothing_is_persisted_after_a_target_refused(tmp_path: Path) -> None:
     assert world.update.state is State.COMMIT
     asyncio.run(world.update.persist())
     assert "persist_weights" not in [what for what, _ in world.calls]
+
+
+@pytest.mark.parametrize(
+    ("fails", "raised"),
+    [
+        (RuntimeFailure("w: contains NaN"), "w: contains NaN"),
+        (SyncError("a receiver is gone"), "it does not fit"),
+    ],
+)
+def test_senders_own_failure_precedes_the_receivers(fails: Exception, raised: str, tmp_path: Path) -> None:
+    """Receivers fail because of it, and a SyncError would be tried again."""
+    world = World("ipc", tmp_path)
+    world.refuses, world.fails = SyncError("it does not fit"), fails
+    with pytest.raises(RuntimeFailure, match=f"^{raised}") as caught:
+        asyncio.run(world.update.run())
+    assert isinstance(caught.value, SyncError) == isinstance(fails, SyncError)
 
 
 SENT = Manifest(1, "shm", "nowhere", {"target": SectionPlan(tuple(plan_buckets([TensorSpec("w", (1,), "float32")], 1024)))})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.errors import UserError
+from mtpctl.errors import RuntimeFailure
 from mtpctl.families.quantization import SCALE, fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.block_fp8 import quantized_tensors
@@ -139,10 +139,11 @@ def test_matrices_are_quantized_except_in_the_store_of_unquantized_versions(tmp_
     for section, plan in fp8.sections.items():
         planned = wire_tensors(shape, section, "bfloat16", names)
         assert {(spec.name, spec.shape, spec.dtype) for spec in planned} == {(e.name, e.shape, e.dtype) for e in plan.tensors().values()}
-        for name, sum_ in plan.checksums.items():
-            tensors = dict(quantized_tensors(name, engine.tensors[name])) if name in names else {name: engine.tensors.get(name)}
-            if (tensor := tensors[name]) is not None:
-                assert sum_ == checksum(tensor)
+    sums = {name: value for plan in fp8.sections.values() for name, value in plan.checksums.items()}
+    expected = {name: tensor for name, tensor in engine.tensors.items() if name not in names}
+    for name in names:
+        expected |= dict(quantized_tensors(name, engine.tensors[name]))
+    assert sums == {name: checksum(tensor) for name, tensor in expected.items()}
 
 
 def test_weights_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
@@ -152,6 +153,6 @@ def test_weights_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
     weights = source(engine, rollout={"quantization": "fp8"}, train={"precision": "bf16"})
     assert weights.plan_weights(1, str(tmp_path), [], False, WHOLE) is not None
     engine.tensors["model.layers.0.mlp.down_proj.weight"][3, 4] = float("nan")
-    with pytest.raises(UserError, match=r"^model\.layers\.0\.mlp\.down_proj\.weight: contains infinities or NaN"):
+    with pytest.raises(RuntimeFailure, match=r"^model\.layers\.0\.mlp\.down_proj\.weight: contains infinities or NaN"):
         weights.plan_weights(2, str(tmp_path), [], False, WHOLE)
     assert VersionStore(tmp_path).versions() == [1]

@@ -20,6 +20,7 @@ from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
 from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
+from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
 from mtpctl.rollout.vllm.patches import logprobs, pauses
 from mtpctl.rollout.vllm.serving import rejection, sampling_of
 from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
@@ -85,6 +86,8 @@ class VllmEngine(Engine):
         await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
         if settings.verifies_blocks:
             check_verification(await engine._within(VllmClient(llm).rpc("mtpctl_verification"), "asking for the verification rule"))
+        if settings.args.get("load_format") == LOAD_FORMAT:
+            check_kernels(await engine._within(VllmClient(llm).rpc("mtpctl_packed_fp8"), "asking for the FP8 kernels"))
         if settings.args.get("enable_lora"):
             await engine._target.load_zero_adapter()
         return engine
@@ -206,6 +209,12 @@ def check_verification(rules: list[object]) -> None:
             "rollout.speculation.verification: vLLM ignores block here and verifies token by token, because it uses its first model runner "
             "(on a CPU, or with VLLM_USE_V2_MODEL_RUNNER=0); set token, or unset the variable on a GPU"
         )
+
+
+def check_kernels(packed: list[object]) -> None:
+    """Raise UserError if a worker's kernels pack FP8 weights. packed: the reason of each worker (`WorkerExtension.mtpctl_packed_fp8`)."""
+    if (reason := next(filter(None, packed), None)) is not None:
+        raise UserError(f"rollout.quantization: {reason}")
 
 
 def check_engine_args(args: Arguments) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from mtpctl.errors import UserError
 from mtpctl.families.quantization import fp8_config, fp8_names
 from mtpctl.families.reading import DRAFTER, shape_of
-from mtpctl.families.tensors import tensor_shapes
+from mtpctl.families.tensors import section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES, read_config, tensor_names
+from mtpctl.recipe.quantization import QUANTIZED_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,21 +29,24 @@ LOAD_FORMAT = "mtpctl_fp8"
 """Name of the loader in vLLM (`load_format`)."""
 DRAFTER_QUANTIZED = "drafter"
 PRECISION = "precision"
-"""Keys of `model_loader_extra_config`: whether MTP layers are quantized too, and the precision of the trainer."""
+FOLDER = "folder"
+"""Keys of `model_loader_extra_config`: whether MTP layers are quantized too, the precision of the trainer, and the model's folder."""
 
 
 @cache
 def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
-    """The matrices of a model folder to quantize. Empty for a drafter in the subfolder `drafter/`.
+    """The matrices of a model folder to quantize. `drafter`: also those of MTP layers, if the folder stores these layers.
 
-    Raises UserError if the folder does not store each of them under its own name, or if there are none.
+    Raises UserError if the folder is quantized, if it does not store each of them under its own name, or if there are none.
     """
-    if folder.name == DRAFTER:
-        return frozenset()
-    names = fp8_names(shape_of(read_config(folder)), drafter=drafter)
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        raise UserError(f"{folder}: {QUANTIZED_FOLDER}")
+    shape, stored = shape_of(config), tensor_names(folder)
+    names = fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored))
     if not names:
-        raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set none")
-    if missing := sorted(names - tensor_names(folder)):
+        raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set rollout.quantization: none")
+    if missing := sorted(names - stored):
         raise UserError(
             f"rollout.quantization: {folder} does not store {missing[0]} by itself; convert it with mtpctl convert-hf to a checkpoint, "
             "from there with --dtype fp8, and back, and name that folder"
@@ -55,8 +59,8 @@ def with_fp8(config: PretrainedConfig, *, folder: str, drafter: bool) -> Pretrai
 
     vLLM also calls it for the config of a drafter. One in the subfolder `drafter/` is not quantized.
     """
-    if Path(str(config.name_or_path)).name != DRAFTER:
-        path = Path(folder)
+    path = Path(folder)
+    if Path(str(config.name_or_path)) != path / DRAFTER:
         shape, names = shape_of(read_config(path)), quantized_names(path, drafter=drafter)
         known = tensor_shapes(shape)
         outside = sorted(name.removesuffix(".weight") for name in tensor_names(path) if name.endswith(".weight") and name not in known)
@@ -88,15 +92,23 @@ def _loader() -> type:
             extra = dict(load_config.model_loader_extra_config)
             self.drafter = bool(extra.pop(DRAFTER_QUANTIZED))
             self.dtype: torch.dtype = getattr(torch, DTYPES[extra.pop(PRECISION)])
+            self.folder = Path(str(extra.pop(FOLDER)))
             super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
 
         def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
-            names = quantized_names(Path(model_config.model), drafter=self.drafter)
+            names = self.names(Path(model_config.model), "draft" if model_config.runner_type == "draft" else "target")
             for name, tensor in super().get_all_weights(model_config, model):
                 if name not in names:
                     yield name, tensor
                     continue
                 # The trainer rounds the folder's weights to its precision before it quantizes them.
                 yield from quantized_tensors(name, tensor.to(current_platform.device_type).to(self.dtype))
+
+        def names(self, folder: Path, section: str) -> set[str]:
+            """The matrices to quantize for the target or its drafter. Each of them reads the whole folder, and ignores the other's."""
+            if folder == self.folder / DRAFTER:
+                return set()
+            shape = shape_of(read_config(folder))
+            return {name for name in quantized_names(folder, drafter=self.drafter) if section_of(name, shape) == section}
 
     return QuantizingLoader

@@ -201,6 +201,11 @@ class WorkerExtension:
         sampler = getattr(self.model_runner, "rejection_sampler", None)
         return "block" if getattr(sampler, "use_block_verification", False) else "token"
 
+    def mtpctl_packed_fp8(self) -> str | None:
+        """Why this worker's FP8 weights cannot be updated in place; None if they can."""
+        models = [self.model_runner.get_model(), *([self.get_draft_model()] if self.mtpctl_drafts() else [])]
+        return next(filter(None, map(weights.packed_fp8, models)), None)
+
     def mtpctl_draft_s(self) -> dict[int, float]:
         """Median drafting seconds per step since the last call, by number of draft tokens."""
         return TIMES.take()

@@ -16,7 +16,7 @@ from mtpctl.recipe.model import DTYPES, engine_method, read_config
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
-from mtpctl.rollout.vllm.fp8_loading import DRAFTER_QUANTIZED, LOAD_FORMAT, PRECISION, with_fp8
+from mtpctl.rollout.vllm.fp8_loading import DRAFTER_QUANTIZED, FOLDER, LOAD_FORMAT, PRECISION, with_fp8
 from mtpctl.rollout.vllm.plugin import AT_ONCE, NUMERICS, OURS, TRANSFER_BACKEND
 
 MAX_GRAPH_TOKENS = 2048
@@ -159,7 +159,7 @@ def engine_settings(
         args |= {
             "hf_overrides": partial(with_fp8, folder=model, drafter=drafter),
             "load_format": LOAD_FORMAT,
-            "model_loader_extra_config": {DRAFTER_QUANTIZED: drafter, PRECISION: precision},
+            "model_loader_extra_config": {DRAFTER_QUANTIZED: drafter, PRECISION: precision, FOLDER: model},
         }
     if release_kv:
         args["enable_sleep_mode"] = True

@@ -11,10 +11,12 @@ import torch
 
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.convert.model_weights import ModelWeights
+from mtpctl.errors import UserError
 from mtpctl.families.quantization import SCALE, fp8_names
 from mtpctl.families.tensors import section_of
 from mtpctl.kernels.block_fp8 import dequantize, quantize
-from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.client import VllmClient
+from mtpctl.rollout.vllm.engine import VllmEngine, check_kernels
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PlanMismatch
 from mtpctl.sync.sender import Publisher, Sender
@@ -243,10 +245,12 @@ def test_weights_that_a_kernel_has_packed_are_refused(model: Model, run: Loop) -
     for module in models(engine)["target"].modules():
         if hasattr(getattr(module, "quant_method", None), "fp8_linear"):
             module.quant_method.fp8_linear = object()
-    with pytest.raises(
-        PlanMismatch, match=r"belongs to a matrix that vLLM packs for object; set rollout.engine_args: \{linear_backend: triton\}"
-    ):
+    reason = r"vLLM packs \d+ matrices for object, and a sync cannot update packed weights; set .*engine_args: \{linear_backend: triton\}$"
+    with pytest.raises(PlanMismatch, match=f"rollout.quantization: {reason}"):
         run(engine.update(model.publish(model.publisher(), 7)))
+    (packed,) = run(VllmClient(engine._llm).rpc("mtpctl_packed_fp8"))
+    with pytest.raises(UserError, match=f"^rollout.quantization: {reason}"):
+        check_kernels([packed])
     run(engine.shutdown())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import wraps
 from typing import TYPE_CHECKING, Protocol, cast
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.families.quantization import FP8_BLOCK
+from mtpctl.families.quantization import FP8_BLOCK, SCALE
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, require_pinned
 from mtpctl.sync.parameters import ShapeMismatch
 from mtpctl.sync.protocol import PlanMismatch
@@ -44,8 +45,8 @@ UPDATABLE_KERNELS = (
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     "TritonFp8BlockScaledMMKernel",
 )
-"""Kernels of FP8 matrices that compute with the weights as loaded. DeepGEMM's requantization does not change blocks whose scale is the
-smallest power of two. It stores scales in another dtype or shape on some GPUs, which the check of the plan then rejects."""
+"""Kernels of FP8 matrices that compute with the weights as loaded. DeepGEMM's requantization does not change what the project's quantizer
+returns (`mtpctl.kernels.block_fp8`). On some GPUs it stores scales in another dtype, which `packed_fp8` reports."""
 UPDATABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "DEEPGEMM", "BATCHED_DEEPGEMM", "EMULATION")
 """Backends of FP8 experts that do the same."""
 
@@ -192,6 +193,35 @@ def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtyp
         raise PlanMismatch(
             "the engine's weights are FP8, but the weights are sent unquantized: set rollout.quantization: fp8 in their recipe"
         )
+    if (packed := packed_fp8(model)) is not None:
+        raise PlanMismatch(f"rollout.quantization: {packed}")
+
+
+def packed_fp8(model: nn.Module) -> str | None:
+    """Why FP8 weights of a model cannot be updated in place: number of layers, kernel and option in one line. None if they can."""
+    packed: Counter[tuple[str, str, str]] = Counter()
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if (linear := getattr(method, "fp8_linear", None)) is not None:
+            kind, kernel, option = "matrices", type(linear).__name__, "linear_backend"
+            updatable = kernel in UPDATABLE_KERNELS
+        elif (experts := getattr(method, "fp8_backend", None)) is not None:
+            kind, kernel, option = "layers with experts", experts.name, "moe_backend"
+            updatable = kernel in UPDATABLE_EXPERTS
+        else:
+            continue
+        scales = {
+            str(parameter.dtype).removeprefix("torch.") for name, parameter in layer.named_parameters(recurse=False) if name.endswith(SCALE)
+        }
+        if not updatable:
+            packed[kind, kernel, option] += 1
+        elif other := sorted(scales - {"float32"}):
+            packed[kind, f"{kernel}, with scales in {other[0]}", option] += 1
+    if not packed:
+        return None
+    layers = " and ".join(f"{count} {kind} for {kernel}" for (kind, kernel, _), count in packed.items())
+    options = ", ".join(dict.fromkeys(f"{option}: triton" for _, _, option in packed))
+    return f"vLLM packs {layers}, and a sync cannot update packed weights; set rollout.engine_args: {{{options}}}"
 
 
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
@@ -213,14 +243,6 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     if backend is not None and backend.name not in _UNPACKED_BACKENDS:
         raise PackedWeight(
             f"belongs to experts that vLLM packs for its {backend.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
-        )
-    if (linear := getattr(method, "fp8_linear", None)) is not None and type(linear).__name__ not in UPDATABLE_KERNELS:
-        raise PackedWeight(
-            f"belongs to a matrix that vLLM packs for {type(linear).__name__}; set rollout.engine_args: {{linear_backend: triton}}"
-        )
-    if (experts := getattr(method, "fp8_backend", None)) is not None and experts.name not in UPDATABLE_EXPERTS:
-        raise PackedWeight(
-            f"belongs to experts that vLLM packs for its {experts.name} kernel; set rollout.engine_args: {{moe_backend: triton}}"
         )
     weight: torch.Tensor = getattr(layer, leaf).data
     if not weight.numel():
