@@ -1,15 +1,16 @@
 """A version that several hosts download from object storage: each from the store, or through each other (`sync.relay`).
 
     python benchmarks/relay_chain.py
-    python benchmarks/relay_chain.py --mib 512 --mbit 1000 --hosts 1 2 3 4 8
+    python benchmarks/relay_chain.py --mib 1024 --mbit 1000 --hosts 1 2 3 4 8
 
 Every host is a folder of this machine with its own relay, and the threads of a host download into it. The store and each host send at most
 --mbit megabits per second, all their connections together (a token bucket). So `direct` shares the store's link among all hosts, and in a
 `chain` each link carries the version once. Hosts of a chain read ranges of objects as from any store (`ObjectStore.append`), and compare
 digests. Reported are the seconds until the last host has every file, median of --rounds.
 
-The model: with B bytes and the rate R, n hosts take n B / R directly, and B / R + (n - 1) h in a chain, where h is the delay of a host. R
-and h are fitted to one and two hosts. The table compares the model with the measurements, and extrapolates it to --extrapolate hosts.
+The model: with B bytes and the rate R, n hosts take n B / R directly, and B / R + d + (n - 2) h in a chain, where d is the delay of the
+second host, which waits for the first ranges of the first one, and h that of every other host. R is fitted to one host, d to a chain of
+two, and h to the longest measured chain. The table compares the model with the measurements, and extrapolates it to --extrapolate hosts.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def measure(root: Path, url: str, files: dict[str, int], count: int, rate: float
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--mib", type=float, default=32, help="size of the version")
+    arguments.add_argument("--mib", type=float, default=256, help="size of the version")
     arguments.add_argument("--files", type=int, default=8)
-    arguments.add_argument("--mbit", type=float, default=200)
+    arguments.add_argument("--mbit", type=float, default=500)
     arguments.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 3, 4])
     arguments.add_argument("--extrapolate", nargs="+", type=int, default=[8, 64])
     arguments.add_argument("--rounds", type=int, default=3)
@@ -127,22 +128,25 @@ def main() -> None:
         url = f"file://{root}/store"
         figures: dict[tuple[bool, int], list[float]] = {}
         for _ in range(options.rounds):
-            for count in sorted({1, 2, *options.hosts}):
+            for count in sorted({1, 2, 3, *options.hosts}):
                 for chain in (False, True):
                     figures.setdefault((chain, count), []).append(measure(root, url, files, count, rate, chain=chain))
     medians = {key: statistics.median(values) for key, values in figures.items()}
     alone = (medians[False, 1] + medians[True, 1]) / 2
-    delay = medians[True, 2] - alone
+    longest = max(*options.hosts, 3)
+    second = medians[True, 2] - alone
+    further = (medians[True, longest] - medians[True, 2]) / (longest - 2)
     rows = []
-    for count in sorted({1, 2, *options.hosts, *options.extrapolate}):
-        modelled = {False: count * alone, True: alone + (count - 1) * delay}
+    for count in sorted({1, 2, 3, *options.hosts, *options.extrapolate}):
+        modelled = {False: count * alone, True: alone + (second + (count - 2) * further if count > 1 else 0.0)}
         cells = []
         for chain in (False, True):
             measured = spread(figures[chain, count], ".2f") if (chain, count) in figures else "–"
             cells += [measured, f"{modelled[chain]:.2f}"]
         rows.append([count, *cells])
     sent = options.files * nbytes / 1e6
-    print(f"{sent:.1f} MB in {options.files} files, {options.mbit:g} Mbit/s per link, delay of a host {delay * 1e3:.0f} ms")
+    print(f"{sent:.1f} MB in {options.files} files, {options.mbit:g} Mbit/s per link")
+    print(f"delay of the second host {second * 1e3:.0f} ms, of every other one {further * 1e3:.0f} ms")
     print()
     print(markdown(["hosts", "direct, s", "model", "chain, s", "model"], rows))
 

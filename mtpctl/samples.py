@@ -48,7 +48,7 @@ class VersionSpan:
     """Response tokens `[start, end)` were sampled under weight version `version`.
 
     `stale_kv`: the request kept the KV cache of an earlier version across a weight sync (`sync.kv: keep`), so the tokens were not sampled
-    from the distribution that `version` has after their prefix.
+    from the distribution that `version` has after their prefix. Also true if the engine preempted the request and recomputed its cache.
     """
 
     start: int

@@ -73,7 +73,7 @@ class StorageConfig(SyncBase):
     relay: bool = Field(
         False,
         description="Hosts of engines download from each other in a chain, so that the store sends each version to one of them. Log-prob "
-        "ranks on other hosts still download from the store.",
+        "ranks still download from the store.",
     )
 
 

@@ -43,7 +43,7 @@ class GenerationChunk:
 
     A response is one chunk, or several if it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes` begin
     with the first prompt token for which the sample has no routes. `cached`: prompt tokens that were in the prefix cache; None if the
-    engine has no prefix cache. `keeps_kv`: the engine keeps the KV cache across weight updates, so it is stale in all spans but the first.
+    engine has no prefix cache. `keeps_kv`: the engine keeps the KV cache across weight updates, so all spans but the first count as stale.
     """
 
     tokens: list[int]

@@ -33,6 +33,8 @@ ATTEMPTS, PAUSE_S = 4, 1.0
 """Attempts of a transfer, and the seconds before the second one, which double."""
 _ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
 """An address: the store's URL and the folder of a version. Its name has the sender's token, so that no file of another run is reused."""
+_CHAINED = "chained"
+"""A file in a host's folder of downloads if the host is in a chain. Its relay may pass on every download."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -114,7 +116,7 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
     """Download the files that are missing. Returns their folder. Raises SyncError.
 
     `files`: their bytes, by name. `link`: if this host is in a chain of hosts. After the first failure of the relay, the store sends the
-    rest.
+    rest. Receivers that do not know the chain, such as log-prob ranks, download from the store.
     """
     url, version = split_address(address)
     folder = cache / version
@@ -122,6 +124,10 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
     missing = [name for name in files if not (folder / name).exists()]
     if not missing:
         return folder
+    if link is not None:
+        (cache / _CHAINED).touch()
+    elif (cache / _CHAINED).exists():
+        link = ChainLink("", 0, {})
     store, relay_failed = ObjectStore(url, FIELD), Event()
 
     # Files are renamed when they are complete, so that a killed download leaves none under its name.

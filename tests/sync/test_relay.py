@@ -150,6 +150,21 @@ def test_relay_sends_nothing_of_a_file_whose_end_is_written_first(store: str, ho
     assert len(Gated.gets) == len(FILES), "the relay waited for whole files"
 
 
+def test_every_download_of_a_host_in_a_chain_grows_from_the_front(
+    store: str, hosts: list[Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also that of a log-prob rank, which does not know the chain."""
+    offsets: list[int] = []
+    monkeypatch.setattr(object_store, "READ_AHEAD", 1)
+    monkeypatch.setattr(remote, "CONNECTIONS", 1)
+    monkeypatch.setattr(Gated, "step", lambda name, start: offsets.append(start))
+    fetch_all(store, hosts[:1])
+    in_order, offsets[:] = offsets[:], []
+    Path(store.removeprefix("file://"), VERSION).rename(tmp_path / "bucket" / "v00000008-0a")
+    fetch(f"{store}/v00000008-0a", hosts[0].folder, FILES)
+    assert offsets == in_order and offsets[:3] == [0, 100_000, 200_000]
+
+
 class Zeros(RelayServer):
     """A relay whose files have other bytes."""
 
