@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from mtpctl.controller.prepare import model_of, prepare, store_in
 from mtpctl.controller.rollout_loop import request_of
 from mtpctl.errors import UserError
+from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import tensor_shapes
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.checkpoint_folders import flip
@@ -80,6 +83,22 @@ def test_version_store_of_an_elastic_run_is_in_the_run_directory(tmp_path: Path,
         store_in(tmp_path, recipe(*sets), shape).root for sets in ([elastic, "cluster.address=auto"], [elastic], ["cluster.address=auto"])
     ]
     assert roots == [tmp_path / "versions", Path("/shared"), Path("/shared")]
+
+
+def test_store_has_room_for_both_forms_of_quantized_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr("mtpctl.controller.prepare.default_root", lambda name, size, fallback: sizes.append(size) or Path("/shared"))
+    config = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    changes = [f"model.config.{name}={value}" for name, value in config.items()]
+    created = load_recipe("tiny_mtp", sets=[*changes, "train.precision=bf16", "logprob.standalone=true"]).recipe
+    shape = shape_of(created.model.config or {})
+    fp8 = created.model_copy(update={"rollout": created.rollout.model_copy(update={"quantization": "fp8"})})
+    for each in (created, fp8):
+        store_in(tmp_path, each, shape)
+    matrices = fp8_names(shape)
+    quantized = sum(prod(tensor_shapes(shape)[name]) for name in matrices)
+    # One byte instead of two for each quantized value, without scales, and embeddings as they are.
+    assert quantized > 0.1 * sizes[0] and 0 <= sizes[1] - (2 * sizes[0] - quantized) < 0.01 * sizes[0]
 
 
 def test_user_defined_loss_is_tried_before_the_model_is_created(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
 from mtpctl.families.quantization import SCALE, fp8_names
+from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import section_of
 from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.rollout.vllm.client import VllmClient
 from mtpctl.rollout.vllm.engine import VllmEngine, check_kernels
+from mtpctl.rollout.vllm.fp8_loading import quantized_names
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PlanMismatch
 from mtpctl.sync.sender import Publisher, Sender
@@ -26,6 +28,7 @@ from tests.fakes.convert_models import change_config, converted, tensors, write
 from tests.fakes.engines import START_S, Loop, cpu_settings
 from tests.fakes.fp8_models import fp8_model
 from tests.fakes.pushing import CONTEXT, send_version
+from tests.fakes.toys import LLAMA_EAGLE3, toy_folder
 from tests.rollout.vllm.test_models import models, parameters
 
 CASES = {"mimo": 1, "qwen3-moe": 0, "glm4-moe": 1, "ernie4.5-moe": 1, "mimo-v2-flash": 1, "qwen3.5-moe": 1, "deepseek-v3": 1}
@@ -222,6 +225,30 @@ def test_fp8_weights_in_object_storage(model: Model, run: Loop, tmp_path: Path) 
     store.close()
 
 
+def test_drafter_in_its_own_folder_stays_unquantized(run: Loop, tmp_path: Path) -> None:
+    """EAGLE-3. The model's folder has the name of a drafter's, which must not matter."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = LLAMA_EAGLE3 | sizes | {"drafter": LLAMA_EAGLE3["drafter"] | sizes}
+    folder = toy_folder(config, tmp_path / "drafter", 0, "bf16")
+    weights, shape = dict(ModelWeights(folder).items()), shape_of(config)
+    names = quantized_names(folder, drafter=True)
+    assert names and not any(name.startswith("drafter.") for name in names)
+    engine = run(VllmEngine.start(cpu_settings(folder, k=2, precision="bf16", context=64, quantization="fp8")), START_S)
+    publisher = Publisher(
+        VersionStore(tmp_path / "store"), bucket_bytes=1 << 16, section_of=lambda name: section_of(name, shape), quantized=names
+    )
+    manifest = publisher.publish(changed(weights, 1).items(), 1, checksums=True)
+    assert run(engine.update(manifest, verify=True)).verified == len(weights) + len(names)
+    live, sample = parameters(engine), answer(engine, run)
+    run(engine.shutdown())
+    shared = ("embed_tokens", "lm_head")
+    drafter = {name: value.dtype for name, value in live.items() if name.startswith("draft ") and not any(part in name for part in shared)}
+    assert torch.float8_e4m3fn not in drafter.values() and len(drafter) > 5
+    fp8 = {name for name, value in live.items() if value.dtype == torch.float8_e4m3fn and name.endswith(".weight")}
+    assert len(fp8) == 4 * 4 and all(name.startswith("target ") for name in fp8)
+    assert sample.speculation.drafted
+
+
 @pytest.mark.slow
 def test_kv_cache_in_fp8(model: Model, run: Loop) -> None:
     if model.case != "mimo":
@@ -245,7 +272,7 @@ def test_weights_that_a_kernel_has_packed_are_refused(model: Model, run: Loop) -
     for module in models(engine)["target"].modules():
         if hasattr(getattr(module, "quant_method", None), "fp8_linear"):
             module.quant_method.fp8_linear = object()
-    reason = r"vLLM packs \d+ matrices for object, and a sync cannot update packed weights; set .*engine_args: \{linear_backend: triton\}$"
+    reason = r"vLLM packs \d+ matrices for object; a sync cannot update packed weights; set .*engine_args: \{linear_backend: triton\}$"
     with pytest.raises(PlanMismatch, match=f"rollout.quantization: {reason}"):
         run(engine.update(model.publish(model.publisher(), 7)))
     (packed,) = run(VllmClient(engine._llm).rpc("mtpctl_packed_fp8"))

@@ -216,12 +216,12 @@ def packed_fp8(model: nn.Module) -> str | None:
         if not updatable:
             packed[kind, kernel, option] += 1
         elif other := sorted(scales - {"float32"}):
-            packed[kind, f"{kernel}, with scales in {other[0]}", option] += 1
+            packed[kind, f"{kernel} (scales in {other[0]})", option] += 1
     if not packed:
         return None
-    layers = " and ".join(f"{count} {kind} for {kernel}" for (kind, kernel, _), count in packed.items())
+    layers = ", ".join(f"{count} {kind} for {kernel}" for (kind, kernel, _), count in packed.items())
     options = ", ".join(dict.fromkeys(f"{option}: triton" for _, _, option in packed))
-    return f"vLLM packs {layers}, and a sync cannot update packed weights; set rollout.engine_args: {{{options}}}"
+    return f"vLLM packs {layers}; a sync cannot update packed weights; set rollout.engine_args: {{{options}}}"
 
 
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from mtpctl.rollout.vllm.patches.weights import PackedWeight, plain_weight, repack
+from mtpctl.rollout.vllm.patches.weights import PackedWeight, packed_fp8, plain_weight, repack
 from mtpctl.rollout.vllm.plugin import install
 from tests.fakes.cpus import linear_amx
 
@@ -101,3 +101,33 @@ def test_latent_attention_keeps_its_weights(latent: bool, named: str | None, cho
         CpuPlatform.check_and_update_config(config)  # type: ignore[arg-type]
     result = config.attention_config.backend
     assert (None if result is None else result.name) == chosen
+
+
+PACKING, UPDATABLE = (type(name, (), {}) for name in ("MarlinFP8ScaledMMLinearKernel", "DeepGemmFp8BlockScaledMMKernel"))
+
+
+def fp8_matrix(kernel: object, scales: torch.dtype = torch.float32) -> nn.Module:
+    result = layer()
+    result.register_parameter("weight_scale_inv", nn.Parameter(torch.ones(1, 1).to(scales), requires_grad=False))
+    result.quant_method = SimpleNamespace(fp8_linear=kernel)
+    return result
+
+
+def fp8_experts(backend: str, scales: torch.dtype = torch.float32) -> nn.Module:
+    result = nn.Module()
+    result.register_parameter("w13_weight_scale_inv", nn.Parameter(torch.ones(1, 1).to(scales), requires_grad=False))
+    result.quant_method = SimpleNamespace(fp8_backend=SimpleNamespace(name=backend))
+    return result
+
+
+def test_kernels_that_pack_fp8_weights_are_reported_in_one_line() -> None:
+    assert packed_fp8(nn.ModuleList([fp8_matrix(UPDATABLE()), fp8_experts("TRITON"), layer()])) is None
+    packing = [fp8_matrix(PACKING()) for _ in range(3)]
+    assert packed_fp8(nn.ModuleList([*packing, fp8_matrix(UPDATABLE()), fp8_experts("MARLIN")])) == (
+        "vLLM packs 3 matrices for MarlinFP8ScaledMMLinearKernel, 1 layers with experts for MARLIN; a sync cannot update packed weights; "
+        "set rollout.engine_args: {linear_backend: triton, moe_backend: triton}"
+    )
+    assert packed_fp8(nn.ModuleList([fp8_matrix(UPDATABLE(), torch.int32), fp8_experts("DEEPGEMM", torch.int32)])) == (
+        "vLLM packs 1 matrices for DeepGemmFp8BlockScaledMMKernel (scales in int32), 1 layers with experts for DEEPGEMM (scales in int32); "
+        "a sync cannot update packed weights; set rollout.engine_args: {linear_backend: triton, moe_backend: triton}"
+    )
