@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,9 +152,11 @@ class Recorder(Engine):
         self.folder = SimpleNamespace(shape=SimpleNamespace(max_positions=64, moe=None))
         self.batches: list[list[Sequence]] = []
         self.denominators: list[float] = []
+        self.corrections: list[str] = []
 
     def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
         self.batches.append(sequences)
+        self.corrections.append(objective.config.correction.mode)
         self.denominators.append(objective.denominator(tokens=sum(s.trained for s in sequences), sequences=len(sequences)))
         return {"skipped": 0.0, "perf/tokens": 1.0}
 
@@ -278,6 +281,18 @@ def test_tokens_with_a_stale_cache_are_not_in_the_same_version_mismatch() -> Non
     assert metrics["rollout_corr/abs_diff_same_version"] == 0.5
     assert metrics["rollout_corr/abs_diff_stale_kv"] == 1.5
     assert metrics["rollout_corr/stale_kv_fraction"] == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize(("quantization", "mode", "weight"), [("fp8", "truncate", 2.0), ("none", "off", math.exp(1.5))])
+def test_samples_of_quantized_engines_are_corrected_by_default(quantization: str, mode: str, weight: float) -> None:
+    """The recorder's old log-probs are -1.5, the engine's -3."""
+    rank, engine = recorder(old_logprobs="recompute")
+    rank.recipe = rank.recipe.model_copy(update={"rollout": rank.recipe.rollout.model_copy(update={"quantization": quantization})})
+    samples = batch(0, 0)
+    for sample in samples:
+        sample.append([3, 3], [-3.0, -3.0], 1)
+    assert step(rank, samples, 1)["rollout_corr/is_mean"] == pytest.approx(weight)
+    assert engine.corrections == [mode]
 
 
 def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minibatch() -> None:

@@ -90,7 +90,9 @@ def install_fp8_experts() -> None:
 
         supported, reason = experts.is_supported_config(experts, config, weight_key, activation_key, FusedMoEActivationFormat.Standard)
         if not supported:
-            raise ValueError(f"rollout.quantization: no FP8 kernel on a CPU computes these experts, because the {reason}; set none")
+            raise ValueError(
+                f"rollout.quantization: no FP8 kernel on a CPU computes these experts, because the {reason}; set rollout.quantization: none"
+            )
         # The backend for which vLLM changes neither weights nor scales.
         return Fp8MoeBackend.EMULATION, experts
 
