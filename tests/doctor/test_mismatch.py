@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 from mtpctl.cli.app import main
 from mtpctl.convert.hf_folder import create_hf_folder
 from mtpctl.doctor.mismatch import Mismatch, examine_mismatch
-from mtpctl.doctor.mismatch_parts import LogprobDifference, ModuleDifference, Request, generate, score
+from mtpctl.doctor.mismatch_parts import LogprobDifference, ModuleDifference, Request, score
+from mtpctl.doctor.parts import run_part
 from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.model.gpt import MtpModel
 from mtpctl.recipe.loading import load_recipe
@@ -39,7 +42,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         recipe = load_recipe("tiny_mtp", sets=[f"{key}={value}" for key, value in keys.items()]).recipe
         Request(recipe.model_dump_json(by_alias=True), str(model), list(range(3, 40)), 48, "cpu").write(folders[name])
 
-        counts = generate(folders[name])
+    async def generate() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(run_part("mismatch-engine", folder, 200) for folder in folders.values()))
+
+    for counts in asyncio.run(generate()):
         assert counts["tokens"] == 48 and counts["drafted"] > 20
     return folders
 

@@ -83,13 +83,17 @@ class VllmEngine(Engine):
             with root_cause_in_failures():
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
         engine = cls(llm, settings, version)
-        await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
-        if settings.verifies_blocks:
-            check_verification(await engine._within(VllmClient(llm).rpc("mtpctl_verification"), "asking for the verification rule"))
-        if settings.args.get("load_format") == LOAD_FORMAT:
-            check_kernels(await engine._within(VllmClient(llm).rpc("mtpctl_packed_fp8"), "asking for the FP8 kernels"))
-        if settings.args.get("enable_lora"):
-            await engine._target.load_zero_adapter()
+        try:
+            await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
+            if settings.verifies_blocks:
+                check_verification(await engine._within(VllmClient(llm).rpc("mtpctl_verification"), "asking for the verification rule"))
+            if settings.args.get("load_format") == LOAD_FORMAT:
+                check_kernels(await engine._within(VllmClient(llm).rpc("mtpctl_packed_fp8"), "asking for the FP8 kernels"))
+            if settings.args.get("enable_lora"):
+                await engine._target.load_zero_adapter()
+        except BaseException:
+            await engine.shutdown()
+            raise
         return engine
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:

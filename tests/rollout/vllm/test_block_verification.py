@@ -47,6 +47,7 @@ def test_engine_that_ignores_the_rule_is_refused(run: Loop, tmp_path: Path) -> N
     ) as caught:
         run(VllmEngine.start(cpu_settings(toy(tmp_path / "model"), speculation=speculation(2, "block"))), START_S)
     assert "\n" not in str(caught.value)
+    assert not torch.distributed.is_initialized(), "the engine that was started is shut down"
 
 
 def test_one_worker_that_ignores_the_rule_is_enough() -> None:
