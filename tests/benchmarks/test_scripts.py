@@ -24,6 +24,7 @@ COMMANDS = sorted(
 
 def help_of(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.syspath_prepend((ROOT / "benchmarks" / script).parent)  # as for a script that is run
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
     return capsys.readouterr().out
