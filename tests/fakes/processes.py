@@ -1,4 +1,4 @@
-"""Whether processes still run, asked of those that may end at any moment."""
+"""Questions about processes that may end at any moment."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ def runs(process: psutil.Process | int) -> bool:
         return (psutil.Process(process) if isinstance(process, int) else process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def command_line(process: psutil.Process) -> str:
+    """The words of a process's command line; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also of a zombie
+        return ""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.fakes.processes import command_line
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n1", "n2", "n3")
 CONFIG = """
@@ -128,7 +130,8 @@ class SlurmCluster:
 
     def processes(self, job: str) -> list[str]:
         """The command lines of a job's processes on this machine."""
-        return [" ".join(each.cmdline())[:200] for each in psutil.process_iter() if _environment(each).get("SLURM_JOB_ID") == job]
+        of_job = [each for each in psutil.process_iter() if _environment(each).get("SLURM_JOB_ID") == job]
+        return [line[:200] for line in map(command_line, of_job) if line]
 
     def close(self) -> None:
         for job in self.call("squeue", "--noheader", "--format=%i").split():

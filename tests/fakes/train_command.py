@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from tests.fakes.processes import command_line
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_mtp.yaml"
 
 
@@ -74,7 +76,7 @@ class Start:
     def actor(self, name: str) -> psutil.Process:
         """The process of a Ray actor of this run."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if f"ray::{name}" in " ".join(child.cmdline()))
+        return next(child for child in children if f"ray::{name}" in command_line(child))
 
     def end(self, seconds: float = 120) -> int:
         """The exit code."""
