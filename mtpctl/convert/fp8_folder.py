@@ -8,10 +8,10 @@ from torch import Tensor
 
 from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import SCALE, fp8_config, fp8_names
+from mtpctl.families.quantization import FP8_BLOCK, SCALE, fp8_config, fp8_names, scale_shape
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.kernels.block_fp8 import BLOCK, quantized_tensors, scale_shape
+from mtpctl.kernels.block_fp8 import quantized_tensors
 
 FP8 = "fp8"
 """Value of `--dtype`."""
@@ -23,7 +23,7 @@ def names_to_quantize(shape: ModelShape, written: Iterable[str]) -> frozenset[st
     names = fp8_names(shape) & frozenset(written)
     if not names:
         raise UserError(
-            f"--dtype fp8: no matrix of this {shape.family} model fits the engines' blocks of {BLOCK} x {BLOCK} "
+            f"--dtype fp8: no matrix of this {shape.family} model fits the engines' blocks of {FP8_BLOCK} x {FP8_BLOCK} "
             f"(hidden size {shape.hidden}, MLP {shape.ffn}); write it in another dtype"
         )
     return names

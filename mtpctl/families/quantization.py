@@ -20,6 +20,12 @@ FP8_BLOCK = 128
 SCALE = "_scale_inv"
 """Suffix of the name of a matrix's scales."""
 
+
+def scale_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales of a matrix."""
+    return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+
+
 _MERGED = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),

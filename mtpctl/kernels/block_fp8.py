@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.families.quantization import SCALE
+from mtpctl.families.quantization import FP8_BLOCK, SCALE, scale_shape
 
-BLOCK = 128
-"""Rows and columns of a block."""
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 _ROUNDED_TO_MAX = 464.0
@@ -24,11 +22,6 @@ _MIN_SCALE = 2.0**-22
 """Smallest scale, also of blocks of zeros: vLLM's quantizer for DeepGEMM takes the maximum of a block as at least 1e-4."""
 _CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Elements that are quantized at a time, which bounds the fp32 copies."""
-
-
-def scale_shape(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the scales of a matrix."""
-    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> tuple[Tensor, Tensor]:
@@ -53,18 +46,18 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
-    step = BLOCK * max(1, _CHUNK.get(weight.device.type, _CHUNK["cpu"]) // (BLOCK * max(columns, 1)))
+    step = FP8_BLOCK * max(1, _CHUNK.get(weight.device.type, _CHUNK["cpu"]) // (FP8_BLOCK * max(columns, 1)))
     for start in range(0, rows, step):
         chunk = weight[start : start + step].float()
         height = len(chunk)
-        blocks = pad(chunk, (0, -columns % BLOCK, 0, -height % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        blocks = pad(chunk, (0, -columns % FP8_BLOCK, 0, -height % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
         largest = blocks.abs().amax((1, 3))
         fraction, exponent = torch.frexp((largest / _ROUNDED_TO_MAX).clamp_min(_MIN_SCALE))
         power = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())
         scale = torch.where(largest.isfinite(), power, largest)
         scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
         values[start : start + height] = scaled.flatten(2, 3).flatten(0, 1)[:height, :columns].to(torch.float8_e4m3fn)
-        scales[start // BLOCK : start // BLOCK + len(scale)] = scale
+        scales[start // FP8_BLOCK : start // FP8_BLOCK + len(scale)] = scale
     if checks is not None:
         checks.add(name, scales)
     elif not bool(scales.isfinite().all()):
@@ -100,7 +93,7 @@ class FiniteChecks:
         )
 
 
-def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)) -> Tensor:
     """Multiply a matrix of FP8 values by its scales, one for each block or a single one. Computed in fp32, returned in `dtype`."""
     if scales.numel() == 1:
         return (values.float() * scales.float()).to(dtype)

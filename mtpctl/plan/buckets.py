@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from mtpctl.families.quantization import FP8_BLOCK, SCALE
+from mtpctl.families.quantization import SCALE, scale_shape
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
@@ -210,7 +210,7 @@ def wire_tensors(shape: ModelShape, section: str, dtype: str, quantized: Collect
             specs.append(TensorSpec(name, size, dtype))
             continue
         specs.append(TensorSpec(name, size, "float8_e4m3fn"))
-        specs.append(TensorSpec(name + SCALE, tuple(-(-length // FP8_BLOCK) for length in size), "float32"))
+        specs.append(TensorSpec(name + SCALE, scale_shape(*size), "float32"))
     return specs
 
 

@@ -79,8 +79,7 @@ def correction_weights(
 ) -> Correction:
     """Importance weights of a packed batch. Log-probs, mask and `seq_ids` are [T], and S = `num_sequences`.
 
-    Tokens whose mask is 0 have ratio 1. With the mode off the weight is ρ, unbounded. `auto` is `off`: `Recipe.rl`
-    resolves it.
+    Tokens whose mask is 0 have ratio 1. With the mode `off` the weight is ρ, unbounded; likewise with `auto`, which `Recipe.rl` resolves.
     """
     log_ratio = torch.where(mask.bool(), old_logprob.detach() - behaviour_logprob, 0.0)
     if config.level == "sequence":

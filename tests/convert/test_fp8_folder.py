@@ -14,9 +14,9 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.source import inspect
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed, UserError
-from mtpctl.families.quantization import fp8_names, unquantized_modules
+from mtpctl.families.quantization import FP8_BLOCK, fp8_names, unquantized_modules
 from mtpctl.families.tensors import aliases
-from mtpctl.kernels.block_fp8 import BLOCK, dequantize, quantize
+from mtpctl.kernels.block_fp8 import dequantize, quantize
 from tests.convert.test_adapters import spoiled, trained
 from tests.fakes.convert_found import pack
 from tests.fakes.convert_models import converted, model, tensors, write
@@ -55,7 +55,7 @@ def test_folder_reads_back_as_the_quantized_model(tmp_path: Path, case: str) -> 
     outside = [name.removesuffix(".weight") for name in source.extras if name.endswith(".weight") and len(raw.entries[name].shape) == 2]
     assert quantization.pop("modules_to_not_convert") == excluded + outside
     assert bool(outside) == (case == "qwen3.5-vl")
-    expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     assert quantization == expected
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     assert sum(entry.code == "F8_E4M3" for entry in raw.entries.values()) == len(names)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from mtpctl.families.quantization import FP8_BLOCK, cut_blocks, fp8_names, unquantized_modules
+from mtpctl.families.quantization import cut_blocks, fp8_names, unquantized_modules
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.kernels.block_fp8 import BLOCK
 from tests.fakes.toys import QWEN3_5
 
 MIMO_7B: dict[str, Any] = {
@@ -125,10 +124,6 @@ def test_names_are_matrices_of_the_model_without_embeddings_and_norms() -> None:
     for name in fp8_names(shape):
         assert len(sizes[name]) == 2 and "embed" not in name and "norm" not in name and "lm_head" not in name
     assert "lm_head" not in unquantized_modules(shape, quantized=fp8_names(shape))
-
-
-def test_blocks_are_those_of_the_quantizer() -> None:
-    assert FP8_BLOCK == BLOCK
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.kernels.block_fp8 import BLOCK, FP8_MAX, FiniteChecks, dequantize, quantize, scale_shape
+from mtpctl.families.quantization import FP8_BLOCK, scale_shape
+from mtpctl.kernels.block_fp8 import FP8_MAX, FiniteChecks, dequantize, quantize
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -26,7 +27,7 @@ def test_scale_of_a_block_is_the_smallest_power_of_two_that_fits_rounded_values(
     result = dequantize(values, scales, torch.float32)
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+            block = slice(row * FP8_BLOCK, (row + 1) * FP8_BLOCK), slice(column * FP8_BLOCK, (column + 1) * FP8_BLOCK)
             expected = weight[block].float()
             largest = expected.abs().max()
             scale = float(scales[row, column])
@@ -47,7 +48,7 @@ def test_aligned_pieces_are_quantized_as_in_the_whole(device: str) -> None:
     for start in (0, 128, 1920):
         values, scales = quantize(weight[start : start + 256], "w")
         assert torch.equal(values.view(torch.uint8), whole[0][start : start + 256].view(torch.uint8))
-        assert torch.equal(scales, whole[1][start // BLOCK : start // BLOCK + 2])
+        assert torch.equal(scales, whole[1][start // FP8_BLOCK : start // FP8_BLOCK + 2])
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-40, 1e-36, 3e38])
@@ -94,7 +95,7 @@ def test_the_engine_keeps_values_and_scales_when_it_quantizes_again(device: str)
         step * 2.0**power for power in (-12, 0, 5, 100) for step in (223, 224, 225, 228, 231.9, 232, 232.1, 240, 447, 448, 449, 464)
     ]
     largest += [step * 2.0**power for power in (-12, 5) for step in (464.1, 480)] + [3e38]
-    blocks = torch.randn(len(largest), BLOCK, BLOCK, generator=generator)
+    blocks = torch.randn(len(largest), FP8_BLOCK, FP8_BLOCK, generator=generator)
     blocks *= torch.tensor(largest)[:, None, None] / blocks.abs().amax((1, 2), keepdim=True) * 0.999
     blocks[:, 7, 9] = torch.tensor(largest)
     random = torch.randn(256, 200, generator=generator) * torch.logspace(-12, 6, 200)
@@ -105,8 +106,8 @@ def test_the_engine_keeps_values_and_scales_when_it_quantizes_again(device: str)
         requant_weight_ue8m0_inplace(again, their_scales)
         assert torch.equal(their_scales, scales) and torch.equal(again.view(torch.uint8), values.view(torch.uint8))
         error = (dequantize(values, scales, torch.float32) - weight.float()).abs()
-        height, width = (-size % BLOCK for size in weight.shape)
-        padded = torch.nn.functional.pad(weight.float(), (0, width, 0, height)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        height, width = (-size % FP8_BLOCK for size in weight.shape)
+        padded = torch.nn.functional.pad(weight.float(), (0, width, 0, height)).unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
         exact = torch.exp2(torch.ceil(torch.log2(padded.abs().amax((1, 3)).clamp_min(2**-22 * FP8_MAX) / FP8_MAX)))
         plain = (padded / exact[:, None, :, None]).to(torch.float8_e4m3fn).float() * exact[:, None, :, None]
         bound = (plain - padded).abs().flatten(2, 3).flatten(0, 1)[: weight.shape[0], : weight.shape[1]]

@@ -105,7 +105,7 @@ def test_a_recipe_without_correction_is_cautioned(old_logprobs: str, staleness: 
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(sets: list[str], message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(sets: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         validate(recipe(*FP8, "model.config.intermediate_size=640", *sets))
     lines = [str(caught.value), *getattr(caught.value, "__notes__", [])]

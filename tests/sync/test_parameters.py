@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from mtpctl.kernels.block_fp8 import quantize, quantized_tensors, scale_shape
+from mtpctl.families.quantization import scale_shape
+from mtpctl.kernels.block_fp8 import quantize, quantized_tensors
 from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum, combined
 from mtpctl.sync.parameters import Run, ShapeMismatch, Shard, Slot, TpRank, find_shard, match_shards, resolve

@@ -128,12 +128,12 @@ def test_hosts_pass_on_files_that_still_grow(store: str, hosts: list[Host], monk
 
 def test_relay_sends_nothing_of_a_file_whose_end_is_written_first(store: str, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first host downloads for a receiver that is not in the chain, so its files do not grow from the front."""
-    asked = threading.Event()
-    monkeypatch.setattr(Gated, "step", lambda name, start: asked.wait(30) if not start else None)
+    requested = threading.Event()
+    monkeypatch.setattr(Gated, "step", lambda name, start: requested.wait(30) if not start else None)
 
     class Asked(RelayServer):
         def _answer(self, handler: BaseHTTPRequestHandler) -> None:
-            asked.set()
+            requested.set()
             super()._answer(handler)
 
     (hosts[0].folder / "first").mkdir()

@@ -95,9 +95,9 @@ def logprobs_with_kept_cache(tokens: list[int], parts: list[tuple[int, Tensors]]
     return torch.cat(logits).log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
 
 
-async def across_sync(served: Served, asked: GenerationRequest, after: int, manifest: Manifest) -> tuple[Sample, list[int]]:
+async def across_sync(served: Served, started: GenerationRequest, after: int, manifest: Manifest) -> tuple[Sample, list[int]]:
     """The response to a request that meets a sync after so many tokens, and the tokens of each step since."""
-    task = asyncio.ensure_future(served.engine.generate(asked))
+    task = asyncio.ensure_future(served.engine.generate(started))
     await served.running(after)
     await served.engine.update(manifest)
     step = len(served.scheduled)
@@ -177,8 +177,8 @@ def test_request_continued_after_an_abort_has_no_stale_cache(served: Served, run
     served.set("keep")
 
     async def abort() -> Sample:
-        asked = request(32)
-        task = asyncio.ensure_future(served.engine.generate(asked))
+        started = request(32)
+        task = asyncio.ensure_future(served.engine.generate(started))
         await served.running(10)
         await served.engine.update(served.publish(seed=10))
         await served.running(20)
@@ -186,7 +186,7 @@ def test_request_continued_after_an_abort_has_no_stale_cache(served: Served, run
         await served.engine.resume()
         sample = await task
         assert sample.finish_reason == "abort"
-        return await served.engine.generate(replace(asked, sample=sample))
+        return await served.engine.generate(replace(started, sample=sample))
 
     sample = run(abort())
     assert [span.stale_kv for span in sample.version_spans] == [False, True, False]
