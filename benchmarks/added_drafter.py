@@ -162,6 +162,7 @@ def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--model", required=True, help="folder with a drafter")
     options_parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
+    options_parser.add_argument("--methods", nargs="+", choices=["greedy", "probabilistic"], default=["greedy", "probabilistic"])
     add_load_options(options_parser)
     arguments = options_parser.parse_args()
     options = options_of(arguments, arguments.model)
@@ -170,7 +171,7 @@ def main() -> None:
     for each in plain:
         print(row("none", each, each), flush=True)
     for drafts in arguments.drafts:
-        for method in ("greedy", "probabilistic"):
+        for method in arguments.methods:
             for measured, baseline in zip(in_separate_process(options, drafts, method), plain, strict=True):
                 print(row(f"{drafts}, {method}", measured, baseline), flush=True)
 
