@@ -26,7 +26,6 @@ from mtpctl.errors import ClusterResources
 from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.plan.placement import Actor, Placement, place
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.rl import POLICY, TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Reward
@@ -139,7 +138,7 @@ class Services:
 
     async def start_logprob(self, stack: AsyncExitStack) -> LogprobServer:
         """Start the log-prob server of the policy."""
-        published = self.store.unquantized if syncs_both_forms(self.recipe) else self.store
+        published = self.store.of_logprob(self.recipe)
         return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", "log-prob", published=published)
 
     async def start_teacher(self, stack: AsyncExitStack, policy: LogprobServer | None) -> Teacher | None:

@@ -15,7 +15,7 @@ from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError
-from mtpctl.sync.store import UNQUANTIZED
+from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import Generators, LogprobReplicas, Parties, SyncReport, Trainer, WeightUpdate
 
 WINDOW = 200
@@ -44,7 +44,7 @@ class WeightSync:
         self._scored = 0
         if server is not None and syncs_both_forms(recipe):
             self.parties = Parties(recipe, trainer, rollout, None, store)
-            self._scoring = Parties(recipe, trainer, _NoEngines(), server, store / UNQUANTIZED)
+            self._scoring = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).of_logprob(recipe).root)
         self.last: WeightUpdate | None = None
         self._metrics = metrics
         self._persisting: asyncio.Task[None] | None = None

@@ -19,7 +19,6 @@ from mtpctl.controller.weights import WeightSync
 from mtpctl.jobs import print_progress
 from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.plan.placement import Placement, place
-from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
@@ -132,7 +131,7 @@ async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: Ve
 async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
-    first, published = placement.of("logprob")[0], store.unquantized if syncs_both_forms(recipe) else store
+    first, published = placement.of("logprob")[0], store.of_logprob(recipe)
     starting = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.families.quantization import FP8_BLOCK, cut_blocks, fp8_names
 from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import section_of
 from mtpctl.recipe.model import model_folder, tensor_names
 from mtpctl.recipe.section import Complaints
 
@@ -75,11 +77,23 @@ def _check_blocks(recipe: Recipe, shape: ModelShape, field: str) -> Complaints:
     elif (cut := cut_blocks(shape, names, recipe.rollout.tp)) is not None:
         yield f"rollout.tp: {recipe.rollout.tp} ranks cut the FP8 blocks of {cut}; lower it, or set rollout.quantization: none"
     folder = model_folder(recipe.model)
-    if folder is not None and (stored := tensor_names(folder)) and (missing := sorted(names - stored)):
-        yield (
-            f"{field}: {folder} does not store {missing[0]} by itself; convert it with mtpctl convert-hf to a checkpoint, from there with "
-            "--dtype fp8, and back, and name that folder"
-        )
+    if folder is not None and (stored := tensor_names(folder)):
+        # The run adds the MTP layers of `model.drafter` to a copy of the folder.
+        in_folder = names if recipe.model.drafter is None else frozenset(name for name in names if section_of(name, shape) == "target")
+        if (reason := missing_matrix(folder, stored, in_folder)) is not None:
+            yield reason
+
+
+def missing_matrix(folder: Path, stored: Set[str], names: Set[str]) -> str | None:
+    """The error if `folder` stores the tensors `stored` and not all matrices to quantize, `names`; otherwise None."""
+    if not (missing := sorted(names - stored)):
+        return None
+    if ".experts." not in missing[0]:
+        return f"rollout.quantization: fp8 needs the tensor {missing[0]}, which {folder} lacks; set rollout.quantization: none"
+    return (
+        f"rollout.quantization: fp8 needs one tensor per expert, but {folder} packs its experts (it has no {missing[0]}); to unpack them, "
+        f"run mtpctl convert-hf {folder} A, then A B --dtype fp8, then B C, then C D, and set model.path: D"
+    )
 
 
 def quantization_cautions(recipe: Recipe) -> Iterator[str]:

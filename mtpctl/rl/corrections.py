@@ -79,7 +79,9 @@ def correction_weights(
 ) -> Correction:
     """Importance weights of a packed batch. Log-probs, mask and `seq_ids` are [T], and S = `num_sequences`.
 
-    Tokens whose mask is 0 have ratio 1. With the mode `off` the weight is ρ, unbounded; likewise with `auto`, which `Recipe.rl` resolves.
+    Tokens whose mask is 0 have ratio 1. With the mode `off` the weight is ρ, unbounded.
+
+    Raises ValueError for the mode `auto`, which `Recipe.rl` resolves.
     """
     log_ratio = torch.where(mask.bool(), old_logprob.detach() - behaviour_logprob, 0.0)
     if config.level == "sequence":
@@ -87,7 +89,9 @@ def correction_weights(
     ratio = torch.where(mask.bool(), log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 1.0)
     none_masked = torch.zeros_like(ratio, dtype=torch.bool)
     match config.mode:
-        case "auto" | "off":
+        case "auto":
+            raise ValueError("train.rl.correction.mode: auto is not resolved; use Recipe.rl instead of train.rl")
+        case "off":
             return Correction(ratio, none_masked)
         case "truncate":
             return Correction(ratio.clamp(max=config.high), none_masked)

@@ -177,7 +177,7 @@ def token_terms(inputs: LossInputs, config: RlConfig) -> TokenTerms:
         mean = sequence_mean(log_ratio, mask.to(log_ratio.dtype), inputs.seq_ids, inputs.num_sequences)
         anchor = inputs.logprob.detach() - mean[inputs.seq_ids]
     weight = torch.ones_like(mask)
-    if config.loss == "decoupled" or config.correction.mode not in ("auto", "off"):
+    if config.loss == "decoupled" or config.correction.mode != "off":
         weight = correction_weights(
             inputs.old_logprob, inputs.behaviour_logprob, mask, inputs.seq_ids, inputs.num_sequences, config.correction
         ).weight

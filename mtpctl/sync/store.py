@@ -23,6 +23,8 @@ from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.local import on_one_host
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.quantization import syncs_both_forms
+from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.remote import forget, with_retries
 
@@ -30,7 +32,7 @@ VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"
 _BASE = "base"
 """A file with the number of the base, so that it is known without reading the manifest."""
-UNQUANTIZED = "unquantized"
+_UNQUANTIZED = "unquantized"
 """Subfolder of a store whose versions are quantized: a store of the unquantized ones, which the log-prob server loads."""
 COMPLETE = "complete"
 """The folder of all buckets of a version that also has changes."""
@@ -38,7 +40,7 @@ COMPLETE = "complete"
 
 def is_unquantized(root: Path | str) -> bool:
     """Whether the folder of a store is that of unquantized versions."""
-    return Path(root).name == UNQUANTIZED
+    return Path(root).name == _UNQUANTIZED
 
 
 def name_of(folder: Path) -> str:
@@ -76,7 +78,11 @@ class VersionStore:
     @property
     def unquantized(self) -> VersionStore:
         """The store of unquantized versions, if the versions in this one are quantized."""
-        return VersionStore(self.root / UNQUANTIZED)
+        return VersionStore(self.root / _UNQUANTIZED)
+
+    def of_logprob(self, recipe: Recipe) -> VersionStore:
+        """The store of the versions that the log-prob server loads: this one, or that of unquantized versions."""
+        return self.unquantized if syncs_both_forms(recipe) else self
 
     def folder(self, version: int) -> Path:
         """The folder of the buckets of `version`, which may not exist."""

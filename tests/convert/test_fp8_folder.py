@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.families.quantization import FP8_BLOCK, fp8_names, unquantized_modules
 from mtpctl.families.tensors import aliases
 from mtpctl.kernels.block_fp8 import dequantize, quantize
+from mtpctl.rollout.vllm.fp8_loading import quantized_names
 from tests.convert.test_adapters import spoiled, trained
 from tests.fakes.convert_found import pack
 from tests.fakes.convert_models import converted, model, tensors, write
@@ -88,6 +90,22 @@ def test_packed_experts_are_stored_one_by_one(tmp_path: Path) -> None:
     assert stored["model.layers.0.mlp.experts.5.gate_proj.weight_scale_inv"].shape == (1, 1)
     assert not any("gate_up_proj" in name for name in stored)
     assert set(ModelWeights(tmp_path / "fp8")) == set(source)
+
+
+def test_packed_experts_are_unpacked_as_the_error_of_fp8_rollout_says(tmp_path: Path) -> None:
+    hf, a, b, c, d = (tmp_path / name for name in ("hf", "A", "B", "C", "D"))
+    fp8_model("qwen3-moe", hf)
+    write(hf, pack(tensors(hf), 6))
+    with pytest.raises(UserError, match=re.escape(f"run mtpctl convert-hf {hf} A, then A B --dtype fp8, then B C, then C D, and set")):
+        quantized_names(hf, drafter=True)
+    converted(hf, a)
+    converted(a, b, dtype="fp8")
+    converted(b, c)
+    converted(c, d)
+    names = quantized_names(d, drafter=True)
+    for name, value in ModelWeights(hf).items():
+        expected = dequantize(*quantize(value, name), torch.bfloat16) if name in names else value.bfloat16()
+        assert torch.equal(ModelWeights(d)[name], expected), name
 
 
 def test_shards_and_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

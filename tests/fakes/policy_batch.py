@@ -1,13 +1,20 @@
-"""A packed batch for the policy loss."""
+"""A packed batch for the policy loss, and its settings as the trainer reads them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mtpctl.recipe.rl import RlConfig
+from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.losses import LossInputs
 
 LENGTHS = (4, 7, 5)
+
+
+def rl_config(**settings: object) -> RlConfig:
+    """`train.rl` with these settings, and with `correction.mode: auto` resolved."""
+    return Recipe.model_validate({"train": {"rl": settings}}).rl
 
 
 def batch(spread: float = 0.4) -> LossInputs:

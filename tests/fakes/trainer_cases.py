@@ -11,6 +11,7 @@ from mtpctl.recipe.rl import CorrectionConfig, RlConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
 from tests.fakes import user_losses
+from tests.fakes.policy_batch import rl_config
 
 NO_MTP = {"num_nextn_predict_layers": 0}
 
@@ -216,11 +217,11 @@ SHARDED = {"distributed_optimizer": True}
 BALANCED = {"moe": MoeConfig(aux_loss=0.1, z_loss=0.1, bias_update=0.01), "recompute": "full", "tokens_per_microbatch": 33}
 """With equal microbatches on one and two dp ranks, because router losses are per microbatch."""
 POLICIES = {
-    "token": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
-    "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant"),
-    "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
-    "own": RlConfig(loss=f"{user_losses.__file__}:squared", entropy_coef=0.01),
-    "gspo": RlConfig(loss="gspo", aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
+    "token": rl_config(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
+    "cispo": rl_config(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant"),
+    "sapo": rl_config(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
+    "own": rl_config(loss=f"{user_losses.__file__}:squared", entropy_coef=0.01),
+    "gspo": rl_config(loss="gspo", aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},

@@ -14,7 +14,6 @@ from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.model.parallel import Rank
-from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
 from mtpctl.rl.user_objective import loss_of
 from mtpctl.user_code import is_reference
@@ -22,6 +21,7 @@ from tests.fakes import user_losses
 from tests.fakes.draft_agreement import SCALE, DraftCase, assert_sweep_agrees, in_one_sweep, token_loss
 from tests.fakes.forked import in_gloo_group, run_ranks
 from tests.fakes.kernel_agreement import relative
+from tests.fakes.policy_batch import rl_config
 
 ROWS, WIDTH, VOCAB, SEQUENCES = 300, 16, 131, 7
 
@@ -69,7 +69,7 @@ def loss_inputs(p: dict[str, Any], logprob: Tensor, entropy: Tensor | None) -> L
 )
 @pytest.mark.parametrize("workspace", [1 << 22, 130 * 3 * 8 * VOCAB, 1], ids=["one slice", "slices of 128", "row by row"])
 def test_fused_loss_matches_the_unfused_one(settings: dict[str, Any], workspace: int) -> None:
-    config, p, scale = RlConfig(**settings), problem(), 1 / 200
+    config, p, scale = rl_config(**settings), problem(), 1 / 200
     out = linear_logprob(p["hidden"], p["weight"], p["labels"], entropy=True, rows=p["mask"], implementation="reference")
     inputs = loss_inputs(p, out.logprob, out.entropy)
     loss = loss_of(config)

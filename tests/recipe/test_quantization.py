@@ -14,7 +14,7 @@ from mtpctl.plan.buckets import wire_tensors
 from mtpctl.plan.quantization import plan_quantization
 from mtpctl.recipe.checks import cautions_of, complaints_of, validate
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.model import read_config
+from mtpctl.recipe.model import hf_config, read_config
 from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.vllm.fp8_loading import quantized_names
@@ -128,7 +128,33 @@ def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
     names = {"weight_map": {"model.layers.0.mlp.experts.gate_up_proj": "model.safetensors"}}
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(names))
     lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", "mtp.mode=off")))
-    assert any("does not store model.layers.0.mlp.experts.0.down_proj.weight by itself; convert it" in line for line in lines), lines
+    expected = (
+        f"rollout.quantization: fp8 needs one tensor per expert, but {tmp_path / 'hf'} packs its experts (it has no "
+        f"model.layers.0.mlp.experts.0.down_proj.weight); to unpack them, run mtpctl convert-hf {tmp_path / 'hf'} A, then A B --dtype fp8, "
+        "then B C, then C D, and set model.path: D"
+    )
+    assert expected in lines, lines
+    with pytest.raises(UserError, match="packs its experts"):
+        quantized_names(tmp_path / "hf", drafter=True)
+
+
+def test_folder_without_a_matrix_is_refused(tmp_path: Path) -> None:
+    folder, name = tmp_path / "hf", "model.layers.0.mlp.down_proj.weight"
+    fp8_model("mimo", folder)
+    write(folder, {each: value for each, value in tensors(folder).items() if each != name})
+    lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(folder) + "}")))
+    assert f"rollout.quantization: fp8 needs the tensor {name}, which {folder} lacks; set rollout.quantization: none" in lines, lines
+
+
+def test_folder_to_which_the_run_adds_mtp_layers_is_accepted(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    fp8_model("mimo", folder)
+    change_config(folder, num_nextn_predict_layers=0)
+    write(folder, {name: value for name, value in tensors(folder).items() if ".mtp_layers." not in name})
+    created = recipe(*FP8[-2:], "model={path: " + str(folder) + ", drafter: {kind: mtp}}", "train.stages=[draft, rl]")
+    assert not [line for line in complaints_of(created) if "FP8" in line or "fp8" in line]
+    shape = shape_of(hf_config(created.model) or {})
+    assert sent_in_fp8(created, shape) == fp8_names(shape) != fp8_names(shape, drafter=False)
 
 
 @pytest.mark.parametrize("stages", ["[sft]", "[rl]"])

@@ -61,7 +61,12 @@ def test_untrained_tokens_do_not_affect_the_weight_of_their_response() -> None:
     assert out.weight.tolist() == [1.0] * 6 and not out.masked.any()
 
 
-OFF = CorrectionConfig()
+def test_unresolved_mode_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"auto is not resolved; use Recipe\.rl instead of train\.rl"):
+        weights(mode="auto")
+
+
+OFF = CorrectionConfig(mode="off")
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

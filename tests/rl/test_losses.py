@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.losses import LossInputs, kl_estimate, loss_denominator, loss_metrics, policy_loss, token_policy_loss, token_terms
-from tests.fakes.policy_batch import LENGTHS, batch
+from tests.fakes.policy_batch import LENGTHS, batch, rl_config
 
 
 def select(inputs: LossInputs, index: Tensor | slice, first: int, count: int) -> LossInputs:
@@ -41,7 +41,7 @@ def one_token(ratio: float, advantage: float, **config: Any) -> tuple[float, flo
         seq_ids=torch.zeros(1, dtype=torch.long),
         num_sequences=1,
     )
-    loss = policy_loss(inputs, RlConfig(**config)).loss_sum
+    loss = policy_loss(inputs, rl_config(**config)).loss_sum
     (grad,) = torch.autograd.grad(loss, inputs.logprob)
     return loss.item(), grad.item()
 
@@ -81,7 +81,7 @@ def test_on_policy_gradient_is_reinforce_with_advantages(loss: str) -> None:
     inputs = batch()
     inputs = replace(inputs, old_logprob=inputs.logprob.detach(), behaviour_logprob=inputs.logprob.detach())
     expected = -inputs.advantage * inputs.mask
-    torch.testing.assert_close(gradient(inputs, RlConfig(loss=loss)), expected)  # type: ignore[arg-type]
+    torch.testing.assert_close(gradient(inputs, rl_config(loss=loss)), expected)  # type: ignore[arg-type]
 
 
 def test_on_policy_gspo_gradient_is_reinforce_with_sequence_means() -> None:
@@ -89,13 +89,13 @@ def test_on_policy_gspo_gradient_is_reinforce_with_sequence_means() -> None:
     inputs = replace(inputs, old_logprob=inputs.logprob.detach())
     length = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, inputs.mask)[inputs.seq_ids]
     expected = -inputs.advantage * inputs.mask / length
-    torch.testing.assert_close(gradient(inputs, RlConfig(loss="gspo", aggregate="sequence")), expected)
+    torch.testing.assert_close(gradient(inputs, rl_config(loss="gspo", aggregate="sequence")), expected)
 
 
 def test_gspo_is_the_loss_of_its_paper_in_value_and_gradient() -> None:
     """Equation 5 and 7 of arXiv 2507.18071, written per response, gradient through the ratio itself."""
     inputs = batch()
-    config = RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04)
+    config = rl_config(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04)
     total = torch.zeros((), dtype=torch.float64)
     for s in range(3):
         keep = (inputs.seq_ids == s) & inputs.mask.bool()
@@ -123,7 +123,7 @@ def test_cispo_by_hand() -> None:
 def test_cispo_is_the_gradient_of_its_papers_equation() -> None:
     """Equations 4 and 5 of arXiv 2506.13585, by autograd in float64."""
     inputs = batch(spread=0.8)
-    config = RlConfig(loss="cispo", clip_low=0.3, clip_high=0.4)
+    config = rl_config(loss="cispo", clip_low=0.3, clip_high=0.4)
     ratio = (inputs.logprob - inputs.old_logprob).exp()
     weight = ratio.clamp(1 - 0.3, 1 + 0.4).detach()
     objective = (weight * inputs.advantage * inputs.logprob * inputs.mask).sum()
@@ -140,7 +140,7 @@ def test_cispo_is_the_gradient_of_its_papers_equation() -> None:
 def test_sapo_is_the_loss_of_its_paper_in_value_and_gradient() -> None:
     """f(r) = sigmoid(τ (r - 1)) · 4/τ of arXiv 2511.20347, mean by response, by autograd in float64."""
     inputs = batch(spread=0.8)
-    config = RlConfig(loss="sapo", aggregate="sequence", tau_pos=1.5, tau_neg=3.0)
+    config = rl_config(loss="sapo", aggregate="sequence", tau_pos=1.5, tau_neg=3.0)
     total = torch.zeros((), dtype=torch.float64)
     for s in range(3):
         keep = (inputs.seq_ids == s) & inputs.mask.bool()
@@ -166,22 +166,22 @@ def test_sapo_gate_decreases_on_both_sides_and_faster_for_negative_advantages() 
 def test_sapo_metric_is_the_remaining_share_of_the_gradient() -> None:
     inputs = batch()
     on_policy = replace(inputs, old_logprob=inputs.logprob.detach())
-    assert loss_metrics(policy_loss(on_policy, RlConfig(loss="sapo")).sums)["actor/gate"] == pytest.approx(1.0)
+    assert loss_metrics(policy_loss(on_policy, rl_config(loss="sapo")).sums)["actor/gate"] == pytest.approx(1.0)
     far = replace(inputs, old_logprob=inputs.logprob.detach() - 3.0)
-    assert loss_metrics(policy_loss(far, RlConfig(loss="sapo")).sums)["actor/gate"] < 1e-3
+    assert loss_metrics(policy_loss(far, rl_config(loss="sapo")).sums)["actor/gate"] < 1e-3
 
 
 def test_correction_weights_every_loss() -> None:
     inputs = batch()
     rho = (inputs.old_logprob - inputs.behaviour_logprob).exp().clamp(max=1.1)
     for loss in ("ppo", "cispo", "sapo"):
-        plain, corrected = (gradient(inputs, RlConfig(loss=loss, correction=c)) for c in ({}, {"mode": "truncate", "high": 1.1}))  # type: ignore[arg-type]
+        plain, corrected = (gradient(inputs, rl_config(loss=loss, correction=c)) for c in ({}, {"mode": "truncate", "high": 1.1}))  # type: ignore[arg-type]
         torch.testing.assert_close(corrected, plain * rho)
 
 
 def test_dr_grpo_is_the_sum_over_tokens_divided_by_responses_and_the_longest_response() -> None:
     """arXiv 2503.20783 as in its code: no mean over a response's own length, and so no favour to long wrong responses."""
-    config = RlConfig(preset="dr_grpo")
+    config = rl_config(preset="dr_grpo")
     inputs = batch()
     inputs = replace(inputs, old_logprob=inputs.logprob.detach())
     loss = policy_loss(inputs, config).loss_sum / loss_denominator(config, tokens=12, trajectories=3, max_tokens=16)
@@ -192,35 +192,41 @@ def test_dr_grpo_is_the_sum_over_tokens_divided_by_responses_and_the_longest_res
 def test_decoupled_is_ppo_against_the_proximal_policy_weighted_by_proximal_over_behaviour() -> None:
     inputs = batch()
     rho = (inputs.old_logprob - inputs.behaviour_logprob).exp()
-    expected = gradient(inputs, RlConfig(loss="ppo")) * rho
-    torch.testing.assert_close(gradient(inputs, RlConfig(loss="decoupled")), expected)
+    expected = gradient(inputs, rl_config(loss="ppo")) * rho
+    torch.testing.assert_close(gradient(inputs, rl_config(loss="decoupled")), expected)
     on_time = replace(inputs, behaviour_logprob=inputs.old_logprob)
-    torch.testing.assert_close(gradient(on_time, RlConfig(loss="decoupled")), gradient(on_time, RlConfig(loss="ppo")))
+    torch.testing.assert_close(gradient(on_time, rl_config(loss="decoupled")), gradient(on_time, rl_config(loss="ppo")))
 
 
 def test_ppo_with_a_correction_is_decoupled_with_the_same() -> None:
     inputs = batch()
     for mode in ("truncate", "clip", "mask"):
         correction = {"mode": mode, "low": 0.8, "high": 1.2}
-        ppo, decoupled = (gradient(inputs, RlConfig(loss=loss, correction=correction)) for loss in ("ppo", "decoupled"))  # type: ignore[arg-type]
+        ppo, decoupled = (gradient(inputs, rl_config(loss=loss, correction=correction)) for loss in ("ppo", "decoupled"))  # type: ignore[arg-type]
         torch.testing.assert_close(ppo, decoupled)
-        assert not torch.allclose(ppo, gradient(inputs, RlConfig(loss="ppo")))
+        assert not torch.allclose(ppo, gradient(inputs, rl_config(loss="ppo")))
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled"])
+def test_unresolved_correction_is_an_error(loss: Literal["ppo", "decoupled"]) -> None:
+    with pytest.raises(ValueError, match=r"correction.mode: auto is not resolved"):
+        policy_loss(batch(), RlConfig(loss=loss))
 
 
 def test_ppo_without_correction_ignores_the_behaviour_policy() -> None:
     inputs = batch()
     other = replace(inputs, behaviour_logprob=torch.full_like(inputs.behaviour_logprob, float("nan")))
-    torch.testing.assert_close(gradient(other, RlConfig()), gradient(inputs, RlConfig()))
+    torch.testing.assert_close(gradient(other, rl_config()), gradient(inputs, rl_config()))
 
 
 def test_entropy_bonus_and_kl_penalty_by_definition() -> None:
     inputs = batch()
-    plain = policy_loss(inputs, RlConfig()).loss_sum
-    with_entropy = policy_loss(inputs, RlConfig(entropy_coef=0.3)).loss_sum
+    plain = policy_loss(inputs, rl_config()).loss_sum
+    with_entropy = policy_loss(inputs, rl_config(entropy_coef=0.3)).loss_sum
     torch.testing.assert_close(with_entropy, plain - 0.3 * (inputs.entropy * inputs.mask).sum())  # type: ignore[operator]
     assert inputs.ref_logprob is not None
     for kind in ("k2", "k3"):
-        with_kl = policy_loss(inputs, RlConfig(kl_coef=0.2, kl_estimator=kind)).loss_sum  # type: ignore[arg-type]
+        with_kl = policy_loss(inputs, rl_config(kl_coef=0.2, kl_estimator=kind)).loss_sum  # type: ignore[arg-type]
         penalty = (kl_estimate(inputs.logprob, inputs.ref_logprob, kind) * inputs.mask).sum()  # type: ignore[arg-type]
         torch.testing.assert_close(with_kl, plain + 0.2 * penalty)
 
@@ -228,20 +234,20 @@ def test_entropy_bonus_and_kl_penalty_by_definition() -> None:
 def test_missing_entropy_or_reference_is_an_error() -> None:
     inputs = replace(batch(), entropy=None, ref_logprob=None)
     with pytest.raises(ValueError, match="entropy_coef"):
-        policy_loss(inputs, RlConfig(entropy_coef=0.1))
+        policy_loss(inputs, rl_config(entropy_coef=0.1))
     with pytest.raises(ValueError, match="kl_coef"):
-        policy_loss(inputs, RlConfig(kl_coef=0.1))
+        policy_loss(inputs, rl_config(kl_coef=0.1))
 
 
 EVERY_LOSS = [
-    RlConfig(),
-    RlConfig(clip_dual=1.05, entropy_coef=0.1, kl_coef=0.1),
-    RlConfig(aggregate="sequence", kl_coef=0.1, kl_estimator="k2"),
-    RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04),
-    RlConfig(loss="decoupled", correction={"mode": "truncate", "high": 1.1}),
-    RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, entropy_coef=0.1, kl_coef=0.1),
-    RlConfig(loss="cispo", clip_low=1.0, clip_high=0.3, entropy_coef=0.1, kl_coef=0.1, aggregate="constant"),
-    RlConfig(correction={"mode": "mask", "level": "sequence", "low": 0.5, "high": 1.5}, aggregate="sequence"),
+    rl_config(),
+    rl_config(clip_dual=1.05, entropy_coef=0.1, kl_coef=0.1),
+    rl_config(aggregate="sequence", kl_coef=0.1, kl_estimator="k2"),
+    rl_config(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04),
+    rl_config(loss="decoupled", correction={"mode": "truncate", "high": 1.1}),
+    rl_config(loss="sapo", aggregate="sequence", tau_neg=2.0, entropy_coef=0.1, kl_coef=0.1),
+    rl_config(loss="cispo", clip_low=1.0, clip_high=0.3, entropy_coef=0.1, kl_coef=0.1, aggregate="constant"),
+    rl_config(correction={"mode": "mask", "level": "sequence", "low": 0.5, "high": 1.5}, aggregate="sequence"),
 ]
 
 
@@ -326,7 +332,7 @@ def test_penalties_and_metrics_are_aggregated_like_the_policy_loss(aggregate: st
         entropy=torch.full((4,), 3.0),
         ref_logprob=old - 0.5,
     )
-    config = RlConfig(aggregate=aggregate, entropy_coef=0.1, kl_coef=0.2, kl_estimator="k2")  # type: ignore[arg-type]
+    config = rl_config(aggregate=aggregate, entropy_coef=0.1, kl_coef=0.2, kl_estimator="k2")  # type: ignore[arg-type]
     out = policy_loss(inputs, config)
     assert float(out.loss_sum) == pytest.approx(weight * (1.0 - 0.1 * 3.0 + 0.2 * 0.125))
     assert loss_metrics(out.sums)["actor/pg_loss"] == pytest.approx(1.0)
@@ -336,13 +342,13 @@ def test_penalties_and_metrics_are_aggregated_like_the_policy_loss(aggregate: st
 def test_sequence_mean_weights_responses_equally_and_token_mean_tokens() -> None:
     inputs = batch()
     inputs = replace(inputs, old_logprob=inputs.logprob.detach(), advantage=torch.ones_like(inputs.advantage))
-    token, sequence = (gradient(inputs, RlConfig(aggregate=kind)) for kind in ("token", "sequence"))  # type: ignore[arg-type]
+    token, sequence = (gradient(inputs, rl_config(aggregate=kind)) for kind in ("token", "sequence"))  # type: ignore[arg-type]
     per_response = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, sequence)
     torch.testing.assert_close(per_response, -torch.ones(3, dtype=torch.float64))
     assert set(token[inputs.mask.bool()].tolist()) == {-1.0}
     for kind, expected in (("token", 10), ("sequence", 3), ("constant", 3 * 8)):
-        assert loss_denominator(RlConfig(aggregate=kind), tokens=10, trajectories=3, max_tokens=8) == expected  # type: ignore[arg-type]
-        assert loss_denominator(RlConfig(aggregate=kind), tokens=0, trajectories=0, max_tokens=8) == 1  # type: ignore[arg-type]
+        assert loss_denominator(rl_config(aggregate=kind), tokens=10, trajectories=3, max_tokens=8) == expected  # type: ignore[arg-type]
+        assert loss_denominator(rl_config(aggregate=kind), tokens=0, trajectories=0, max_tokens=8) == 1  # type: ignore[arg-type]
 
 
 def test_sequence_mean_uses_the_length_of_the_trajectory() -> None:
@@ -351,7 +357,7 @@ def test_sequence_mean_uses_the_length_of_the_trajectory() -> None:
     inputs = replace(inputs, old_logprob=inputs.logprob.detach(), advantage=torch.ones_like(inputs.advantage))
     lengths = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, inputs.mask)
     of = torch.tensor([lengths[0] + lengths[1], lengths[0] + lengths[1], lengths[2]])
-    grad = gradient(replace(inputs, trajectory_tokens=of[inputs.seq_ids]), RlConfig(aggregate="sequence"))
+    grad = gradient(replace(inputs, trajectory_tokens=of[inputs.seq_ids]), rl_config(aggregate="sequence"))
     per_sample = torch.zeros(3, dtype=torch.float64).index_add_(0, inputs.seq_ids, grad)
     assert per_sample[0] + per_sample[1] == pytest.approx(-1.0) and per_sample[2] == pytest.approx(-1.0)
 
@@ -369,7 +375,7 @@ def test_metrics_by_hand() -> None:
         entropy=torch.tensor([1.0, 2.0, 3.0, 4.0]),
         ref_logprob=old,
     )
-    metrics = loss_metrics(policy_loss(inputs, RlConfig(clip_dual=3.0)).sums)
+    metrics = loss_metrics(policy_loss(inputs, rl_config(clip_dual=3.0)).sums)
     assert metrics["actor/clip_fraction_high"] == 0.25
     assert metrics["actor/clip_fraction_low"] == 0.25
     assert metrics["actor/clip_fraction_dual"] == 0.25
@@ -393,7 +399,7 @@ def test_gspo_with_a_token_correction_is_gspo_token_with_weighted_advantages(lev
     """The paper's GSPO-token (section 4.3) with an advantage w A for each token; with a weight a response, GSPO itself."""
     inputs = batch(spread=0.1)
     correction = {"mode": "truncate", "level": level, "high": 1.1}
-    config = RlConfig(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04, correction=correction)  # type: ignore[arg-type]
+    config = rl_config(loss="gspo", aggregate="sequence", clip_low=0.03, clip_high=0.04, correction=correction)  # type: ignore[arg-type]
     token_form, sequence_form = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for s in range(3):
         keep = (inputs.seq_ids == s) & inputs.mask.bool()

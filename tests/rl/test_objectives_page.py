@@ -12,7 +12,7 @@ from mtpctl.recipe import yaml12
 from mtpctl.recipe.rl import ADVANTAGES, LOSSES, PRESETS, RlConfig
 from mtpctl.rl.losses import loss_metrics, token_terms
 from mtpctl.rl.user_objective import check_objective, compute_advantages, loss_of
-from tests.fakes.policy_batch import batch
+from tests.fakes.policy_batch import batch, rl_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
 
@@ -57,7 +57,7 @@ def example(section: str, key: str, tmp_path: Path) -> RlConfig:
     parsed = yaml12.parse(block("yaml", section), "page").value
     assert isinstance(parsed, dict)
     rl = parsed["train"]["rl"]
-    config = RlConfig.model_validate(rl | {key: rl[key].replace("mine.py", str(tmp_path / "mine.py"))})
+    config = rl_config(**rl | {key: rl[key].replace("mine.py", str(tmp_path / "mine.py"))})
     check_objective(config)
     return config
 

@@ -16,7 +16,7 @@ from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import loss_metrics, policy_loss, token_policy_loss, token_terms
 from mtpctl.rl.user_objective import check_objective, compute_advantages, loss_of
 from tests.fakes import user_losses
-from tests.fakes.policy_batch import batch
+from tests.fakes.policy_batch import batch, rl_config
 
 FILE = str(Path(user_losses.__file__))
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 5.0])
@@ -25,11 +25,11 @@ LENGTHS = torch.tensor([3, 1, 4, 1, 5, 2])
 
 
 def with_loss(name: str, **settings: object) -> RlConfig:
-    return RlConfig.model_validate({"loss": f"{FILE}:{name}", **settings})
+    return rl_config(loss=f"{FILE}:{name}", **settings)
 
 
 def with_advantage(name: str, **settings: object) -> RlConfig:
-    return RlConfig.model_validate({"advantage": f"{FILE}:{name}", **settings})
+    return rl_config(advantage=f"{FILE}:{name}", **settings)
 
 
 def line_of(name: str) -> int:
@@ -45,7 +45,7 @@ def test_valid_loss_passes_the_check(name: str, aggregate: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_built_in_loss_is_used_as_it_is_and_would_pass_the_check(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RlConfig(loss=loss, entropy_coef=0.1, kl_coef=0.1)
+    config = rl_config(loss=loss, entropy_coef=0.1, kl_coef=0.1)
     assert loss_of(config) is token_policy_loss
     check_objective(config)
     monkeypatch.setattr(user_objective, "_load", lambda *_: token_policy_loss)
@@ -125,7 +125,7 @@ def test_arguments_come_from_the_recipe_and_must_fit() -> None:
 def test_token_policy_loss_called_by_a_user_defined_loss_is_ppo() -> None:
     inputs, config = batch(), with_loss("built_in")
     out = loss_of(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
-    torch.testing.assert_close(out.loss_sum, policy_loss(inputs, RlConfig()).loss_sum)
+    torch.testing.assert_close(out.loss_sum, policy_loss(inputs, rl_config()).loss_sum)
 
 
 def test_sums_of_a_user_defined_loss_become_metrics() -> None:

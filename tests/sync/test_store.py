@@ -15,6 +15,7 @@ import torch
 
 from mtpctl.cluster import leftovers
 from mtpctl.errors import EnvironmentMissing
+from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VERSIONS_KEPT, VersionStore, default_root, name_of
@@ -227,3 +228,9 @@ def test_a_manifest_on_a_full_disk_is_an_error_with_its_folder(tmp_path: Path) -
     with full_disk(), pytest.raises(EnvironmentMissing, match=f"^{folder}: cannot hold published weights .*; free space there"):
         store.commit(replace(manifest, version=2))
     assert store.versions() == [1]
+
+
+@pytest.mark.parametrize(("quantization", "standalone", "folder"), [("fp8", True, "unquantized"), ("fp8", False, ""), ("none", True, "")])
+def test_the_logprob_server_loads_unquantized_versions(tmp_path: Path, quantization: str, standalone: bool, folder: str) -> None:
+    recipe = Recipe.model_validate({"rollout": {"quantization": quantization}, "logprob": {"standalone": standalone}})
+    assert VersionStore(tmp_path).of_logprob(recipe).root == tmp_path / folder

@@ -47,13 +47,14 @@ def test_the_names_that_people_script_against_are_in_the_catalogue(name: str) ->
 def test_logged_metrics_are_in_catalog() -> None:
     import torch
 
-    from mtpctl.recipe.rl import CorrectionConfig, RlConfig
+    from mtpctl.recipe.schema import Recipe
     from mtpctl.rl.corrections import mismatch_metrics, mismatch_sums
     from mtpctl.rl.losses import LossInputs, loss_metrics, policy_loss
 
+    rl = Recipe().rl
     one, ids = torch.ones(2), torch.zeros(2, dtype=torch.long)
-    out = policy_loss(LossInputs(one, one, one, one, one, ids, 1, entropy=one, ref_logprob=one), RlConfig())
-    names = [*loss_metrics(out.sums), *mismatch_metrics(mismatch_sums(one, one, one, ids, 1, CorrectionConfig()))]
+    out = policy_loss(LossInputs(one, one, one, one, one, ids, 1, entropy=one, ref_logprob=one), rl)
+    names = [*loss_metrics(out.sums), *mismatch_metrics(mismatch_sums(one, one, one, ids, 1, rl.correction))]
     assert [name for name in names if name not in METRICS] == []
 
 

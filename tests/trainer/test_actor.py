@@ -243,8 +243,8 @@ def test_forked_trajectory_has_the_weight_of_an_unforked_one(aggregate: str) -> 
     weights = []
     for sequence in engine.batches[0]:
         micro = pack([sequence], [0], 0, "cpu")
-        objective = PolicyObjective(rank.recipe.train.rl, max_tokens=rank.recipe.rollout.max_tokens)
-        terms = token_terms(objective._inputs(micro, micro.columns["old"], None), rank.recipe.train.rl)
+        objective = PolicyObjective(rank.recipe.rl, max_tokens=rank.recipe.rollout.max_tokens)
+        terms = token_terms(objective._inputs(micro, micro.columns["old"], None), rank.recipe.rl)
         weights.append(terms.aggregation.sum().item())
     assert weights[0] == pytest.approx(sum(weights[1:]))
     tokens = {"sequence": 2.0, "constant": 2.0 * rank.recipe.rollout.max_tokens, "token": 24.0}

@@ -21,22 +21,23 @@ from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import PolicyObjective
 from mtpctl.trainer.update_loss import MEASURED_TOKENS
 from tests.fakes import user_losses
+from tests.fakes.policy_batch import rl_config
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 
 FEW_ROWS = 10 * 3 * 4 * 64
 """Workspace for ten rows of the toy's logits, in bytes."""
 
 LOSSES = {
-    "ppo": RlConfig(),
-    "everything": RlConfig(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
-    "by sequence": RlConfig(aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
-    "decoupled": RlConfig(loss="decoupled", entropy_coef=0.01),
-    "cispo": RlConfig(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant", entropy_coef=0.01),
-    "sapo": RlConfig(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
-    "own": RlConfig(loss=f"{user_losses.__file__}:squared", entropy_coef=0.01),
-    "taught": RlConfig(teacher=TeacherConfig(url="http://teacher", topk=3, coef=0.5), aggregate="sequence"),
-    "taught, forward": RlConfig(teacher=TeacherConfig(url="http://teacher", topk=3, kl="forward"), entropy_coef=0.01),
-    "gspo": RlConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),
+    "ppo": rl_config(),
+    "everything": rl_config(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
+    "by sequence": rl_config(aggregate="sequence", correction=CorrectionConfig(mode="mask", level="sequence", low=0.5, high=2.0)),
+    "decoupled": rl_config(loss="decoupled", entropy_coef=0.01),
+    "cispo": rl_config(loss="cispo", clip_low=1.0, clip_high=0.2, aggregate="constant", entropy_coef=0.01),
+    "sapo": rl_config(loss="sapo", aggregate="sequence", tau_neg=2.0, kl_coef=0.1),
+    "own": rl_config(loss=f"{user_losses.__file__}:squared", entropy_coef=0.01),
+    "taught": rl_config(teacher=TeacherConfig(url="http://teacher", topk=3, coef=0.5), aggregate="sequence"),
+    "taught, forward": rl_config(teacher=TeacherConfig(url="http://teacher", topk=3, kl="forward"), entropy_coef=0.01),
+    "gspo": rl_config(loss="gspo", clip_low=3e-4, clip_high=4e-4),
 }
 
 

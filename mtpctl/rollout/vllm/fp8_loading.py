@@ -15,7 +15,7 @@ from mtpctl.families.quantization import fp8_config, fp8_names
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.tensors import section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES, read_config, tensor_names
-from mtpctl.recipe.quantization import QUANTIZED_FOLDER
+from mtpctl.recipe.quantization import QUANTIZED_FOLDER, missing_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,11 +46,8 @@ def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
     names = fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored))
     if not names:
         raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set rollout.quantization: none")
-    if missing := sorted(names - stored):
-        raise UserError(
-            f"rollout.quantization: {folder} does not store {missing[0]} by itself; convert it with mtpctl convert-hf to a checkpoint, "
-            "from there with --dtype fp8, and back, and name that folder"
-        )
+    if (reason := missing_matrix(folder, stored, names)) is not None:
+        raise UserError(reason)
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
@@ -253,6 +254,48 @@ def install_experts() -> None:
         return upstream(replace(moe_config, is_lora_enabled=False))  # type: ignore[no-any-return]
 
     assign(method, select_unquantized_moe_backend=select)
+
+
+# ------------------------------------------------------------------------------------------------- experts one by one
+
+
+class SequentialExperts:
+    """Base of kernels that compute one expert after another in PyTorch, and add their outputs in fp32."""
+
+    def run_expert(self, states: Tensor, w1: Tensor, w2: Tensor, expert: int) -> Tensor:
+        """The output [t, H] of an expert for `states` [t, H], given the matrices of all experts."""
+        raise NotImplementedError
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        **unused: object,
+    ) -> None:
+        """vLLM's call of the kernel, with `topk_weights` and `topk_ids` [T, k]."""
+        if apply_router_weight_on_input:
+            raise NotImplementedError("the router's weights are applied to the outputs")
+        local = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
+        output.copy_(sum_experts(hidden_states, topk_weights, local, lambda states, expert: self.run_expert(states, w1, w2, expert)))
+
+
+def sum_experts(states: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Sum of the outputs of each token's experts.
+
+    states [T, H]; weights, experts [T, k]: routing weight and index of each selected expert, -1 for one of another rank → [T, H] fp32.
+    """
+    total = torch.zeros(states.shape, dtype=torch.float32)
+    for expert in experts.unique().tolist():
+        if expert >= 0:
+            tokens, choice = (experts == expert).nonzero(as_tuple=True)
+            total.index_add_(0, tokens, run(states[tokens], expert).float() * weights[tokens, choice, None].float())
+    return total
 
 
 # -------------------------------------------------------------------------------------------------- routers with a bias

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels.block_fp8 import dequantize
+from mtpctl.rollout.vllm.patches.cpu_kernels import SequentialExperts
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
 
 if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
@@ -103,8 +102,8 @@ def _experts_kernel() -> type[CPUExpertsFp8]:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.platforms import current_platform
 
-    class DequantizedExperts(CPUExpertsFp8):  # type: ignore[misc]
-        """Computes one expert after another, in the dtype of the activations, and adds their outputs in fp32."""
+    class DequantizedExperts(SequentialExperts, CPUExpertsFp8):  # type: ignore[misc]
+        """Dequantizes an expert and multiplies in the dtype of the activations."""
 
         @staticmethod
         def _supports_current_device() -> bool:
@@ -114,36 +113,11 @@ def _experts_kernel() -> type[CPUExpertsFp8]:
         def _supports_routing_method(routing_method: object, weight_key: object, activation_key: object) -> bool:
             return True
 
-        def apply(
-            self,
-            output: Tensor,
-            hidden_states: Tensor,
-            w1: Tensor,
-            w2: Tensor,
-            topk_weights: Tensor,
-            topk_ids: Tensor,
-            activation: MoEActivation,
-            global_num_experts: int,
-            expert_map: Tensor | None,
-            *unused: object,
-            apply_router_weight_on_input: bool = False,
-            **more: object,
-        ) -> None:
-            if apply_router_weight_on_input:
-                raise NotImplementedError("the router's weights are applied to the outputs")
-            w1_scale, w2_scale = self.w1_scale, self.w2_scale
-            assert w1_scale is not None and w2_scale is not None
-            local = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-            total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-            for expert in local.unique().tolist():
-                if expert < 0:  # held by another rank
-                    continue
-                tokens, choice = (local == expert).nonzero(as_tuple=True)
-                gate_up = dequantize(w1[expert], w1_scale[expert], hidden_states.dtype)
-                down = dequantize(w2[expert], w2_scale[expert], hidden_states.dtype)
-                gate, up = functional.linear(hidden_states[tokens], gate_up).chunk(2, dim=-1)
-                expert_output = functional.linear(functional.silu(gate) * up, down).float()
-                total.index_add_(0, tokens, expert_output * topk_weights[tokens, choice].float()[:, None])
-            output.copy_(total)
+        def run_expert(self, states: Tensor, w1: Tensor, w2: Tensor, expert: int) -> Tensor:
+            assert self.w1_scale is not None and self.w2_scale is not None
+            gate_up = dequantize(w1[expert], self.w1_scale[expert], states.dtype)
+            down = dequantize(w2[expert], self.w2_scale[expert], states.dtype)
+            gate, up = functional.linear(states, gate_up).chunk(2, dim=-1)
+            return functional.linear(functional.silu(gate) * up, down)
 
     return DequantizedExperts

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.cpu_kernels import convolve
+from mtpctl.rollout.vllm.patches.cpu_kernels import SequentialExperts, convolve
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, patch
 from mtpctl.rollout.vllm.patches.weights import LOG_DECAY, save_loaded_weights
 
@@ -76,7 +76,7 @@ def install_draft_dtype() -> None:
 def install_ungated_experts() -> None:
     """Compute experts without a gate, a squared ReLU between two matrices, in PyTorch.
 
-    vLLM's grouped kernel for CPUs computes gated experts only, so its config rejects others there. These experts run one after another.
+    vLLM's grouped kernel for CPUs computes gated experts only, so its config rejects others there.
     """
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -89,7 +89,7 @@ def install_ungated_experts() -> None:
     if not hasattr(unquantized, "backend_to_kernel_cls"):
         raise UpstreamMoved(f"{__name__}: {unquantized.__name__}.backend_to_kernel_cls is gone; find where the expert kernel is chosen")
 
-    class UngatedExperts(CPUUnquantizedExperts):
+    class UngatedExperts(SequentialExperts, CPUUnquantizedExperts):  # type: ignore[misc]
         @staticmethod
         def _supports_no_act_and_mul() -> bool:
             return True
@@ -105,18 +105,8 @@ def install_ungated_experts() -> None:
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             save_loaded_weights(self, layer)
 
-        def apply(
-            self,
-            output: Tensor,
-            hidden_states: Tensor,
-            w1: Tensor,
-            w2: Tensor,
-            topk_weights: Tensor,
-            topk_ids: Tensor,
-            *_: object,
-            **__: object,
-        ) -> None:
-            output.copy_(run_ungated(hidden_states, w1, w2, topk_weights, topk_ids))
+        def run_expert(self, states: Tensor, w1: Tensor, w2: Tensor, expert: int) -> Tensor:
+            return run_ungated(states, w1[expert], w2[expert])
 
     check, kernels = FusedMoEConfig.__post_init__, unquantized.backend_to_kernel_cls
 
@@ -138,18 +128,9 @@ def install_ungated_experts() -> None:
     assign(unquantized, backend_to_kernel_cls=backend_to_kernel_cls)
 
 
-def run_ungated(states: Tensor, up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Sum of the outputs of each token's experts.
-
-    states [T, H]; up [E, F, H]; down [E, H, F]; weights, experts [T, k]: routing weight and index of each selected expert → [T, H] fp32.
-    """
-    out = torch.zeros(states.shape, dtype=torch.float32)
-    for expert, (w_up, w_down) in enumerate(zip(up, down, strict=True)):
-        tokens, column = (experts == expert).nonzero(as_tuple=True)
-        if len(tokens):
-            inner = functional.relu(functional.linear(states[tokens], w_up)).square()
-            out.index_add_(0, tokens, functional.linear(inner, w_down).float() * weights[tokens, column, None])
-    return out
+def run_ungated(states: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The output of an expert without a gate. states [t, H]; up [F, H]; down [H, F] → [t, H]."""
+    return functional.linear(functional.relu(functional.linear(states, up)).square(), down)
 
 
 @cpu_patch
