@@ -28,8 +28,7 @@ from mtpctl.bench.report import Environment, markdown, number
 from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.families.context import describe_context, with_context
-from mtpctl.families.reading import shape_of
+from mtpctl.families.reading import describe_context, shape_of, with_context
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.kernels.main_grad import take_stale
 from mtpctl.model.packing import Packing

@@ -57,7 +57,7 @@ def doctor(
         return
     with Console(stderr=True).status("checking the installed packages …") as status:
         if model is not None:
-            from mtpctl.doctor.model import examine_model
+            from mtpctl.doctor.checks import examine_model
 
             diagnosis = examine_model(model)
         elif run is not None:

@@ -33,11 +33,11 @@ def runs(
     if watch:
         from rich.console import Console
 
-        from mtpctl.telemetry import watch as watching
+        from mtpctl.telemetry.runs import watch as show_table
 
         if as_json or not (console := Console()).is_terminal:
             raise UserError("--watch: needs a terminal, without --json; run it without a pipe")
-        watching.watch(folder, console)
+        show_table(folder, console)
     overviews = find_runs(folder)
     if as_json:
         answer(json.dumps([asdict(run) | {"path": str(run.path)} for run in overviews], indent=2))

@@ -17,13 +17,12 @@ from mtpctl.cluster.local import Daemons, check_capacity, cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import Copies, check_copies, check_sync_url, fetch_if_lost, start_copier
-from mtpctl.controller.draft import SAMPLES, DraftStage
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, prepare, store_in
 from mtpctl.controller.resuming import REFERENCE, Start, changed_old_logprobs, check_random_init, find_start, report_ended
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import Scoring
-from mtpctl.controller.sft import SftStage
+from mtpctl.controller.sft import SAMPLES, DraftStage, SftStage
 from mtpctl.controller.starting import Services, engine_claim, reserve_bundles, start_rewards
 from mtpctl.controller.state import RunState, check_stages, resumed_from, saved_state
 from mtpctl.controller.status import Waits, status_app, status_socket

@@ -18,8 +18,7 @@ from mtpctl.data.prompts import encode_prompt, fit_problems
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.context import with_context
-from mtpctl.families.reading import check_importable
+from mtpctl.families.reading import check_importable, with_context
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.buckets import section_buckets

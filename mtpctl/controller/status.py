@@ -22,8 +22,7 @@ from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.telemetry.live import LiveStatus, ReplicaCounts, render_status
 from mtpctl.telemetry.names import describe
 from mtpctl.web.guard import Guard, HttpBounds, http_error
-from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
-from mtpctl.web.server import listen
+from mtpctl.web.server import METRICS_TYPE, Series, listen, prometheus_text
 
 REFRESH_S = 5
 """Refresh interval of the page in a browser, in seconds."""
@@ -49,7 +48,7 @@ def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
         return JSONResponse(live.as_json() | {"replicas": None if counts is None else asdict(counts)})
 
     async def metrics(_: Request) -> Response:
-        return PlainTextResponse(text_of("mtpctl_", _series(live, replicas())), media_type=MEDIA_TYPE)
+        return PlainTextResponse(prometheus_text("mtpctl_", _series(live, replicas())), media_type=METRICS_TYPE)
 
     routes = [Route("/", shown), Route("/status.json", as_json), Route("/metrics", metrics)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: http_error})

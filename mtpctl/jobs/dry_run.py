@@ -23,9 +23,9 @@ from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import first_problems, rows_of
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, UserError
+from mtpctl.families.drafters import Drafting, drafting_of
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
-from mtpctl.families.support import Drafting, drafting_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.jobs.sharing import format_bytes, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.buckets import base_weight_bytes, section_buckets

@@ -36,7 +36,7 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, from_json, to_json
 from mtpctl.web.guard import Guard, HttpBounds, error_body, http_error
 from mtpctl.web.json_body import BodyInvalid, parse, shown
-from mtpctl.web.prometheus import MEDIA_TYPE, Series, text_of
+from mtpctl.web.server import METRICS_TYPE, Series, prometheus_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -129,7 +129,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(prometheus(server), media_type=MEDIA_TYPE)
+        return PlainTextResponse(prometheus(server), media_type=METRICS_TYPE)
 
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -350,4 +350,4 @@ def prometheus(server: LogprobServer) -> str:
         Series("replicas", "gauge", "Configured replicas.", len(server.replicas.slots)),
         Series("version", "gauge", "Current weight version.", server.version),
     ]
-    return text_of("mtpctl_logprob_", series)
+    return prometheus_text("mtpctl_logprob_", series)

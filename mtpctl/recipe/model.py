@@ -12,9 +12,8 @@ from pydantic import Field
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
-from mtpctl.families.context import describe_context, with_context
 from mtpctl.families.drafters import Kind, with_drafter
-from mtpctl.families.reading import DRAFTER, shape_of
+from mtpctl.families.reading import DRAFTER, describe_context, shape_of, with_context
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.unsupported import check_hub_name

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from mtpctl.telemetry.metrics_file import RawRow, read_rows
 
+ERROR_KINDS = ("error", "alarm", "restart")
+"""Kinds of events that are listed as errors."""
 _RESERVED = {"session", "time", "phase", "step"}
 
 

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from mtpctl.telemetry.charts import page
-from mtpctl.telemetry.history import Event, History
+from mtpctl.telemetry.history import ERROR_KINDS, Event, History
 from mtpctl.telemetry.metrics_file import plain
 from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -19,8 +19,6 @@ from mtpctl.telemetry.scale_requests import remembered
 
 EVENTS = 30
 """Number of newest events to keep."""
-ERROR_KINDS = ("error", "alarm", "restart")
-"""Kinds of events that the page lists as errors."""
 
 
 def steady_clock() -> Callable[[], float]:

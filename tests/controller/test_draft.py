@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.checkpoint.finding import newest
-from mtpctl.controller.draft import DraftStage
 from mtpctl.controller.prepare import Prepared
+from mtpctl.controller.sft import DraftStage
 from mtpctl.controller.state import RunState, resumed_from
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem

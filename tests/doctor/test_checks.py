@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from mtpctl.cluster.leftovers import Leftover
 from mtpctl.cluster.links import Link
 from mtpctl.doctor import checks
-from mtpctl.doctor.checks import Diagnosis, examine
+from mtpctl.doctor.checks import Diagnosis, examine, examine_model
 from mtpctl.doctor.parts import Agreement, PartTimeout
 from mtpctl.doctor.stack import packages
-from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
+from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed, UserError
+from tests.fakes.toys import LLAMA_EAGLE3, MIMO, QWEN3_5
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
 PARTS: dict[str, Any] = {
@@ -185,3 +187,32 @@ def test_links_between_hosts(measured: list[Link], state: str, error: type[Excep
     finding = checks.links(measured)
     assert finding.state == state and summary in finding.summary
     assert finding.error is None if error is None else type(finding.error) is error
+
+
+def test_folder_file_and_name_are_examined(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIMO))
+    (tmp_path / "other.json").write_text(json.dumps(QWEN3_5))
+    for name, family in {str(tmp_path): "mimo", str(tmp_path / "other.json"): "qwen3.5", "glm-4.5-air": "glm4-moe"}.items():
+        diagnosis = examine_model(name)
+        rows = {check.name: check.finding for check in diagnosis.checks}
+        assert f"({family})" in rows["model"].summary and rows["drafter"].summary == "1 MTP layer"
+        assert diagnosis.verdict == "supported" and diagnosis.error is None
+        assert ("vLLM on a CPU" in rows) == (family == "qwen3.5")
+
+
+def test_drafter_folder_is_part_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in LLAMA_EAGLE3.items() if key != "drafter"}))
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(LLAMA_EAGLE3["drafter"]))
+    rows = {check.name: check.finding for check in examine_model(str(tmp_path)).checks}
+    assert rows["vLLM"].summary == "drafts with its EAGLE-3 drafter"
+    assert rows["SGLang"].state == "absent"
+
+
+def test_unsupported_models_and_missing_files_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^zai-org/GLM-5: GLM-5 is not supported: "):
+        examine_model("zai-org/GLM-5")
+    with pytest.raises(UserError, match=r"^--model: .* has no config.json"):
+        examine_model(str(tmp_path))
+    with pytest.raises(UserError, match=r"^--model: there is no folder "):
+        examine_model(str(tmp_path / "nowhere"))

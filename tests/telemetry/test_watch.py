@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.watch import table
+from mtpctl.telemetry.runs import table
 from tests.fakes.commands import mtpctl as mtpctl
 from tests.telemetry.test_runs import RECIPE
 

@@ -6,7 +6,7 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mtpctl.web.prometheus import Series, text_of
+from mtpctl.web.server import Series, prometheus_text
 
 
 def test_prometheus_parser_reads_output() -> None:
@@ -16,7 +16,7 @@ def test_prometheus_parser_reads_output() -> None:
         Series("lost_total", "counter", odd, 2),
         *(Series(f"odd_{place}", "gauge", "Odd.", value) for place, value in enumerate((math.nan, math.inf, -math.inf, 1e-300))),
     ]
-    result = {family.name: family for family in text_string_to_metric_families(text_of("x_", series))}
+    result = {family.name: family for family in text_string_to_metric_families(prometheus_text("x_", series))}
     assert result["x_steps"].samples[0].labels == {"run": odd, "stage": "rl"} and result["x_steps"].samples[0].value == 3
     assert (result["x_lost"].type, result["x_lost"].documentation, result["x_lost"].samples[0].value) == ("counter", odd, 2)
     values = [result[f"x_odd_{place}"].samples[0].value for place in range(4)]
