@@ -1,15 +1,13 @@
-"""An engine's drafts with the logits behind them, in a process of its own, since vLLM lays out its groups of experts once a process:
-`python -m tests.fakes.engine_drafts FOLDER PRECISION OUT.pt`.
-
-OUT: `ids`, the tokens of prompt and response, and `draftings`, one `Drafting` for each step of the drafter within the response.
-"""
+"""An engine's drafts with the logits behind them."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -32,14 +30,15 @@ class Drafting:
     drafts: list[int] = field(default_factory=list)
 
 
-def record() -> list[Drafting]:
-    """Every drafting of this process's engine from now on, for one request at a time."""
+@contextmanager
+def recording() -> Iterator[list[Drafting]]:
+    """Every drafting of this process's engine, for one request at a time."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     result: list[Drafting] = []
     propose = SpecDecodeBaseProposer.propose
 
-    def recording(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def record(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         positions, place = kwargs["target_positions"], kwargs["token_indices_to_sample"]
         last = len(positions) - 1 if place is None else int(place[0])
         result.append(Drafting(int(positions[last]), int(kwargs["next_token_ids"][0])))
@@ -52,28 +51,19 @@ def record() -> list[Drafting]:
         result[-1].logits += logits.float().clone()  # A block drafter computes all drafts at once.
         return logits.argmax(dim=-1)
 
-    SpecDecodeBaseProposer.propose = recording
-    SpecDecodeBaseProposer._greedy_sample = greedy
-    return result
+    with patch.multiple(SpecDecodeBaseProposer, propose=record, _greedy_sample=greedy):
+        yield result
 
 
-async def response(folder: str, precision: str) -> tuple[list[int], list[Drafting]]:
-    """The tokens of a prompt and its response, and the draftings behind it."""
+async def response(folder: Path, precision: str) -> tuple[list[int], list[Drafting]]:
+    """The tokens of a prompt and its response, and one `Drafting` for each step of the drafter within the response."""
     options = VllmConfig(max_in_flight=4, context=128, threads=1, kv_cache_bytes=64 << 20, speculation=SpeculationConfig(num_tokens=DRAFTS))
-    engine = await VllmEngine.start(engine_settings(options, model=folder, precision=precision, device="cpu", seed=0))  # type: ignore[arg-type]
+    settings = engine_settings(options, model=str(folder), precision=precision, device="cpu", seed=0)  # type: ignore[arg-type]
+    engine = await VllmEngine.start(settings)
     try:
-        draftings = record()
-        sample = await engine.generate(GenerationRequest(Sample("p", "g", list(PROMPT)), 24, temperature=1.0, seed=1))
+        with recording() as draftings:
+            sample = await engine.generate(GenerationRequest(Sample("p", "g", list(PROMPT)), 24, temperature=1.0, seed=1))
     finally:
         await engine.shutdown()
     whole = [each for each in draftings if len(each.logits) == DRAFTS and each.position >= len(PROMPT) - 1]
     return [*PROMPT, *sample.response_ids], whole[:-1]
-
-
-def main(folder: str, precision: str, out: str) -> None:
-    ids, draftings = asyncio.run(response(folder, precision))
-    torch.save({"ids": ids, "draftings": [vars(each) for each in draftings]}, out)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

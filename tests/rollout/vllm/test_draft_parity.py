@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.fakes.draft_depths import depth_logits
-from tests.fakes.engine_drafts import DRAFTS, Drafting
+from tests.fakes.engine_drafts import DRAFTS, Drafting, response
 from tests.fakes.toys import NARROW_VALUES, ON_CARDS, SERVED, TOYS, toy_folder
 
 LARGEST = 1e-5
@@ -33,13 +34,6 @@ def program(name: str, *arguments: object, cards: str | None = None) -> None:
     subprocess.run(command, check=True, timeout=200, env=os.environ | observed)
 
 
-def drafted(folder: Path, precision: str, scratch: Path) -> tuple[list[int], list[Drafting]]:
-    """The tokens of a response of the engine, and its draftings."""
-    program("engine_drafts", folder, precision, scratch / "drafts.pt")
-    result = torch.load(scratch / "drafts.pt")
-    return result["ids"], [Drafting(**each) for each in result["draftings"]]
-
-
 def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: str, scratch: Path) -> torch.Tensor:
     """The trainer's logits [draftings, depths, vocabulary], had the engine's drafts been the tokens that follow."""
     samples = [([*ids[: each.position + 1], each.token, *each.drafts[:-1]], each.position) for each in draftings]
@@ -55,7 +49,7 @@ def trained(folder: Path, ids: list[int], draftings: list[Drafting], precision: 
 @pytest.mark.parametrize(("family", "precision"), CASES)
 def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_path: Path) -> None:
     folder = toy_folder(TOYS[family] | {"initializer_range": 0.1}, tmp_path / "model", 0, precision)
-    ids, draftings = drafted(folder, precision, tmp_path)
+    ids, draftings = asyncio.run(response(folder, precision))
     assert len(draftings) > 5
     for each in draftings:
         assert ids[each.position + 1] == each.token
@@ -78,7 +72,7 @@ def test_depths_are_the_drafts_of_the_engine(family: str, precision: str, tmp_pa
 def test_depths_with_narrow_values_are_the_drafts_of_the_engine(tmp_path: Path) -> None:
     """MiMo-V2-Flash as published, with padded values in vLLM."""
     folder = toy_folder(TOYS["mimo-v2-flash"] | NARROW_VALUES | {"initializer_range": 0.1}, tmp_path / "model", 0, "fp32")
-    ids, draftings = drafted(folder, "fp32", tmp_path)
+    ids, draftings = asyncio.run(response(folder, "fp32"))
     assert len(draftings) > 5
     exact = trained(folder, ids, draftings, "fp32", tmp_path)
     served = [torch.stack([each.logits[depth] for each in draftings]).float() for depth in range(DRAFTS)]

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import inspect
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch import Tensor, nn
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 
-from mtpctl.rollout.vllm.patches.drafter import TIMED_STEPS, DraftTimes
+from mtpctl.rollout.vllm.patches import drafter as patches
+from mtpctl.rollout.vllm.patches.drafter import TIMED_STEPS, DraftTimes, install_depths
 from mtpctl.rollout.vllm.plugin import install
-
-COMPILED = """
-import torch
-from torch import nn
-from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 
 
 class Layers(nn.Module):
-    def forward(self, input_ids, positions, hidden_states, inputs_embeds, spec_step_idx):
+    """Three MTP layers, which add 10, 20 and 30."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None, spec_step_idx: int
+    ) -> Tensor:
         return hidden_states + (10.0, 20.0, 30.0)[spec_step_idx]
 
 
-def added():
+def added_by_a_compiled_drafter() -> list[float]:
+    """What a DeepSeek drafter with `Layers`, compiled as vLLM compiles it, adds at depths 1 to 3."""
     config = VllmConfig(compilation_config=CompilationConfig(mode=2, backend="eager"))
     drafter = DeepSeekMTP.__new__(DeepSeekMTP)
     nn.Module.__init__(drafter)
@@ -36,33 +39,24 @@ def added():
     drafter.vllm_config, drafter.compilation_config = config, config.compilation_config
     drafter.do_not_compile = drafter.compiled = drafter.was_aot_compile_fn_loaded_from_disk = False
     drafter._dynamic_arg_dims, drafter._compile_tag = {}, ""
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(2, dtype=torch.int64), "positions": torch.zeros(2), "hidden_states": torch.zeros(2)}
     with set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(drafter)
-        call = lambda depth: drafter(
-            input_ids=torch.zeros(2, dtype=torch.int64), positions=torch.zeros(2), hidden_states=torch.zeros(2), spec_step_idx=depth
-        )
-        return [float(call(depth)[0]) for depth in range(3)]
+        return [float(drafter(**inputs, spec_step_idx=depth)[0]) for depth in range(3)]
 
 
-shipped = added()
-from mtpctl.rollout.vllm.patches.drafter import install_depths
-
-install_depths()
-print(shipped, added())
-"""
-"""A DeepSeek drafter of three layers that add 10, 20 and 30, compiled as vLLM compiles it: what it adds at depths 1 to 3 without and with
-the patch."""
-
-
-def test_patch_runs_the_layer_of_each_depth_of_a_compiled_drafter() -> None:
+def test_patch_runs_the_layer_of_each_depth_of_a_compiled_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream runs the first layer for every depth."""
-    # In a process of its own: a patch stays for as long as its process lives.
-    # An engine that another test has started in this process on a CPU has switched compilation off.
-    environment = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "[10.0, 10.0, 10.0] [10.0, 20.0, 30.0]"
+    # An engine that another test has started in this process on a CPU has switched compilation off, and the patch may be in place.
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(DeepSeekMTP, "__call__", inspect.unwrap(DeepSeekMTP.__call__))
+    monkeypatch.setattr(MiMoMTP, "forward", MiMoMTP.forward)
+    monkeypatch.setattr(install_depths, "in_place", False)
+    monkeypatch.setattr(patches, "_takes_later_depths", lambda forward: False)
+    with torch._dynamo.config.patch(disable=False):
+        assert added_by_a_compiled_drafter() == [10.0, 10.0, 10.0]
+        install_depths()
+        assert added_by_a_compiled_drafter() == [10.0, 20.0, 30.0]
 
 
 def test_mimo_drafter_runs_the_requested_layer() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import importlib
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,47 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from vllm.platforms import current_platform
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, exact, fp8_kernels, nemotron_h, sampling, weights
-from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
-from mtpctl.rollout.vllm.plugin import OURS, install
-
-PROGRAM = """
-import asyncio, importlib, json, pkgutil
-from torch import nn
-from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm import patches
-from mtpctl.rollout.vllm.patches import guard
+from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, exact, guard, loop, nemotron_h, pauses, sampling, weights
+from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
+from mtpctl.rollout.vllm.plugin import install
 
-guard.installed = lambda: "0.33.0"
-modules = [importlib.import_module(f"{patches.__name__}.{module.name}") for module in pkgutil.iter_modules(patches.__path__)]
-calls = {each.name: each for module in modules for each in vars(module).values() if isinstance(each, guard.Patch)}
-from mtpctl.rollout.vllm.patches import loop, pauses, weights
-
-for name, call in {
-    "weights.refresh_derived": lambda: weights.refresh_derived(nn.Module(), "float32"),
-    "weights.renamer": lambda: weights.renamer(nn.Module()),
-    "loop.core_in_loop": lambda: loop.core_in_loop().__enter__(),
-    "pauses.pause": lambda: asyncio.run(pauses.pause(None, "keep")),
-}.items():
-    calls[f"{patches.__name__}.{name}"] = call
-results = {}
-for name, call in calls.items():
-    try:
-        results[name] = repr(call())
-    except UpstreamMoved as moved:
-        results[name] = str(moved)
-print(json.dumps(results))
-"""
-"""Calls every patch as if another release were installed, and prints what it returns or raises."""
-CPU_ONLY = {
-    patch.name
-    for module in (cpu_kernels, exact, fp8_kernels, nemotron_h, sampling, weights)
-    for patch in vars(module).values()
-    if isinstance(patch, Patch) and patch._cpu_only
+MODULES = [importlib.import_module(f"{patches.__name__}.{module.name}") for module in pkgutil.iter_modules(patches.__path__)]
+PATCHES = {each.name: each for module in MODULES for each in vars(module).values() if isinstance(each, Patch)}
+GUARDED: dict[str, Callable[[], object]] = {
+    f"{weights.__name__}.refresh_derived": lambda: weights.refresh_derived(nn.Module(), "float32"),
+    f"{weights.__name__}.renamer": lambda: weights.renamer(nn.Module()),
+    f"{loop.__name__}.core_in_loop": lambda: loop.core_in_loop().__enter__(),
+    f"{pauses.__name__}.pause": lambda: asyncio.run(pauses.pause(None, "keep")),  # type: ignore[arg-type]
 }
+"""Other functions that depend on the release."""
+CPU_ONLY = {name for name, patch in PATCHES.items() if patch._cpu_only}
 
 
 def test_all_patches_apply_together_as_on_a_gpu() -> None:
@@ -63,18 +44,23 @@ def test_all_patches_apply_together_as_on_a_gpu() -> None:
     assert done.returncode == 0 and "all patches apply" in done.stdout, done.stderr[-3000:]
 
 
-def test_every_patch_rejects_another_release() -> None:
-    # In a separate process: a patch that is already in place would not be applied again.
-    environment = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 32 and results.keys() > CPU_ONLY
-    for name, result in results.items():
+def applied() -> None:
+    raise AssertionError("applied to another release")
+
+
+def test_every_patch_rejects_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "installed", lambda: "0.33.0")
+    for patch in PATCHES.values():
+        monkeypatch.setattr(patch, "in_place", False)
+        monkeypatch.setattr(patch, "_apply", applied)
+    calls = PATCHES | GUARDED
+    assert len(calls) == 32
+    for name, call in calls.items():
         if name in CPU_ONLY and not current_platform.is_cpu():
-            assert result == "False"
+            assert call() is False
         else:
-            assert result.startswith(f"{name} was written for vLLM {PINNED}, found 0.33.0")
+            with pytest.raises(UpstreamMoved, match=f"^{re.escape(name)} was written for vLLM {re.escape(PINNED)}, found 0.33.0"):
+                call()
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="most of them are faults of vLLM's CPU build")
