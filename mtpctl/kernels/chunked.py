@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpctl.kernels import exact, products
+from mtpctl.kernels import exact, invariant, products
 from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, GradTargets, LocalScores, LogitPair, Problem, RowGrads
 from mtpctl.kernels.shards import RowStats
 
@@ -191,11 +191,12 @@ class ExactStats(RowStats):
 
 
 class Exact(Chunked):
-    """Log-probs equal those of an engine with exact sums (`mtpctl.kernels.exact`), to the last bit. Gradients are those of `Chunked`.
+    """Log-probs equal those of an engine with `numerics: bitwise`, to the last bit. Gradients are those of `Chunked`.
 
-    All columns of a slice of rows are computed at once. The vocabulary must not be split over ranks.
+    Computes with `mtpctl.kernels.exact` on a CPU, and with `mtpctl.kernels.invariant` on CUDA. All columns of a slice of rows are computed
+    at once. The vocabulary must not be split over ranks.
 
-    The workspace limits fp32 temporaries. Those in float64 are limited by `BLOCK_BYTES`.
+    The workspace limits fp32 temporaries. On a CPU, those in float64 are limited by `BLOCK_BYTES`.
     """
 
     name = "exact"
@@ -206,8 +207,9 @@ class Exact(Chunked):
         return self._sliced_scores(problem, count, entropy=entropy, topk=topk, for_backward=for_backward and count <= 1)
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        z = scaled(exact.linear(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
-        top, log_mass = (each.squeeze(1) for each in exact.log_mass(z))
+        operations = invariant if problem.hidden.is_cuda else exact
+        z = scaled(operations.logits(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
+        top, log_mass = (each.squeeze(1) for each in operations.log_mass(z))
         target = z.gather(1, problem.targets.unsqueeze(1)).squeeze(1)
         mass, moment = log_mass.exp(), torch.zeros_like(top)
         if entropy:

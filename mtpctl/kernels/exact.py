@@ -68,6 +68,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [rows, in] · weightᵀ [vocab, in] → [rows, vocab]."""
+    return linear(hidden, weight)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean x² + eps) · (offset + weight) over the last dimension, in the dtype of x."""
     width = x.shape[-1]

@@ -1,6 +1,7 @@
-"""Gradients of the operations in `mtpctl.kernels.exact`: those of the inexact operations at the same inputs.
+"""The trainer's operations for `numerics: bitwise`: `mtpctl.kernels.exact` on a CPU, `mtpctl.kernels.invariant` on CUDA, with gradients.
 
-Only a forward pass has to match the engine's. Gradients take the rounding to integers as if it were not there.
+Only a forward pass has to match the engine's. Gradients are those of the usual operations at the same inputs; on a CPU they take the
+rounding to integers as if it were not there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels import exact
+from mtpctl.kernels import activations, exact, invariant, norm
 from mtpctl.kernels.activations import swiglu_backward_torch
 from mtpctl.kernels.main_grad import linear_backward
 
@@ -22,18 +23,22 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """`exact.rms_norm`, with gradients."""
+    """`exact.rms_norm` or `invariant.rms_norm`, with gradients."""
+    if x.is_cuda:
+        return norm.rms_norm_by_row(x, weight, eps, offset)
     return _RmsNorm.apply(x, weight, eps, offset)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """`exact.attention`, with gradients."""
+    """`exact.attention` on a CPU, with gradients."""
     return _Attention.apply(query, key, value, visible, scale)
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`exact.swiglu`, with gradients. There are no exact sums of experts, so there is no scale."""
+    """`exact.swiglu` or `invariant.swiglu`, with gradients. Experts are not supported, so there is no scale."""
     assert scale is None
+    if gate_up.is_cuda:
+        return activations.swiglu(gate_up)
     return _Swiglu.apply(gate_up)
 
 
@@ -42,7 +47,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # a parameter, which outlives the graph
-        return exact.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        product = invariant.linear if x.is_cuda else exact.linear
+        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -39,6 +39,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return F.rms_norm(x, (len(weight),), weight + offset if offset else weight, eps)
 
 
+def rms_norm_by_row(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """`rms_norm` on CUDA by the Triton kernel, whose programs sum one row each, in an order that depends on n only."""
+    return _RmsNorm.apply(x, weight, eps, offset)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight · silu(gate), in the shape and dtype of x [..., n]; gate [..., n], weight [n]."""
     # flash-linear-attention's kernel cannot be launched without rows.

@@ -35,7 +35,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mtpctl.kernels import exact_grad
+from mtpctl.kernels import exact_grad, invariant
 from mtpctl.model.layers import uses_exact_sums
 from mtpctl.model.packing import Packing
 
@@ -110,6 +110,26 @@ class FlashPrefix:
             scale=self.scale,
             **_causal_window(self.window),
         )
+
+
+def invariant_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    """`invariant.attention` of q [t, h, d] to k and v [t, g, d], with the gradients of the flash kernel, for `numerics: bitwise`."""
+    return _InvariantAttention.apply(q, k, v, packing, scale)
+
+
+class _InvariantAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+        out, lse = invariant.attention(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q, scale, lse=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.packing, ctx.scale = packing, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        prefix = FlashPrefix(ctx.packing, ctx.scale, heads_first=True)
+        return *prefix.backward(grads[0], q, k, v, out, lse.transpose(0, 1)), None, None
 
 
 def joined_attention(
@@ -281,6 +301,8 @@ class PackedAttention(torch.nn.Module):
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
         dim, value_dim = q.shape[2], v.shape[2]
         scale = dim**-0.5 if self.scale is None else self.scale
+        if self.exact and later is None and self.window is None and self.softmax_offset is None:
+            return invariant_attention(q, k, v, packing, scale)
         q, k, v, *more = _pad_widths(q, k, v, *(later or ()))
         if later is None and self.softmax_offset is None:
             out, _lse = flash_attention(q, k, v, packing, scale, self.window)

@@ -28,7 +28,7 @@ _EXACT = "mtpctl_exact_sums"
 
 
 def use_exact_sums(config: TransformerConfig) -> None:
-    """Let the layers of this config compute with `mtpctl.kernels.exact`, for `numerics: bitwise`."""
+    """Let the layers of this config compute with `mtpctl.kernels.exact_grad`, for `numerics: bitwise`."""
     setattr(config, _EXACT, True)
 
 

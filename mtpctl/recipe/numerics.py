@@ -19,6 +19,9 @@ BLOCK_BYTES = 1 << 22
 
 Temporaries of 64 MiB take twice to four times as long on an AMD EPYC.
 """
+PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
+"""The precision of each device's bitwise operations."""
+DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 FAMILIES = ("mimo",)
 ENGINE_ARGS = (
     "block_size",
@@ -41,10 +44,9 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if recipe.numerics != "bitwise":
         return
     rollout, train, needs = recipe.rollout, recipe.train, "numerics: bitwise needs"
-    if recipe.device != "cpu":
-        yield f"cluster.device: {needs} a CPU; set cpu, or numerics: default"
-    if train.precision != "fp32":
-        yield f"train.precision: {needs} fp32; set fp32, or numerics: default"
+    precision = PRECISIONS[recipe.device]
+    if train.precision != precision:
+        yield f"train.precision: {needs} {precision} on {DEVICES[recipe.device]}; set {precision}, or numerics: default"
     if train.lora is not None:
         yield f"train.lora: {needs} full weights; remove the section, or set numerics: default"
     if recipe.kernels.linear_logprob != "auto":
@@ -60,7 +62,7 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if shape.family not in FAMILIES or shape.rope_scaling is not None:
         family = f"{shape.family} with scaled rope" if shape.rope_scaling is not None else shape.family
         yield f"model: {needs} a model of the family {', '.join(FAMILIES)}, got {family}; use one, or set numerics: default"
-    if (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
+    if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
         yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"
 
 
@@ -69,8 +71,8 @@ def _rollout(recipe: Recipe, needs: str) -> Complaints:
     if rollout.engine != "vllm":
         yield f"rollout.engine: {needs} vllm; set it, or numerics: default"
         return
-    if rollout.dtype == "bf16":
-        yield f"rollout.dtype: {needs} fp32; set auto, or numerics: default"
+    if rollout.dtype not in ("auto", precision := PRECISIONS[recipe.device]):
+        yield f"rollout.dtype: {needs} {precision} on {DEVICES[recipe.device]}; set auto, or numerics: default"
     if rollout.tp > 1:
         yield f"rollout.tp: {needs} unsplit layers, got {rollout.tp}; set 1, or numerics: default"
     if rollout.temperature != 1:

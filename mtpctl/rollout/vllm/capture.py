@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtpctl.errors import UserError
-from mtpctl.kernels import exact
+from mtpctl.kernels import exact, invariant
 from mtpctl.rollout.vllm.patches.exact import is_exact
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
@@ -118,7 +118,8 @@ class LayerCapture:
         logits: Tensor = self._model.compute_logits(rows.pop(OUTPUT).to(device)).float() / temperature
         rows["logit_scale"] = logits.abs().amax(-1).cpu()
         labels = torch.tensor(tokens[1:], device=device)
-        log_softmax = exact.log_softmax if is_exact() else partial(torch.log_softmax, dim=-1)
+        bitwise = invariant.log_softmax if logits.is_cuda else exact.log_softmax
+        log_softmax = bitwise if is_exact() else partial(torch.log_softmax, dim=-1)
         rows["logprob"] = log_softmax(logits).gather(-1, labels[:, None]).squeeze(-1).cpu()
         if path is not None:
             save_file(rows, path)

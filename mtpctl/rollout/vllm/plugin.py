@@ -91,6 +91,7 @@ def install() -> None:
         drafter,
         exact,
         fp8_kernels,
+        invariant,
         logprobs,
         nemotron_h,
         pauses,
@@ -120,6 +121,7 @@ def install() -> None:
         nemotron_h.install_ungated_experts,
         nemotron_h.install_mamba_drafts,
         exact.install_exact,  # must follow install_gemm and install_rotary, whose functions it wraps
+        invariant.install_invariant,
         verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
         drafter.install_drafter,
         drafter.install_depths,

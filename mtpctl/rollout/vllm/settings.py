@@ -95,7 +95,7 @@ def engine_settings(
             (`mtpctl.rollout.bursts`), which depends on measured times.
         host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
             the model runs in a separate process.
-        numerics: the recipe's; `bitwise` needs a CPU.
+        numerics: the recipe's. `bitwise` needs fp32 on a CPU, or bf16 on a GPU, where it disables compilation.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
@@ -169,6 +169,11 @@ def engine_settings(
         # Processes of vLLM's own; in a Ray placement group it would start them with Ray. The process of a single rank runs the model
         # while the core schedules the next step.
         args["distributed_executor_backend"] = "mp"
+    if numerics == "bitwise" and not cpu:
+        # Inductor fuses operations and rounds their results in other positions. The attention of this backend is replaced.
+        graphs = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_DECODE_ONLY"})
+        args["compilation_config"] = args.get("compilation_config", {}) | graphs
+        args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
     args |= rollout.engine_args
     if args.get("speculative_config"):
         # Also for other speculators such as n-gram, whose drafts are counted in the same way.
@@ -176,6 +181,8 @@ def engine_settings(
     in_loop = cpu and args["tensor_parallel_size"] == 1
     environment = _environment(cpu, in_loop, rollout.threads) | ({AT_ONCE: "1"} if admit_at_once else {})
     environment[NUMERICS] = numerics
+    if numerics == "bitwise" and not cpu:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # whose sampler the patches replace
     return VllmSettings(
         args,
         in_loop,

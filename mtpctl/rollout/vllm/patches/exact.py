@@ -35,7 +35,7 @@ _TABLE = "_mtpctl_exact_table"
 
 
 def is_exact() -> bool:
-    """Whether the engine that is being built in this process sums exactly."""
+    """Whether the engine that is being built in this process has `numerics: bitwise`."""
     return os.environ.get(NUMERICS) == "bitwise"
 
 
@@ -66,13 +66,13 @@ def install_exact() -> None:
 
     assign(utils, dispatch_cpu_unquantized_gemm=dispatch_gemm)
     assign(CPUAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
-    _replace_forward(RMSNorm, rms_norm)
-    _replace_forward(SiluAndMul, silu_and_mul)
+    replace_forward(RMSNorm, rms_norm)
+    replace_forward(SiluAndMul, silu_and_mul)
     assign(RotaryEmbedding, forward_cpu=_rotary(RotaryEmbedding.forward_cpu))
     _install_log_softmax(Sampler)
 
 
-def _replace_forward(layer: type[nn.Module], forward: Callable[..., object]) -> None:
+def replace_forward(layer: type[nn.Module], forward: Callable[..., object]) -> None:
     """Let layers that are built for an exact engine compute `forward(layer, ...)`."""
     upstream = layer.__init__
 

@@ -1,0 +1,180 @@
+"""Operations that do not depend on a step's other rows, in vLLM on CUDA, for `numerics: bitwise` (vLLM 0.32.0).
+
+vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) makes a row independent of the batch, but its operations differ from the trainer's: it
+rounds cosines, sines and logits to half precision, computes activations and norms in another order, and attends with FlashAttention 3. In an
+engine with `NUMERICS` set, linear layers, LM head, norms, SwiGLU, rotary embedding, attention and the log-probs of sampled tokens are
+therefore those of `mtpctl.kernels.invariant`, which the trainer calls too. Drafters use the same layers.
+
+The model is not compiled, because Inductor fuses operations and rounds their results in other positions. Steps that only decode are CUDA
+graphs (`mtpctl.rollout.vllm.settings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpctl.errors import UpstreamMoved
+from mtpctl.kernels import exact, invariant
+from mtpctl.kernels.invariant import Pages
+from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward
+from mtpctl.rollout.vllm.patches.guard import assign, patch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.v1.attention.backend import AttentionLayer
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+
+_TABLE = "_mtpctl_invariant_table"
+Apply = Callable[..., Tensor]
+
+
+@patch
+def install_invariant() -> None:
+    """Let layers of an engine on CUDA with `NUMERICS` set compute with `invariant`. Other engines are unchanged."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        replace_operations()
+
+
+def replace_operations() -> None:
+    """Replace the operations, on any platform. Raises UpstreamMoved if one is computed elsewhere."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.worker.gpu.sample import logprob
+
+    replaced = (
+        (UnquantizedLinearMethod, "apply"),
+        (UnquantizedEmbeddingMethod, "apply"),
+        (RotaryEmbedding, "forward_cuda"),
+        (FlashAttentionBackend, "get_impl_cls"),
+        (logprob, "compute_token_logprobs"),
+    )
+    for owner, name in replaced:
+        if not hasattr(owner, name):
+            raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not bitwise")
+    attention_class, compute_token_logprobs = FlashAttentionBackend.get_impl_cls, logprob.compute_token_logprobs
+
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return invariant_attention_class() if is_exact() else attention_class()
+
+    def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+        if not is_exact():
+            return compute_token_logprobs(logits, token_ids)
+        return invariant.token_logprobs(logits, token_ids.long())
+
+    assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
+    assign(UnquantizedEmbeddingMethod, apply=_apply(UnquantizedEmbeddingMethod.apply, logits))
+    assign(FlashAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
+    assign(RotaryEmbedding, forward_cuda=_rotary(RotaryEmbedding.forward_cuda))
+    assign(logprob, compute_token_logprobs=token_logprobs)
+    replace_forward(RMSNorm, rms_norm)
+    replace_forward(SiluAndMul, silu_and_mul)
+
+
+def _apply(upstream: Apply, product: Apply) -> Apply:
+    """Wrap the method of a linear layer or LM head without quantization."""
+
+    @wraps(upstream)
+    def apply(self: object, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product(x, layer.weight, bias) if is_exact() else upstream(self, layer, x, bias)
+
+    return apply
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] · weightᵀ, rounded, + bias: the trainer adds a bias to a rounded product."""
+    out = invariant.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return out if bias is None else out.add_(bias)
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """fp32 logits of x [rows, in]."""
+    out = invariant.logits(x, weight)
+    return out if bias is None else out.add_(bias)
+
+
+def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm of x, or of x + residual together with that sum. The trainer rounds the sum before the norm reads it."""
+    if residual is not None:
+        x = x + residual
+    out = invariant.rms_norm(x, self.weight.data, self.variance_epsilon)
+    return out if residual is None else (out, x)
+
+
+def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
+    return invariant.swiglu(x)
+
+
+Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def _rotary(upstream: Rotation) -> Rotation:
+    """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its own to half precision."""
+
+    @wraps(upstream)
+    def forward_cuda(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if not is_exact():
+            return upstream(self, positions, query, key)
+        if _TABLE not in self.__dict__:
+            self.__dict__[_TABLE] = rotary_table(self, query.device)
+        table, places = self.__dict__[_TABLE], positions.flatten()
+
+        def rotate(x: Tensor) -> Tensor:
+            return invariant.rotate(x.unflatten(-1, (-1, self.head_size)), places, *table).flatten(1)
+
+        return rotate(query), None if key is None else rotate(key)
+
+    return forward_cuda
+
+
+def rotary_table(layer: RotaryEmbedding, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines fp32 [positions, rotated dimensions / 2], from frequencies computed on a CPU, as the trainer's are."""
+    with torch.device("cpu"):
+        frequencies = layer._compute_inv_freq(layer.base)
+        angles = torch.arange(layer.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
+        cos, sin = exact.cos_sin(angles)
+    return cos.to(device), sin.to(device)
+
+
+@cache
+def invariant_attention_class() -> type[FlashAttentionImpl]:
+    """vLLM's FlashAttention backend with `invariant.paged_attention`. Its KV cache and metadata are unchanged."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    class InvariantAttention(FlashAttentionImpl):  # type: ignore[misc]
+        def forward(
+            self,
+            layer: AttentionLayer,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: FlashAttentionMetadata | None,
+            output: Tensor,
+            *_: Any,
+            **__: Any,
+        ) -> Tensor:
+            if attn_metadata is None:  # vLLM measures memory
+                return output.fill_(0)
+            assert attn_metadata.causal is True, "bidirectional attention is not bitwise"
+            count = attn_metadata.num_actual_tokens
+            # [pages, key-value heads, slots of a page, key and value]
+            keys, values = kv_cache.split(self.head_size, dim=-1)
+            pages = Pages(keys, values, attn_metadata.block_table, attn_metadata.seq_lens)
+            starts, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
+            invariant.paged_attention(query[:count], pages, starts, longest, self.scale, output[:count])
+            return output
+
+    return InvariantAttention
