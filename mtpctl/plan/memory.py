@@ -286,8 +286,9 @@ def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, pa
 
 
 def _exact_sums(recipe: Recipe, shape: ModelShape, tokens: int) -> int:
-    """Bytes of float64 temporaries with `numerics: bitwise`: the widest layer's input, and up to eight blocks."""
-    return 8 * tokens * max(2 * shape.hidden, shape.ffn) + 8 * BLOCK_BYTES if recipe.numerics == "bitwise" else 0
+    """Bytes of float64 temporaries with `numerics: bitwise` on a CPU: the widest layer's input, and up to eight blocks."""
+    sums_exactly = recipe.numerics == "bitwise" and recipe.device == "cpu"
+    return 8 * tokens * max(2 * shape.hidden, shape.ffn) + 8 * BLOCK_BYTES if sums_exactly else 0
 
 
 def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -10,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import activations, norm, qkv, routing, rows, triton_backend  # noqa: E402
+from mtpctl.kernels import activations, invariant, norm, qkv, routing, rows, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -48,6 +49,12 @@ KERNELS = [
         for teacher, gained, greedy in ((True, False, False), (False, True, False), (True, True, False), (True, True, True))
     ),
     *((kernel, {"SCALED": True, "BLOCK": 512}) for kernel in (activations.swiglu_kernel, activations.swiglu_backward_kernel)),
+    (invariant.rotate_kernel, {"HEADS": 3, "WIDTH": 96, "HALF": 32, "TOKENS": 16, "COLUMNS": 128}),
+    *(
+        (invariant.attention_kernel, {"PER_GROUP": 4, "WIDTH": 128, "BLOCK_WIDTH": 128, "PAGE": page, "BM": 64, "BN": 64, "SUMS": not page})
+        for page in (0, 16)
+    ),
+    (invariant.log_mass_kernel, {"BLOCK": 4096}),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
@@ -56,6 +63,10 @@ POINTERS = {
     **dict.fromkeys(("counts_ptr", "total_ptr", "before_ptr", "row_of_ptr", "token_of_ptr"), WHOLE),
     **dict.fromkeys(("load_ptr", "agreed_ptr", "pair_of_ptr"), LONG),
     "replayed_ptr": "*i16",
+    # Of bitwise operations.
+    **dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr"), WHOLE),
+    **dict.fromkeys(("lse_ptr", "top_ptr", "mass_ptr"), WIDE),
+    "position_ptr": LONG,
     # Of drafts.
     **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
     **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),
@@ -63,7 +74,7 @@ POINTERS = {
     **dict.fromkeys(("teacher_row_ptr", "target_ptr"), LONG),
 }
 """Element types of pointers; all others point to bf16. Scalars are integers except FRACTIONS."""
-FRACTIONS = ("eps", "offset", "scaling", "lowest", "by_teacher", "by_gained", "by_label")
+FRACTIONS = ("eps", "offset", "scaling", "scale", "lowest", "by_teacher", "by_gained", "by_label")
 
 
 def types_of(names: list[str], constants: Mapping[str, object]) -> dict[str, str]:
@@ -83,3 +94,21 @@ def test_kernel_compiles_for_hopper(kernel, constants) -> None:
     types = types_of(names, constants)
     source = ASTSource(kernel, types, constexprs={(names.index(name),): value for name, value in constants.items()})
     assert "cubin" in triton.compile(source, target=HOPPER).asm
+
+
+@pytest.mark.parametrize("out", ["*bf16", WIDE])
+@pytest.mark.parametrize("tile", invariant.TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+def test_products_of_all_tiles_use_one_instruction_and_fit_hopper(tile: invariant.Tile, out: str) -> None:
+    """With another instruction, tensor cores may round sums differently."""
+    kernel = invariant.linear_kernel
+    constants = {"BM": tile.rows, "BN": tile.columns, "BK": invariant.BLOCK_K, "MEMBERS": invariant.GROUP}
+    types = types_of(kernel.arg_names, constants) | {
+        "x": f"tensordesc<bf16[{tile.rows},{invariant.BLOCK_K}]>",
+        "weight": f"tensordesc<bf16[{tile.columns},{invariant.BLOCK_K}]>",
+        "out_ptr": out,
+    }
+    names = kernel.arg_names
+    source = ASTSource(kernel, types, constexprs={(names.index(name),): value for name, value in constants.items()})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
+    assert set(re.findall(r"(wgmma\.mma_async|mma\.sync)[^;]*?k(\d+)\.f32\.bf16", compiled.asm["ptx"])) == {("wgmma.mma_async", "16")}
+    assert compiled.metadata.shared <= 227 * 1024

@@ -260,8 +260,8 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["model.tokenizer=/nowhere/tokenizer"], "model.tokenizer: there is no folder /nowhere/tokenizer; name a folder"),
         (["data.task=", f"data.path={__file__}", f"data.eval_path={__file__}"], "data.eval_path: equals data.path, which is trained on"),
         (["kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs a GPU; set auto"),
-        ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32; set fp32, or numerics: default"),
-        ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32; set auto, or numerics: default"),
+        ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32 on a CPU; set fp32, or numerics: default"),
+        ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32 on a CPU; set auto, or numerics: default"),
         ([*BITWISE, "train.lora.rank=4"], "train.lora: numerics: bitwise needs full weights; remove the section"),
         ([*BITWISE, "rollout.tp=3"], "rollout.tp: numerics: bitwise needs unsplit layers, got 3; set 1"),
         ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise needs unsplit layers and samples, got 2; set 1"),
@@ -276,7 +276,11 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             )
             for arg in ("dtype: half", "tensor_parallel_size: 2", "max_model_len: 16384", "model_impl: transformers", "hf_overrides: {}")
         ),
-        ([*BITWISE, *CARD], "cluster.device: numerics: bitwise needs a CPU; set cpu, or numerics: default"),
+        ([*BITWISE, *CARD], "train.precision: numerics: bitwise needs bf16 on a GPU; set bf16, or numerics: default"),
+        (
+            [*BITWISE, *CARD, "train.precision=bf16", "rollout.dtype=fp32"],
+            "rollout.dtype: numerics: bitwise needs bf16 on a GPU; set auto, or numerics: default",
+        ),
         ([*BITWISE, "model.config.max_position_embeddings=9000"], "rollout.context: numerics: bitwise needs at most 8192 tokens, got 9000"),
         ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
@@ -375,6 +379,11 @@ def test_sglang_cannot_keep_the_cache() -> None:
     sglang = load_recipe("tiny_mtp", sets=["rollout={engine: sglang}", "sync.kv=keep"]).recipe
     message = "sync.kv: keep works with rollout.engine: vllm, because the prefix cache of SGLang would keep old weights' blocks for later"
     assert [text.startswith(message) for text in complaints_of(sglang) if text.startswith("sync.kv")] == [True]
+
+
+def test_bitwise_numerics_on_a_gpu_need_bf16_and_allow_long_contexts() -> None:
+    sets = [*CARD, *BITWISE, "train.precision=bf16", "model.config.max_position_embeddings=9000"]
+    assert not [text for text in list_complaints(sets) if "bitwise" in text]
 
 
 def test_bitwise_numerics_need_a_dense_mimo() -> None:

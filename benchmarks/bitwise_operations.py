@@ -1,0 +1,326 @@
+"""Operations of `numerics: bitwise` on CUDA, one by one: does a row depend on the other rows of a call, and what does each cost?
+
+    python benchmarks/bitwise_operations.py
+    TRITON_INTERPRET=1 python benchmarks/bitwise_operations.py --device cpu     # toy sizes, without times
+
+Each line has an operation, the calls in which a row's bits differ from those in a large call, and times. `same` means that every row was
+equal in every call. Operations of PyTorch and vLLM are measured in the same way for comparison. `--library` only measures PyTorch's matrix
+products, without split-K: cuBLASLt without workspace, as in vLLM's batch-invariant mode.
+
+The sizes are those of MiMo-7B.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+if "--library" in sys.argv:  # read when cuBLAS starts
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness import parser
+from mtpctl.kernels import activations, invariant
+from mtpctl.kernels.invariant import Pages, Tile
+from mtpctl.kernels.norm import rms_norm_by_row
+from mtpctl.kernels.qkv import HeadLayout, split_heads_triton
+
+Call = Callable[[Tensor], Tensor]
+TENSOR_CORES_OF_AMPERE = (Tile(16, 64, 4, 6), Tile(32, 64, 4, 6))
+"""Tiles of fewer than 64 rows, which Hopper computes with Ampere's instructions; `TILES` has none."""
+
+
+class Sizes:
+    """MiMo-7B's sizes on a GPU, toy sizes in Triton's interpreter."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.device, self.dtype = torch.device(device), torch.bfloat16 if self.cuda else torch.float16
+        self.hidden, self.ffn, self.vocab = (4096, 11008, 151680) if self.cuda else (64, 112, 300)
+        self.heads, self.groups, self.width = (32, 8, 128) if self.cuda else (4, 2, 32)
+        self.rows = 2048 if self.cuda else 150
+        self.counts = (1, 2, 4, 7, 8, 16, 63, 64, 65, 128, 200, 256, 512) if self.cuda else (1, 7, 65, 130)
+        self.lengths = (1, 2, 63, 64, 65, 127, 128, 129, 200, 517, 1000, 1537) if self.cuda else (1, 64, 65, 83)
+        self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def drawn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, device=self.device, generator=self.generator)).to(self.dtype)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of each linear layer."""
+        mixed = (self.heads + 2 * self.groups) * self.width
+        return {
+            "qkv": (mixed, self.hidden),
+            "attention output": (self.hidden, self.heads * self.width),
+            "gate and up": (2 * self.ffn, self.hidden),
+            "down": (self.hidden, self.ffn),
+        }
+
+
+def say(name: str, *parts: str) -> None:
+    print(f"  {name:42}" + " | ".join(parts), flush=True)
+
+
+def attempt(title: str, run: Callable[[Sizes], None], sizes: Sizes) -> None:
+    """Run one section. A failure is printed, and the next section runs."""
+    print(f"\n{title}", flush=True)
+    try:
+        run(sizes)
+    except Exception as error:
+        print(f"  FAILED: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}", flush=True)
+        traceback.print_exc()
+
+
+def dependence(call: Call, x: Tensor, counts: tuple[int, ...]) -> str:
+    """The numbers of rows for which a call on consecutive rows of x differs from the call on all of x."""
+    whole, different = call(x), []
+    for count in counts:
+        starts = {0, min(5, len(x) - count), len(x) - count}
+        wrong = sum(int((call(x[start : start + count]) != whole[start : start + count]).flatten(1).any(1).sum()) for start in starts)
+        if wrong:
+            different.append(f"{count} ({wrong} of {count * len(starts)})")
+    return "same" if not different else "DIFFERS at rows: " + ", ".join(different)
+
+
+def equality(a: Tensor, b: Tensor) -> str:
+    if torch.equal(a, b):
+        return "equal"
+    error = (a.double() - b.double()).abs()
+    return f"{float((error > 0).double().mean()):.1%} of elements differ, by {float(error.max()):.1e} at most"
+
+
+def milliseconds(run: Callable[[], object], sizes: Sizes) -> float:
+    """Median time of a call on an idle GPU; 0 in the interpreter."""
+    if not sizes.cuda:
+        return 0.0
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(3):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 3)
+    return sorted(times)[len(times) // 2]
+
+
+def against(ours: Callable[[], object], usual: Callable[[], object], sizes: Sizes) -> str:
+    first, second = milliseconds(ours, sizes), milliseconds(usual, sizes)
+    return f"{first:.3f} ms, usual {second:.3f} ms" + (f", ratio {second / first:.2f}" if first else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def products(sizes: Sizes) -> None:
+    for name, (outputs, inputs) in sizes.linears.items():
+        x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
+        say(f"{name}, bitwise", dependence(lambda rows, w=weight: invariant.linear(rows, w), x, sizes.counts))
+        say(f"{name}, cuBLAS", dependence(lambda rows, w=weight: F.linear(rows, w), x, sizes.counts))
+        say(f"{name}, bitwise against cuBLAS", equality(invariant.linear(x, weight), F.linear(x, weight)))
+        for rows in (64, 256, sizes.rows) if sizes.cuda else ():
+            part = x[:rows]
+            say(
+                f"{name}, time of {rows} rows",
+                against(lambda p=part, w=weight: invariant.linear(p, w), lambda p=part, w=weight: F.linear(p, w), sizes),
+            )
+
+
+def head(sizes: Sizes) -> None:
+    x, weight = sizes.drawn(sizes.rows, sizes.hidden), sizes.drawn(sizes.vocab, sizes.hidden, scale=0.05)
+    say("logits, bitwise", dependence(lambda rows: invariant.logits(rows, weight), x, sizes.counts))
+    logits = invariant.logits(x, weight)
+    say("log-prob, bitwise", dependence(invariant.log_softmax, logits, sizes.counts))
+    padded = F.pad(logits, (0, 37))[:, : sizes.vocab]
+    say("log-prob, padded against contiguous rows", equality(invariant.log_softmax(padded), invariant.log_softmax(logits)))
+    say("log-prob, torch.log_softmax", dependence(lambda rows: rows.log_softmax(-1), logits, sizes.counts))
+    tokens = torch.zeros(len(logits), 1, dtype=torch.long, device=sizes.device)
+    say(
+        f"log-prob, time of {len(logits)} rows",
+        against(lambda: invariant.token_logprobs(logits, tokens), lambda: logits.log_softmax(-1).gather(1, tokens), sizes),
+    )
+    for rows in (64, 256, sizes.rows) if sizes.cuda else ():
+        part = x[:rows]
+        say(f"logits, time of {rows} rows", against(lambda p=part: invariant.logits(p, weight), lambda p=part: F.linear(p, weight), sizes))
+
+
+def tiles(sizes: Sizes) -> None:
+    outputs, inputs = sizes.linears["down"]
+    x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
+    whole = invariant.linear(x, weight, torch.float32, invariant.TILES[-1])
+    for tile in (*invariant.TILES, *TENSOR_CORES_OF_AMPERE):
+        say(f"{tile.rows} x {tile.columns}, against the largest tile", equality(invariant.linear(x, weight, torch.float32, tile), whole))
+    for name, (outputs, inputs) in sizes.linears.items() if sizes.cuda else ():
+        x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs)
+        for rows in (64, 256, sizes.rows):
+            times = {
+                f"{tile.rows}x{tile.columns}": milliseconds(lambda t=tile, p=x[:rows], w=weight: invariant.linear(p, w, tile=t), sizes)
+                for tile in (*invariant.TILES, *(TENSOR_CORES_OF_AMPERE if rows == 64 else ()))
+            }
+            chosen = invariant.tile_for(rows, outputs, invariant._units(sizes.device))
+            best = min(times, key=times.__getitem__)
+            ranked = ", ".join(f"{each} {took:.3f}" for each, took in sorted(times.items(), key=lambda item: item[1]))
+            say(f"{name}, {rows} rows", f"best {best}, chosen {chosen.rows}x{chosen.columns}", f"ms: {ranked}")
+
+
+def elementwise(sizes: Sizes) -> None:
+    x, weight = sizes.drawn(sizes.rows, sizes.hidden), 1 + sizes.drawn(sizes.hidden, scale=0.2)
+    say("norm, bitwise", dependence(lambda rows: invariant.rms_norm(rows, weight, 1e-5), x, sizes.counts))
+    say("norm, engine against trainer", equality(invariant.rms_norm(x, weight, 1e-5), rms_norm_by_row(x, weight, 1e-5)))
+    usual = F.rms_norm(x, (sizes.hidden,), weight, 1e-5)
+    say("norm, bitwise against PyTorch", equality(invariant.rms_norm(x, weight, 1e-5), usual))
+    say(
+        f"norm, time of {sizes.rows} rows",
+        against(lambda: invariant.rms_norm(x, weight, 1e-5), lambda: F.rms_norm(x, (sizes.hidden,), weight, 1e-5), sizes),
+    )
+    gate_up = sizes.drawn(sizes.rows, 2 * sizes.ffn)
+    say("SwiGLU, bitwise", dependence(invariant.swiglu, gate_up, sizes.counts))
+    if sizes.cuda:
+        say("SwiGLU, engine against trainer", equality(invariant.swiglu(gate_up), activations.swiglu(gate_up)))
+    layout = HeadLayout(sizes.groups, sizes.heads // sizes.groups, sizes.width)
+    mixed = sizes.drawn(sizes.rows, sizes.groups * sum(layout.sizes))
+    positions = torch.randint(0, 4000, (sizes.rows,), device=sizes.device, generator=sizes.generator)
+    angles = torch.rand(4000, sizes.width // 2, device=sizes.device, generator=sizes.generator) * 6
+    cos, sin = angles.cos(), angles.sin()
+    grouped = mixed.unflatten(1, (sizes.groups, -1, sizes.width))
+    packed = torch.cat([grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1].flatten(1)], 1)  # as in vLLM
+    queries = packed[:, : sizes.heads * sizes.width].unflatten(1, (-1, sizes.width))
+    trainers = split_heads_triton(mixed, layout, None, (cos[positions], sin[positions]))[0]
+    say("rotation, engine against trainer", equality(invariant.rotate(queries, positions, cos, sin), trainers))
+
+
+def attention(sizes: Sizes) -> None:
+    scale, mixed_heads = sizes.width**-0.5, sizes.heads + 2 * sizes.groups
+    wholes = [sizes.drawn(length, mixed_heads, sizes.width) for length in sizes.lengths]
+    alone = []
+    for whole in wholes:
+        parts = (part.contiguous() for part in whole.split([sizes.heads, sizes.groups, sizes.groups], 1))
+        starts = torch.tensor([0, len(whole)], dtype=torch.int32, device=sizes.device)
+        alone.append(invariant.attention(*parts, starts, len(whole), scale, lse=True)[0])
+    together = torch.cat(wholes)
+    starts = torch.tensor([0, *sizes.lengths], device=sizes.device).cumsum(0).int()
+    query, key, value = (part.contiguous() for part in together.split([sizes.heads, sizes.groups, sizes.groups], 1))
+    packed, _ = invariant.attention(query, key, value, starts, max(sizes.lengths), scale, lse=True)
+    say("packed samples against single samples", equality(packed, torch.cat(alone)))
+    pages = paged(sizes, wholes)
+    for count in (1, 2, 3, 4, 16, max(sizes.lengths)):
+        counts = [min(count, length) for length in sizes.lengths]
+        ends = torch.tensor([0, *counts], device=sizes.device).cumsum(0).int()
+        queries = torch.cat([whole[len(whole) - n :, : sizes.heads] for whole, n in zip(wholes, counts, strict=True)])
+        out = torch.empty_like(queries)
+        invariant.paged_attention(queries, pages, ends, max(counts), scale, out)
+        expected = torch.cat([rows[len(rows) - n :] for rows, n in zip(alone, counts, strict=True)])
+        say(f"engine, {count} queries a request, against trainer", equality(out, expected))
+    if sizes.cuda:
+        compare_flash(sizes, query, key, value, starts)
+
+
+def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> Pages:
+    """The keys and values of these requests in a cache whose free slots are NaN, with pages in random order."""
+    needed = [-(-len(whole) // size) for whole in wholes]
+    order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    cache = torch.full((sum(needed) + 1, sizes.groups, size, 2 * sizes.width), float("nan"), dtype=sizes.dtype, device=sizes.device)
+    table = torch.zeros(len(wholes), max(needed), dtype=torch.int32)
+    for request, whole in enumerate(wholes):
+        joined = torch.cat(whole[:, sizes.heads :].split(sizes.groups, 1), -1)
+        for page in range(needed[request]):
+            table[request, page] = slot = order.pop()
+            rows = joined[page * size : (page + 1) * size]
+            cache[slot, :, : len(rows)] = rows.transpose(0, 1)
+    lengths = torch.tensor([len(whole) for whole in wholes], dtype=torch.int32, device=sizes.device)
+    return Pages(*cache.split(sizes.width, -1), table.to(sizes.device), lengths)
+
+
+def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:
+    """Output and gradients against PyTorch's flash kernel, and times of a pass and of a decode step."""
+    from mtpctl.model.core_attention import flash_attention, invariant_attention
+    from mtpctl.model.packing import Packing
+
+    class Starts:
+        cu_seqlens_q = cu_seqlens_kv = starts
+        max_seqlen_q = max_seqlen_kv = int(starts.diff().max())
+
+    packing: Packing = Starts()  # type: ignore[assignment]
+    scale, grad = sizes.width**-0.5, torch.randn_like(query)
+    results = []
+    for run in (invariant_attention, lambda *arguments: flash_attention(*arguments)[0]):
+        leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+        out = run(*leaves, packing, scale)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for name, ours, usual in zip(("output", "query", "key", "value"), *results, strict=True):
+        error = float((ours.double() - usual.double()).norm() / usual.double().norm())
+        say("relative difference from flash: " + ("output" if name == "output" else f"gradient of {name}"), f"{error:.1e}")
+    with torch.no_grad():
+        say(
+            f"time of {len(query)} packed tokens",
+            against(
+                lambda: invariant_attention(query, key, value, packing, scale),
+                lambda: flash_attention(query, key, value, packing, scale),
+                sizes,
+            ),
+        )
+    pages = paged(sizes, [sizes.drawn(1000, sizes.heads + 2 * sizes.groups, sizes.width)] * 64)
+    for count in (1, 2, 4):
+        queries, ends = sizes.drawn(64 * count, sizes.heads, sizes.width), torch.arange(65, device=sizes.device).int() * count
+        out = torch.empty_like(queries)
+        took = milliseconds(lambda c=count, q=queries, e=ends, o=out: invariant.paged_attention(q, pages, e, c, scale, o), sizes)
+        say(f"time of 64 requests, 1000 keys, {count} queries", f"{took:.3f} ms")
+        try:
+            from vllm.vllm_flash_attn import flash_attn_varlen_func
+        except ImportError as error:
+            say("vLLM's FlashAttention 3", f"not available: {error}")
+            continue
+        keys, values = (x.transpose(1, 2) for x in pages[:2])
+        options = {"max_seqlen_k": 1000, "block_table": pages.table, "seqused_k": pages.lengths, "causal": True, "fa_version": 3}
+
+        def usual(splits: int, c: int = count, q: Tensor = queries, e: Tensor = ends, o: dict = options) -> Tensor:  # type: ignore[type-arg]
+            return flash_attn_varlen_func(q, keys, values, max_seqlen_q=c, cu_seqlens_q=e, num_splits=splits, **o)
+
+        say("  vLLM's FlashAttention 3", f"{milliseconds(lambda: usual(0), sizes):.3f} ms, one split {milliseconds(lambda: usual(1), sizes):.3f}")
+
+
+def library(sizes: Sizes) -> None:
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    for name, (outputs, inputs) in sizes.linears.items():
+        x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
+        say(f"{name}, cuBLASLt", dependence(lambda rows, w=weight: F.linear(rows, w), x, sizes.counts))
+        say(f"{name}, against bitwise", equality(F.linear(x, weight), invariant.linear(x, weight)))
+        times = [f"{rows} rows {milliseconds(lambda p=x[:rows], w=weight: F.linear(p, w), sizes):.3f} ms" for rows in (64, 256, sizes.rows)]
+        say(f"{name}, time", *times)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments.add_argument("--library", action="store_true", help="only PyTorch's products, without split-K")
+    options = arguments.parse_args()
+    sizes = Sizes(options.device)
+    began = time.monotonic()
+    if options.library:
+        attempt("cuBLASLt without workspace", library, sizes)
+    else:
+        sections = (
+            ("Attention", attention),
+            ("Products", products),
+            ("LM head and log-prob", head),
+            ("Norm, activation, rotation", elementwise),
+            ("Tiles of products", tiles),
+        )
+        for title, run in sections:
+            attempt(title, run, sizes)
+    print(f"\n{time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
