@@ -2,19 +2,18 @@
 
     python benchmarks/bitwise_gpu.py                            # at most 8 minutes on an H100
     python benchmarks/bitwise_gpu.py --parts small,mismatch
-    python benchmarks/bitwise_gpu.py --device cpu               # toy sizes: fp32 sums on a CPU, kernels in Triton's interpreter
+    python benchmarks/bitwise_gpu.py --device cpu               # toy sizes: fp32, and kernels in Triton's interpreter
 
-Each part runs in processes of its own, and the next one runs whatever became of it. Output is printed line by line. The logs of the processes
-are in `--logs`; of a process that fails, the last lines are printed.
+Each part runs in separate processes, and a failure does not stop the next part. Output is printed line by line. The logs of the processes
+are in `--logs`. If a process fails, the last lines of its log are printed.
 
 1. `operations`: is a row's result independent of the other rows, are engine's and trainer's equal, what does each cost
    (`benchmarks/bitwise_operations.py`).
 2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts, and in an eager engine; chunked prompts, prefix
    cache hits, and many requests in flight. Prints the largest difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
-4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's time of scoring, forward and
-   backward in both modes, then tokens per second with the default numerics. Runs only if `small` had no difference, or if it is the only
-   part.
+4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's forward and backward pass in
+   both modes, then tokens per second with the default numerics. Skipped if `small` finds a difference.
 """
 
 from __future__ import annotations
@@ -54,7 +53,14 @@ SMALL: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False,
 }
-TOY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 112}
+TOY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 112,
+}
 TAIL = 25
 """Lines of a failed process's log that are printed."""
 
@@ -195,7 +201,9 @@ def large(runner: Runner, scratch: Path) -> None:
         shared = {"folder": folder, "size": "large", "flight": 64, "tokens": 512}
         file = scratch / "large.json"
         if runner.run("engine-large", child("engine", device, drafts=1, responses=512, out=file, **shared), 200):
-            runner.run("score-large", child("score", device, folder=folder, size="large", samples=file, out=scratch / "large-differences"), 90)
+            runner.run(
+                "score-large", child("score", device, folder=folder, size="large", samples=file, out=scratch / "large-differences"), 90
+            )
         runner.run("trainer-large", child("trainer", device, folder=folder, size="large"), 120)
         runner.run("engine-large-default", child("engine", device, drafts=1, responses=256, out=file, numerics="default", **shared), 300)
         for drafts in (0, 3):  # if time is left
@@ -287,8 +295,9 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
         engine_args={"enable_prefix_caching": True} | ({} if is_large else {"max_num_batched_tokens": 256}),
         **fields,
     )
-    precision = "bf16" if cuda else "fp32"
-    settings = engine_settings(rollout, model=str(options.folder), precision=precision, device=options.device, numerics=options.numerics)
+    settings = engine_settings(
+        rollout, model=str(options.folder), precision="bf16" if cuda else "fp32", device=options.device, numerics=options.numerics
+    )
     draw = random.Random(options.drafts)
     vocab = 500 if not cuda else 8000
     shared = [draw.randrange(vocab) for _ in range(150)]
@@ -411,7 +420,13 @@ def run_mismatch(options: argparse.Namespace) -> None:
     from mtpctl.recipe.loading import load_recipe
 
     cuda = options.device == "cuda"
-    sets = ["model.init=weights", "model.config=null", f"model.path={options.folder}", f"run_dir={options.out / 'run'}", "rollout.speculation.num_tokens=1"]
+    sets = [
+        "model.init=weights",
+        "model.config=null",
+        f"model.path={options.folder}",
+        f"run_dir={options.out / 'run'}",
+        "rollout.speculation.num_tokens=1",
+    ]
     sets += ["rollout.eager=true", "numerics=bitwise", "mtp.mode=isolated", "rollout.max_tokens=96"]
     if cuda:
         sets += ["cluster.device=cuda", "sync.transport=nccl", "train.precision=bf16", "rollout.gpu_memory=0.3"]
@@ -421,8 +436,8 @@ def run_mismatch(options: argparse.Namespace) -> None:
     result = examine_mismatch(str(file))
     for module in result.modules:
         say(
-            f"  {result.label(module.name):28} same inputs: mean {module.mean:.1e}, worst {module.worst:.1e}; own inputs: {module.total:.1e}; "
-            f"prefill against decoding: {module.prefill:.1e}"
+            f"  {result.label(module.name):28} same inputs: mean {module.mean:.1e}, worst {module.worst:.1e}; "
+            f"own inputs: {module.total:.1e}; prefill against decoding: {module.prefill:.1e}"
         )
     for line in result.logprobs:
         say(f"  {line.source:28} log-probs: mean {line.mean:.1e}, largest {line.largest:.1e}")

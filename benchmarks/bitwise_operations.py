@@ -17,6 +17,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 
 if "--library" in sys.argv:  # read when cuBLAS starts
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -125,14 +127,14 @@ def against(ours: Callable[[], object], usual: Callable[[], object], sizes: Size
 def products(sizes: Sizes) -> None:
     for name, (outputs, inputs) in sizes.linears.items():
         x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
-        say(f"{name}, bitwise", dependence(lambda rows, w=weight: invariant.linear(rows, w), x, sizes.counts))
-        say(f"{name}, cuBLAS", dependence(lambda rows, w=weight: F.linear(rows, w), x, sizes.counts))
+        say(f"{name}, bitwise", dependence(partial(invariant.linear, weight=weight), x, sizes.counts))
+        say(f"{name}, cuBLAS", dependence(partial(F.linear, weight=weight), x, sizes.counts))
         say(f"{name}, bitwise against cuBLAS", equality(invariant.linear(x, weight), F.linear(x, weight)))
         for rows in (64, 256, sizes.rows) if sizes.cuda else ():
             part = x[:rows]
             say(
                 f"{name}, time of {rows} rows",
-                against(lambda p=part, w=weight: invariant.linear(p, w), lambda p=part, w=weight: F.linear(p, w), sizes),
+                against(partial(invariant.linear, part, weight), partial(F.linear, part, weight), sizes),
             )
 
 
@@ -151,7 +153,7 @@ def head(sizes: Sizes) -> None:
     )
     for rows in (64, 256, sizes.rows) if sizes.cuda else ():
         part = x[:rows]
-        say(f"logits, time of {rows} rows", against(lambda p=part: invariant.logits(p, weight), lambda p=part: F.linear(p, weight), sizes))
+        say(f"logits, time of {rows} rows", against(partial(invariant.logits, part, weight), partial(F.linear, part, weight), sizes))
 
 
 def tiles(sizes: Sizes) -> None:
@@ -164,12 +166,12 @@ def tiles(sizes: Sizes) -> None:
         x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs)
         for rows in (64, 256, sizes.rows):
             times = {
-                f"{tile.rows}x{tile.columns}": milliseconds(lambda t=tile, p=x[:rows], w=weight: invariant.linear(p, w, tile=t), sizes)
+                f"{tile.rows}x{tile.columns}": milliseconds(partial(invariant.linear, x[:rows], weight, tile=tile), sizes)
                 for tile in (*invariant.TILES, *(TENSOR_CORES_OF_AMPERE if rows == 64 else ()))
             }
             chosen = invariant.tile_for(rows, outputs, invariant._units(sizes.device))
             best = min(times, key=times.__getitem__)
-            ranked = ", ".join(f"{each} {took:.3f}" for each, took in sorted(times.items(), key=lambda item: item[1]))
+            ranked = ", ".join(f"{each} {spent:.3f}" for each, spent in sorted(times.items(), key=itemgetter(1)))
             say(f"{name}, {rows} rows", f"best {best}, chosen {chosen.rows}x{chosen.columns}", f"ms: {ranked}")
 
 
@@ -204,9 +206,9 @@ def attention(sizes: Sizes) -> None:
     wholes = [sizes.drawn(length, mixed_heads, sizes.width) for length in sizes.lengths]
     alone = []
     for whole in wholes:
-        parts = (part.contiguous() for part in whole.split([sizes.heads, sizes.groups, sizes.groups], 1))
+        query, key, value = (part.contiguous() for part in whole.split([sizes.heads, sizes.groups, sizes.groups], 1))
         starts = torch.tensor([0, len(whole)], dtype=torch.int32, device=sizes.device)
-        alone.append(invariant.attention(*parts, starts, len(whole), scale, lse=True)[0])
+        alone.append(invariant.attention(query, key, value, starts, len(whole), scale, lse=True)[0])
     together = torch.cat(wholes)
     starts = torch.tensor([0, *sizes.lengths], device=sizes.device).cumsum(0).int()
     query, key, value = (part.contiguous() for part in together.split([sizes.heads, sizes.groups, sizes.groups], 1))
@@ -238,7 +240,7 @@ def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> Pages:
             rows = joined[page * size : (page + 1) * size]
             cache[slot, :, : len(rows)] = rows.transpose(0, 1)
     lengths = torch.tensor([len(whole) for whole in wholes], dtype=torch.int32, device=sizes.device)
-    return Pages(*cache.split(sizes.width, -1), table.to(sizes.device), lengths)
+    return Pages(cache[..., : sizes.width], cache[..., sizes.width :], table.to(sizes.device), lengths)
 
 
 def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:
@@ -253,10 +255,14 @@ def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, start
     packing: Packing = Starts()  # type: ignore[assignment]
     scale, grad = sizes.width**-0.5, torch.randn_like(query)
     results = []
-    for run in (invariant_attention, lambda *arguments: flash_attention(*arguments)[0]):
-        leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-        out = run(*leaves, packing, scale)
-        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+        return flash_attention(q, k, v, packing, scale)[0]
+
+    for run in (invariant_attention, flash):
+        q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
+        out = run(q, k, v, packing, scale)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
     for name, ours, usual in zip(("output", "query", "key", "value"), *results, strict=True):
         error = float((ours.double() - usual.double()).norm() / usual.double().norm())
         say("relative difference from flash: " + ("output" if name == "output" else f"gradient of {name}"), f"{error:.1e}")
@@ -272,21 +278,26 @@ def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, start
     pages = paged(sizes, [sizes.drawn(1000, sizes.heads + 2 * sizes.groups, sizes.width)] * 64)
     for count in (1, 2, 4):
         queries, ends = sizes.drawn(64 * count, sizes.heads, sizes.width), torch.arange(65, device=sizes.device).int() * count
-        out = torch.empty_like(queries)
-        took = milliseconds(lambda c=count, q=queries, e=ends, o=out: invariant.paged_attention(q, pages, e, c, scale, o), sizes)
-        say(f"time of 64 requests, 1000 keys, {count} queries", f"{took:.3f} ms")
-        try:
-            from vllm.vllm_flash_attn import flash_attn_varlen_func
-        except ImportError as error:
-            say("vLLM's FlashAttention 3", f"not available: {error}")
-            continue
-        keys, values = (x.transpose(1, 2) for x in pages[:2])
-        options = {"max_seqlen_k": 1000, "block_table": pages.table, "seqused_k": pages.lengths, "causal": True, "fa_version": 3}
+        run_ours = partial(invariant.paged_attention, queries, pages, ends, count, scale, torch.empty_like(queries))
+        say(
+            f"time of 64 requests, 1000 keys, {count} queries",
+            f"{milliseconds(run_ours, sizes):.3f} ms",
+            *flash_3(sizes, queries, pages, ends, count),
+        )
 
-        def usual(splits: int, c: int = count, q: Tensor = queries, e: Tensor = ends, o: dict = options) -> Tensor:  # type: ignore[type-arg]
-            return flash_attn_varlen_func(q, keys, values, max_seqlen_q=c, cu_seqlens_q=e, num_splits=splits, **o)
 
-        say("  vLLM's FlashAttention 3", f"{milliseconds(lambda: usual(0), sizes):.3f} ms, one split {milliseconds(lambda: usual(1), sizes):.3f}")
+def flash_3(sizes: Sizes, queries: Tensor, pages: Pages, ends: Tensor, count: int) -> list[str]:
+    """Times of vLLM's kernel with any number of splits, and with one."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        return [f"vLLM's FlashAttention is not available: {error}"]
+    keys, values = (x.transpose(1, 2) for x in pages[:2])
+    run = partial(
+        flash_attn_varlen_func, queries, keys, values, max_seqlen_q=count, cu_seqlens_q=ends, max_seqlen_k=1000, block_table=pages.table,
+        seqused_k=pages.lengths, causal=True, fa_version=3,
+    )  # fmt: skip
+    return [f"FlashAttention 3, {splits} splits: {milliseconds(partial(run, num_splits=splits), sizes):.3f} ms" for splits in (0, 1)]
 
 
 def library(sizes: Sizes) -> None:
@@ -294,9 +305,9 @@ def library(sizes: Sizes) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     for name, (outputs, inputs) in sizes.linears.items():
         x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
-        say(f"{name}, cuBLASLt", dependence(lambda rows, w=weight: F.linear(rows, w), x, sizes.counts))
+        say(f"{name}, cuBLASLt", dependence(partial(F.linear, weight=weight), x, sizes.counts))
         say(f"{name}, against bitwise", equality(F.linear(x, weight), invariant.linear(x, weight)))
-        times = [f"{rows} rows {milliseconds(lambda p=x[:rows], w=weight: F.linear(p, w), sizes):.3f} ms" for rows in (64, 256, sizes.rows)]
+        times = [f"{rows} rows {milliseconds(partial(F.linear, x[:rows], weight), sizes):.3f} ms" for rows in (64, 256, sizes.rows)]
         say(f"{name}, time", *times)
 
 

@@ -357,9 +357,7 @@ def attention_kernel(
         else:
             key_slot = (start + position).to(tl.int64) * key_stride
             value_slot = (start + position).to(tl.int64) * value_stride
-        keys = tl.load(
-            key_ptr + group * key_head_stride + key_slot[:, None] + column[None, :], mask=stored[:, None] & columns, other=0.0
-        )
+        keys = tl.load(key_ptr + group * key_head_stride + key_slot[:, None] + column[None, :], mask=stored[:, None] & columns, other=0.0)
         scores = tl.dot(query, keys.T) * scale
         scores = tl.where(position[None, :] <= (earlier + index)[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))

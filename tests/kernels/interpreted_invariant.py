@@ -38,7 +38,9 @@ def test_rows_that_are_not_aligned_are_copied() -> None:
     assert torch.equal(invariant.linear(wide[:, 3:43], weight), invariant.linear(wide[:, 3:43].contiguous(), weight))
 
 
-@pytest.mark.parametrize(("units", "rows", "columns", "expected"), [(132, 64, 4096, 32), (132, 8, 22016, 128), (132, 8192, 4096, 256), (4, 1, 8, 32)])
+@pytest.mark.parametrize(
+    ("units", "rows", "columns", "expected"), [(132, 64, 4096, 32), (132, 8, 22016, 128), (132, 8192, 4096, 256), (4, 1, 8, 32)]
+)
 def test_tile_keeps_multiprocessors_busy(units: int, rows: int, columns: int, expected: int) -> None:
     tile = invariant.tile_for(rows, columns, units)
     assert tile.columns == expected or (rows > 64 and tile.rows == 128)
@@ -82,7 +84,9 @@ def test_paged_attention_equals_packed_attention() -> None:
                 table[request, token // size] = next(free)
             cache[table[request, token // size], :, token % size] = torch.cat(whole[token, heads:].split(groups), -1)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    query = torch.cat([whole[len(whole) - count :, :heads] for whole, count in zip(wholes[:3], counts, strict=False)] + [drawn(1, heads, width)])
+    query = torch.cat(
+        [whole[len(whole) - count :, :heads] for whole, count in zip(wholes[:3], counts, strict=False)] + [drawn(1, heads, width)]
+    )
     keys, values = cache.split(width, -1)
     out = torch.empty_like(query)
     invariant.paged_attention(query, Pages(keys, values, table, torch.tensor(lengths).int()), starts, 83, 0.2, out)

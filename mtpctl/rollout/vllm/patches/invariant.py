@@ -1,8 +1,8 @@
 """Operations that do not depend on a step's other rows, in vLLM on CUDA, for `numerics: bitwise` (vLLM 0.32.0).
 
 vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) makes a row independent of the batch, but its operations differ from the trainer's: it
-rounds cosines, sines and logits to half precision, computes activations and norms in another order, and attends with FlashAttention 3. In an
-engine with `NUMERICS` set, linear layers, LM head, norms, SwiGLU, rotary embedding, attention and the log-probs of sampled tokens are
+rounds cosines, sines and logits to half precision, computes activations and norms in another order, and attends with FlashAttention 3. In
+an engine with `NUMERICS` set, linear layers, LM head, norms, SwiGLU, rotary embedding, attention and the log-probs of sampled tokens are
 therefore those of `mtpctl.kernels.invariant`, which the trainer calls too. Drafters use the same layers.
 
 The model is not compiled, because Inductor fuses operations and rounds their results in other positions. Steps that only decode are CUDA
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-    from vllm.v1.attention.backend import AttentionLayer
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 _TABLE = "_mtpctl_invariant_table"
@@ -63,7 +62,9 @@ def replace_operations() -> None:
     )
     for owner, name in replaced:
         if not hasattr(owner, name):
-            raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not bitwise")
+            raise UpstreamMoved(
+                f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not bitwise"
+            )
     attention_class, compute_token_logprobs = FlashAttentionBackend.get_impl_cls, logprob.compute_token_logprobs
 
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -156,7 +157,7 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
     class InvariantAttention(FlashAttentionImpl):  # type: ignore[misc]
         def forward(
             self,
-            layer: AttentionLayer,
+            layer: Any,
             query: Tensor,
             key: Tensor,
             value: Tensor,
