@@ -12,8 +12,8 @@ are in `--logs`. If a process fails, the last lines of its log are printed.
 2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts, and in an eager engine; chunked prompts, prefix
    cache hits, and many requests in flight. Prints the largest difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
-4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's forward and backward pass in
-   both modes, then tokens per second with the default numerics. Skipped if `small` finds a difference.
+4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's forward and backward pass
+   in both modes, then tokens per second with the default numerics. Skipped if `small` finds a difference.
 """
 
 from __future__ import annotations

@@ -36,10 +36,13 @@ Apply = Callable[..., Tensor]
 
 @patch
 def install_invariant() -> None:
-    """Let layers of an engine on CUDA with `NUMERICS` set compute with `invariant`. Other engines are unchanged."""
+    """Let layers of an engine on CUDA with `NUMERICS` set compute with `invariant`.
+
+    The process of another engine is unchanged: Dynamo would trace the replaced methods. On CUDA each engine has a process.
+    """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cuda():
+    if current_platform.is_cuda() and is_exact():
         replace_operations()
 
 
