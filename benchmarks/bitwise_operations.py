@@ -67,7 +67,7 @@ class Sizes:
 
 
 def say(name: str, *parts: str) -> None:
-    print(f"  {name:42}" + " | ".join(parts), flush=True)
+    print(f"  {name:46} " + " | ".join(parts), flush=True)
 
 
 def attempt(title: str, run: Callable[[Sizes], None], sizes: Sizes) -> None:

@@ -1,0 +1,298 @@
+"""Processes of `bitwise_gpu.py`: a model's folder, an engine's responses, their scores, the trainer's speed, and the first difference.
+
+    python benchmarks/bitwise_model.py folder --folder /tmp/small
+    python benchmarks/bitwise_model.py engine --folder /tmp/small --drafts 3 --out /tmp/responses.json
+    python benchmarks/bitwise_model.py score --folder /tmp/small --samples /tmp/responses.json --out /tmp/differences.json
+    python benchmarks/bitwise_model.py trainer --folder /tmp/small --out /tmp/milliseconds.json
+    python benchmarks/bitwise_model.py mismatch --folder /tmp/small --out /tmp
+
+`--device cpu` uses a toy model in fp32. `--size large` is MiMo-7B's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+SMALL: dict[str, Any] = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 1408,
+    "vocab_size": 8192,
+    "rope_theta": 640000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "max_position_embeddings": 1024,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+TOY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 112,
+}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def create_folder(options: argparse.Namespace) -> None:
+    """A model with random weights, norms and biases, whose logits spread by several nats.
+
+    The next token mostly depends on the last one, and the drafter reads that token's embedding, so that some drafts are accepted.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from mtpctl.convert.hf_folder import write_config
+    from mtpctl.families.reading import shape_of
+    from mtpctl.families.tensors import tensor_shapes
+
+    config = dict(SMALL)
+    if options.size == "large":
+        from mtpctl.bench.train_step import named_config
+
+        config = dict(named_config(""))
+    if options.device == "cpu":
+        config |= TOY | {"vocab_size": 512}
+    for name in ("bos_token_id", "eos_token_id"):  # so that responses have their full length
+        config.pop(name, None)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    generator = torch.Generator(options.device).manual_seed(0)
+    options.folder.mkdir(parents=True)
+    tensors = {}
+    for name, size in tensor_shapes(shape_of(config)).items():
+        drawn = torch.randn(size, generator=generator, device=options.device)
+        if len(size) == 1:
+            drawn = 0.2 * drawn + (0.0 if name.endswith("bias") else 1.0)
+        elif name.endswith("input_proj.weight"):
+            drawn = torch.eye(size[0], device=options.device).repeat(1, 2)
+            drawn[:, : size[0]] = 0.0
+        elif "embed_tokens" not in name:
+            drawn *= size[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            drawn *= 0.6 * config["num_hidden_layers"] ** -0.5
+        elif "lm_head" in name:
+            drawn *= 3.0
+        tensors[name] = drawn.to(dtype).cpu()
+    save_file(tensors, options.folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(config | {"torch_dtype": str(dtype).removeprefix("torch.")}, options.folder)
+
+
+def run_engine(options: argparse.Namespace) -> None:
+    """Generate responses and write them to `--out`. Prints tokens per second."""
+    if options.device == "cpu":
+        os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    samples, seconds, engine = asyncio.run(_generate(options))
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    drafted, accepted = (sum(getattr(sample.speculation, name) for sample in samples) for name in ("drafted", "accepted"))
+    cached = sum(sample.cached_tokens or 0 for sample in samples)
+    options.out.write_text(json.dumps({"samples": [sample.to_dict() for sample in samples], "tokens_per_s": tokens / seconds}))
+    say(
+        f"  {options.size}, {options.numerics}, {'eager' if options.eager else 'CUDA graphs'}, {options.drafts} drafts: "
+        f"{len(samples)} responses, {tokens} tokens, {tokens / seconds:.0f} tokens/s; {accepted} of {drafted} drafts accepted, "
+        f"{cached} prompt tokens cached; engine started in {engine:.0f} s"
+    )
+
+
+async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, float]:
+    from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+    from mtpctl.rollout.vllm.engine import VllmEngine
+    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.samples import GenerationRequest, Sample, ids_of
+
+    cuda, is_large = options.device == "cuda", options.size == "large"
+    fields: dict[str, Any] = {"threads": 1, "kv_cache_bytes": 48 << 20} if not cuda else {"gpu_memory": 0.45}
+    if cuda and not is_large:
+        fields = {"gpu_memory": 0.1, "kv_cache_bytes": 1 << 30}  # several engines share the GPU
+    rollout = VllmConfig(
+        max_in_flight=options.flight,
+        context=1024,
+        eager=bool(options.eager),
+        speculation=SpeculationConfig(num_tokens=options.drafts),
+        # Prompts of the small model take several steps, in which other requests decode.
+        engine_args={"enable_prefix_caching": True} | ({} if is_large else {"max_num_batched_tokens": 256}),
+        **fields,
+    )
+    settings = engine_settings(
+        rollout, model=str(options.folder), precision="bf16" if cuda else "fp32", device=options.device, numerics=options.numerics
+    )
+    draw = random.Random(options.drafts)
+    vocab = 500 if not cuda else 8000
+    shared = [draw.randrange(vocab) for _ in range(150)]
+    lengths = [256] if is_large else [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 400]
+    prompts = []
+    for index in range(options.responses):
+        own = [draw.randrange(vocab) for _ in range(lengths[index % len(lengths)])]
+        prompts.append(own if is_large or index % 2 else shared + own)
+    began = time.monotonic()
+    engine = await VllmEngine.start(settings)
+    started = time.monotonic() - began
+    slots = asyncio.Semaphore(options.flight)
+
+    async def respond(number: int, tokens: int) -> Sample:
+        async with slots:
+            return await engine.generate(GenerationRequest(Sample(f"p{number}", "g", ids_of(prompts[number])), tokens, temperature=1.0))
+
+    try:
+        await asyncio.gather(*(respond(number, 8) for number in range(min(options.responses, options.flight))))  # warm-up
+        began = time.monotonic()
+        samples = await asyncio.gather(*(respond(number, options.tokens) for number in range(options.responses)))
+        return samples, time.monotonic() - began, started
+    finally:
+        await engine.shutdown()
+
+
+def _trainer(options: argparse.Namespace, numerics: str, **fields: Any) -> Any:
+    from harness import parser  # noqa: F401  installs stand-ins for CUDA calls before Megatron is imported
+    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.trainer.config import EngineConfig
+    from mtpctl.trainer.engine import MegatronEngine
+
+    precision = "bf16" if options.device == "cuda" else "fp32"
+    config = EngineConfig(ParallelConfig(), precision, numerics=numerics, tokens_per_microbatch=8192, **fields)  # type: ignore[arg-type]
+    return MegatronEngine(HfFolder.open(options.folder), config)
+
+
+def run_score(options: argparse.Namespace) -> None:
+    """Compare the log-probs of `--samples` with the trainer's in both modes, and write the largest differences with `bitwise`."""
+    import numpy as np
+
+    from mtpctl.samples import Sample
+    from mtpctl.trainer.batch import Sequence
+
+    largest: dict[str, float] = {}
+    for numerics in ("bitwise",) if options.size == "large" else ("bitwise", "default"):
+        trainer = _trainer(options, numerics, train=False)
+        try:
+            for file in options.samples.split(","):
+                samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())["samples"]]
+                inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
+                began = time.monotonic()
+                scores = trainer.score(inputs)
+                took = time.monotonic() - began
+                own = np.concatenate([np.asarray(score.logprobs, np.float32) for score in scores])
+                behaviour = np.concatenate([np.asarray(sample.behaviour_logprobs, np.float32) for sample in samples])
+                errors = np.abs(own - behaviour)
+                say(
+                    f"  {Path(file).stem}, trainer {numerics}: {int((errors != 0).sum())} of {len(errors)} log-probs differ, at most "
+                    f"{errors.max():.3g}, {errors.mean():.3g} on average; log-prob {behaviour.mean():.2f} on average, "
+                    f"{sum(len(each.token_ids) for each in inputs) / took:.0f} tokens/s scored"
+                )
+                if numerics == "bitwise":
+                    largest[file] = float(errors.max()) if np.isfinite(errors).all() else float("inf")
+                    _locate(samples, own != behaviour)
+        finally:
+            trainer.close()
+    options.out.write_text(json.dumps(largest))
+
+
+def _locate(samples: list[Any], different: Any) -> None:
+    """Print where log-probs differ: a pattern in positions points to an operation that depends on the shape of a step."""
+    if not different.any():
+        return
+    positions, start = [], 0
+    for sample in samples:
+        prompt, count = len(sample.prompt_ids), len(sample.response_ids)
+        positions += [(index, prompt + index) for index in range(count) if different[start + index]]
+        start += count
+    first = sum(index == 0 for index, _ in positions)
+    say(
+        f"    of these, {first} are first tokens (computed in prefill); contexts from {min(at for _, at in positions)} to "
+        f"{max(at for _, at in positions)}; in {sum(1 for index, _ in positions if index > 0)} decoded positions"
+    )
+
+
+def run_trainer(options: argparse.Namespace) -> None:
+    """Time of a forward and backward pass of 8,192 packed tokens, written to `--out` in milliseconds."""
+    from harness import parser  # noqa: F401
+    from mtpctl.bench.train_step import samples, synchronize
+    from mtpctl.trainer.objective import NextToken
+
+    trainer = _trainer(options, options.numerics, random_seed=0)
+    try:
+        batch, times, losses = samples(trainer.folder.shape.vocab, 8192, 10, 0.33), [], []
+        for _ in range(6):
+            synchronize(trainer.device)
+            began = time.perf_counter()
+            losses.append(trainer.forward_backward(batch, NextToken())["sft/loss"])
+            synchronize(trainer.device)
+            times.append(1000 * (time.perf_counter() - began))
+    finally:
+        trainer.close()
+    median = statistics.median(times[2:])
+    options.out.write_text(json.dumps(median))
+    say(f"  trainer, {options.numerics}: forward and backward {median:.0f} ms for 8,192 tokens, loss {losses[-1]:.6f}")
+
+
+def run_mismatch(options: argparse.Namespace) -> None:
+    """`mtpctl doctor --mismatch` for the small model."""
+    from mtpctl.doctor.mismatch import examine_mismatch
+    from mtpctl.recipe.loading import load_recipe
+
+    cuda = options.device == "cuda"
+    sets = [
+        "model.init=weights",
+        "model.config=null",
+        f"model.path={options.folder}",
+        f"run_dir={options.out / 'run'}",
+        "rollout.speculation.num_tokens=1",
+    ]
+    sets += ["rollout.eager=true", "numerics=bitwise", "mtp.mode=isolated", "rollout.max_tokens=96"]
+    if cuda:
+        sets += ["cluster.device=cuda", "sync.transport=nccl", "train.precision=bf16", "rollout.gpu_memory=0.3"]
+    recipe = load_recipe("tiny_mtp", sets=sets).recipe
+    file = options.out / "recipe.yaml"
+    file.write_text(recipe.model_dump_json(by_alias=True, exclude_unset=True))  # JSON is YAML
+    result = examine_mismatch(str(file))
+    for module in result.modules:
+        say(
+            f"  {result.label(module.name):28} same inputs: mean {module.mean:.1e}, worst {module.worst:.1e}; "
+            f"own inputs: {module.total:.1e}; prefill against decoding: {module.prefill:.1e}"
+        )
+    for line in result.logprobs:
+        say(f"  {line.source:28} log-probs: mean {line.mean:.1e}, largest {line.largest:.1e}")
+    say(f"  verdict: {result.verdict}")
+
+
+PARTS = {"folder": create_folder, "engine": run_engine, "score": run_score, "trainer": run_trainer, "mismatch": run_mismatch}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("part", choices=tuple(PARTS))
+    arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments.add_argument("--size", choices=("small", "large"), default="small")
+    arguments.add_argument("--numerics", choices=("bitwise", "default"), default="bitwise")
+    arguments.add_argument("--folder", type=Path, required=True, help="the model's folder")
+    arguments.add_argument("--out", type=Path, default=Path("out.json"), help="file of results; folder of `mismatch`")
+    arguments.add_argument("--samples", default="", help="files of `engine`, separated by commas")
+    arguments.add_argument("--drafts", type=int, default=0, help="draft tokens per step")
+    arguments.add_argument("--eager", type=int, default=0, help="1: without CUDA graphs")
+    arguments.add_argument("--responses", type=int, default=48)
+    arguments.add_argument("--tokens", type=int, default=96, help="tokens of a response")
+    arguments.add_argument("--flight", type=int, default=24, help="requests in flight")
+    options = arguments.parse_args()
+    PARTS[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
