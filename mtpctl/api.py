@@ -17,14 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.errors import (
-    ClusterResources,
-    EnvironmentMissing,
-    MtpctlError,
-    RuntimeFailure,
-    ThresholdMissed,
-    UserError,
-)
+from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, ThresholdMissed, UserError
 from mtpctl.signals import STOP_SIGNALS, exit_code
 
 if TYPE_CHECKING:

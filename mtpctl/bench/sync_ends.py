@@ -65,12 +65,7 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
     recipe = Recipe.model_validate_json(recipe_json)
     config = json.loads((Path(folder) / "config.json").read_text())
     settings = EngineConfig(
-        parallel=recipe.train.parallel,
-        precision=recipe.train.precision,
-        mtp=recipe.mtp,
-        kernels=recipe.kernels,
-        train=False,
-        random_seed=1,
+        parallel=recipe.train.parallel, precision=recipe.train.precision, mtp=recipe.mtp, kernels=recipe.kernels, train=False, random_seed=1
     )
     engine = MegatronEngine(HfFolder(Path(folder), config, shape_of(config)), settings)
     source = BenchSource(recipe, 0, engine)

@@ -283,13 +283,7 @@ def table(parallel: ParallelConfig, results: list[Result], rate: float) -> str:
 
 
 def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "environment": environment,
-        "timer": TIMER,
-        "options": options,
-        "matmul_tflops": rate,
-        "results": [asdict(r) for r in results],
-    }
+    return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": [asdict(r) for r in results]}
 
 
 def synchronize(device: torch.device) -> None:

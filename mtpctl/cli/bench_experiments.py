@@ -36,8 +36,7 @@ def mtp(
     last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that are evaluated.")] = 10,
     measured_only: MeasuredOnly = False,
     together: Annotated[
-        bool,
-        typer.Option("--together", help="Run the arms of a seed concurrently: tokens/s are then not comparable."),
+        bool, typer.Option("--together", help="Run the arms of a seed concurrently: tokens/s are then not comparable.")
     ] = False,
     loss: Annotated[list[str] | None, typer.Option("--loss", help="Arms by mtp.loss instead of the four; may be repeated.")] = None,
     draft_method: Annotated[
@@ -103,8 +102,7 @@ def asynchrony(
         typer.Option("--accuracy", help="Held-out accuracy to reach and hold; default: the synchronous arm's late mean less 2 points."),
     ] = None,
     tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", min=0, help="How far under a held level a later evaluation may lie; default: 0.03."),
+        float | None, typer.Option("--tolerance", min=0, help="How far under a held level a later evaluation may lie; default: 0.03.")
     ] = None,
     least_speedup: Annotated[
         float,

@@ -29,9 +29,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            metavar="NAME|FOLDER|CONFIG",
-            help="Only report whether this model is supported, and what each engine drafts with.",
+            "--model", metavar="NAME|FOLDER|CONFIG", help="Only report whether this model is supported, and what each engine drafts with."
         ),
     ] = None,
     mismatch: Annotated[

@@ -72,8 +72,7 @@ def show(
 
 @app.command()
 def copy(
-    name: RecipeArgument,
-    target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; default: NAME.yaml here.")] = None,
+    name: RecipeArgument, target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; default: NAME.yaml here.")] = None
 ) -> None:
     """Copy a recipe or an overlay that comes with mtpctl, comments included, to a file of your own."""
     from mtpctl.errors import UserError
@@ -133,9 +132,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
 
 @app.command()
 def diff(
-    first: RecipeArgument,
-    second: Annotated[str, typer.Argument(metavar="RECIPE", help="The other one.")],
-    as_json: Json = False,
+    first: RecipeArgument, second: Annotated[str, typer.Argument(metavar="RECIPE", help="The other one.")], as_json: Json = False
 ) -> None:
     """Print the keys whose values differ between two recipes, defaults included."""
     from mtpctl.recipe.loading import flatten

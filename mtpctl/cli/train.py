@@ -23,8 +23,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check the recipe and print placement, sizes, memory and buckets; start nothing.")
     ] = False,
     over: Annotated[
-        bool,
-        typer.Option("--start-over", help="Begin the run again at update 1; its directory is renamed, with all checkpoints."),
+        bool, typer.Option("--start-over", help="Begin the run again at update 1; its directory is renamed, with all checkpoints.")
     ] = False,
     as_json: Json = False,
     profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,

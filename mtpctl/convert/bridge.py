@@ -128,11 +128,7 @@ class WeightBridge:
         return self._tasks[1]
 
     def export(
-        self,
-        chunks: list[MegatronModule],
-        *,
-        sections: Collection[str] = ("target", "draft"),
-        merged: bool = True,
+        self, chunks: list[MegatronModule], *, sections: Collection[str] = ("target", "draft"), merged: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 

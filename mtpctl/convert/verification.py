@@ -47,12 +47,7 @@ class Verified:
 
 
 def verify_conversion(
-    weights: ModelWeights,
-    saved: Path,
-    folder: HfFolder,
-    *,
-    carried: FolderWeights | None = None,
-    fp8: frozenset[str] = frozenset(),
+    weights: ModelWeights, saved: Path, folder: HfFolder, *, carried: FolderWeights | None = None, fp8: frozenset[str] = frozenset()
 ) -> Verified:
     """Compare a folder's weights with the checkpoint at `saved`. Raises ThresholdMissed if they differ.
 

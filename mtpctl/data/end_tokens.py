@@ -15,14 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from mtpctl.data.tokenizers import (
-    HfTokenizer,
-    Tokenizer,
-    has_tokenizer,
-    load_byte_tokenizer,
-    load_plain_tokenizer,
-    make_byte_tokenizer,
-)
+from mtpctl.data.tokenizers import HfTokenizer, Tokenizer, has_tokenizer, load_byte_tokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import ModelConfig, cached_file, hf_config
 from mtpctl.recipe.rollout import RolloutBase

@@ -26,12 +26,7 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
 
-_MERGED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z"),
-)
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
 """Projections that engines merge into one matrix, in its order."""
 _GROUPS = {part: group for group in _MERGED for part in group}
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")

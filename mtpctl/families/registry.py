@@ -194,13 +194,7 @@ FAMILIES: tuple[Family, ...] = (
     replace(_QWEN3, name="qwen3-moe", architectures=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), head_dim=None, moe=_QWEN_MOE),
     _QWEN3_NEXT,
     _QWEN3_5,
-    replace(
-        _QWEN3_5,
-        name="qwen3.5-moe",
-        architectures=("Qwen3_5MoeForCausalLM",),
-        model_types=("qwen3_5_moe_text",),
-        moe=_QWEN_NEXT_MOE,
-    ),
+    replace(_QWEN3_5, name="qwen3.5-moe", architectures=("Qwen3_5MoeForCausalLM",), model_types=("qwen3_5_moe_text",), moe=_QWEN_NEXT_MOE),
     replace(
         _QWEN3_5,
         name="qwen3.5-vl",
@@ -227,13 +221,7 @@ FAMILIES: tuple[Family, ...] = (
         moe=_DEEPSEEK_MOE,
         mtp=_DEEPSEEK_MTP,
     ),
-    Family(
-        "llama",
-        ("LlamaForCausalLM",),
-        ("llama",),
-        max_positions=2048,
-        output_biases=("attention_bias", "mlp_bias"),
-    ),
+    Family("llama", ("LlamaForCausalLM",), ("llama",), max_positions=2048, output_biases=("attention_bias", "mlp_bias")),
     Family(
         "glm4-moe",
         ("Glm4MoeForCausalLM",),
@@ -255,11 +243,7 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=131072,
         tied=True,
         output_biases=("use_bias",),
-        renamed=(
-            ("moe_num_experts", "n_routed_experts"),
-            ("moe_k", "num_experts_per_tok"),
-            ("moe_num_shared_experts", "n_shared_experts"),
-        ),
+        renamed=(("moe_num_experts", "n_routed_experts"), ("moe_k", "num_experts_per_tok"), ("moe_num_shared_experts", "n_shared_experts")),
         moe=MoeFields(shared="shared_experts", shared_gate=False, router_bias=True, dense="interval", softmax_bias=True),
         mtp=_ERNIE_MTP,
     ),

@@ -34,25 +34,11 @@ class Unsupported(NamedTuple):
 
 UNSUPPORTED = (
     Unsupported(
-        "GLM-5",
-        ("glm_moe_dsa", "glm5_next", "glm5_next_text"),
-        ("glm-5",),
-        "sparse attention with an indexer",
-        "GLM-4.7 or GLM-4.7-Flash",
+        "GLM-5", ("glm_moe_dsa", "glm5_next", "glm5_next_text"), ("glm-5",), "sparse attention with an indexer", "GLM-4.7 or GLM-4.7-Flash"
     ),
+    Unsupported("DeepSeek-V3.2", ("deepseek_v32",), ("deepseek-v3.2",), "sparse attention with an indexer", "DeepSeek-V3"),
     Unsupported(
-        "DeepSeek-V3.2",
-        ("deepseek_v32",),
-        ("deepseek-v3.2",),
-        "sparse attention with an indexer",
-        "DeepSeek-V3",
-    ),
-    Unsupported(
-        "DeepSeek-V4",
-        ("deepseek_v4",),
-        ("deepseek-v4",),
-        "sparse attention over compressed keys and no hyper-connections",
-        "DeepSeek-V3",
+        "DeepSeek-V4", ("deepseek_v4",), ("deepseek-v4",), "sparse attention over compressed keys and no hyper-connections", "DeepSeek-V3"
     ),
     Unsupported(
         "Kimi-K2",

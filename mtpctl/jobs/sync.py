@@ -86,14 +86,7 @@ async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
 
 
 async def _sync(
-    recipe: Recipe,
-    placement: Placement,
-    source: Source,
-    engines: list[ServedEngine],
-    scratch: Path,
-    *,
-    verify: bool,
-    repeat: int,
+    recipe: Recipe, placement: Placement, source: Source, engines: list[ServedEngine], scratch: Path, *, verify: bool, repeat: int
 ) -> list[SyncResult]:
     model = model_of(recipe, source.run or scratch)
     store = store_in(scratch, recipe, model.shape)

@@ -133,13 +133,7 @@ class _InvariantAttention(torch.autograd.Function):
 
 
 def joined_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    later: Later | None,
-    prefix: Prefix,
-    scale: float,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, later: Later | None, prefix: Prefix, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of a depth after the first, of an input of a DFlash block, or with sinks → [t, h, w].
 

@@ -19,11 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
 from mtpctl.families.shape import MambaShape

@@ -13,15 +13,7 @@ _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 _WITHOUT_SCORES: set[LayerKind] = {"linear_attention", "mamba", "none"}
 """Layers without softmax attention."""
 
-_PEAKS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
+_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "B200": 2250e12}
 """Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that matches whole words of the card's name is used."""
 
 

@@ -52,8 +52,7 @@ class ModelConfig(Section):
         None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
     )
     context: PositiveInt | None = Field(
-        None,
-        description="Positions of engine and trainer, if more than in the model's config. They limit a prompt with its response.",
+        None, description="Positions of engine and trainer, if more than in the model's config. They limit a prompt with its response."
     )
     rope_scaling: dict[str, object] | None = Field(
         None,

@@ -12,16 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.parallel import ParallelConfig, check_parallel
-from mtpctl.recipe.section import (
-    Complaints,
-    Float,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from mtpctl.recipe.section import Complaints, Float, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from mtpctl.user_code import is_reference
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ class SyncBase(Section):
     )
     deadline_s: PositiveFloat = Field(120.0, description="Timeout of a sync, in seconds.")
     delta: bool = Field(
-        False,
-        description="Send only elements that changed since the previous version; for nccl, storage, and shm on a shared file system.",
+        False, description="Send only elements that changed since the previous version; for nccl, storage, and shm on a shared file system."
     )
     kv: Literal["recompute", "keep"] = Field(
         "recompute",

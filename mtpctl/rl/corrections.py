@@ -70,12 +70,7 @@ class Correction(NamedTuple):
 
 @torch.no_grad()
 def correction_weights(
-    old_logprob: Tensor,
-    behaviour_logprob: Tensor,
-    mask: Tensor,
-    seq_ids: Tensor,
-    num_sequences: int,
-    config: CorrectionConfig,
+    old_logprob: Tensor, behaviour_logprob: Tensor, mask: Tensor, seq_ids: Tensor, num_sequences: int, config: CorrectionConfig
 ) -> Correction:
     """Importance weights of a packed batch. Log-probs, mask and `seq_ids` are [T], and S = `num_sequences`.
 
@@ -104,12 +99,7 @@ def correction_weights(
 
 @torch.no_grad()
 def mismatch_sums(
-    old_logprob: Tensor,
-    behaviour_logprob: Tensor,
-    mask: Tensor,
-    seq_ids: Tensor,
-    num_sequences: int,
-    config: CorrectionConfig,
+    old_logprob: Tensor, behaviour_logprob: Tensor, mask: Tensor, seq_ids: Tensor, num_sequences: int, config: CorrectionConfig
 ) -> dict[str, Tensor]:
     """Sums over one packed batch, as float64 scalars. Add up the sums of several batches for `mismatch_metrics`."""
     keep = mask.double()

@@ -104,10 +104,7 @@ def _check_loss(config: RlConfig) -> None:
         if names := ", ".join(sorted(out.sums.keys() ^ whole.sums.keys())):
             raise UserError(f"{location}: the names of its sums differ between slices of tokens ({names}); always return the same names")
     loss = torch.stack([out.loss_sum.detach() for out, _ in slices]).sum()
-    for name, value, expected in (
-        ("loss", loss, whole.loss_sum.detach()),
-        ("gradient", torch.cat([part for _, part in slices]), gradient),
-    ):
+    for name, value, expected in (("loss", loss, whole.loss_sum.detach()), ("gradient", torch.cat([part for _, part in slices]), gradient)):
         if not torch.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             raise UserError(
                 f"{location}: its {name} over all tokens is not the sum over slices of them; return a sum instead of a mean, in which no "

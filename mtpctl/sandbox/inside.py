@@ -55,13 +55,7 @@ def play() -> None:
     """Run the job, and end the process."""
     with open(JOB, "rb") as file:
         job: Job = json.loads(file.read())
-    kinds: dict[str, Callable[[Job], int]] = {
-        "program": _program,
-        "session": _session,
-        "answer": _answer,
-        "tests": _tests,
-        "calls": _calls,
-    }
+    kinds: dict[str, Callable[[Job], int]] = {"program": _program, "session": _session, "answer": _answer, "tests": _tests, "calls": _calls}
     code = 1
     try:
         code = kinds[job["kind"]](job)

@@ -144,9 +144,7 @@ METRICS: dict[str, Metric] = {
     ),
     "moe/dropped": Metric("dropped", "share", "Tokens that no expert computed; always 0, because experts have no capacity limit."),
     "moe/replay_agreement": Metric(
-        "replay agreement",
-        "share",
-        "Replayed experts that the trainer's routers select too (train.moe.replay).",
+        "replay agreement", "share", "Replayed experts that the trainer's routers select too (train.moe.replay)."
     ),
     "skipped": Metric("skipped", "share", "Optimizer steps skipped because the loss or gradient was not finite."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Trained tokens per second, prompts included."),
@@ -182,12 +180,7 @@ PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
     (re.compile(r"mtp/expected_rate_greedy_(\d+)"), "position {}, greedy", "share", "The same with draft_method: greedy."),
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps in which draft token {} is accepted."),
     (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
-    (
-        re.compile(r"eval/(.+/unseen_avg@\d+)"),
-        "{}",
-        "number",
-        "The same for problems whose prompt no training row has: {}.",
-    ),
+    (re.compile(r"eval/(.+/unseen_avg@\d+)"), "{}", "number", "The same for problems whose prompt no training row has: {}."),
     (
         re.compile(r"eval/(.+/pass@\d+)"),
         "{}",

@@ -36,9 +36,7 @@ class Gradients:
         # A weak reference, because Megatron-Bridge caches the configs it exports with, which must not keep the process groups alive.
         config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_grad_reduce=False,
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
         )
         self.model = DistributedDataParallel(config, settings, module)
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]

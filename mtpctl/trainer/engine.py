@@ -94,11 +94,7 @@ class MegatronEngine:
         self.host = HostMemory(self.module.parameters()) if config.offload.params else None
         self.balance = Balance(model, config.moe.bias_update)
         self.head = Head(
-            config.kernels,
-            folder.shape,
-            config.parallel,
-            sequence_parallel=self.transformer.sequence_parallel,
-            numerics=config.numerics,
+            config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel, numerics=config.numerics
         )
         self._users = 0
         with self.resident():
@@ -217,12 +213,7 @@ class MegatronEngine:
         )
 
     def forward_backward(
-        self,
-        sequences: list[Sequence],
-        objective: Objective,
-        *,
-        temperature: float = 1.0,
-        passes: Passes | None = None,
+        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, passes: Passes | None = None
     ) -> dict[str, float]:
         """Compute the gradients of all losses and write them to the gradient buffers. Returns metrics."""
         depths = self.depths if self.trains_mtp else 0

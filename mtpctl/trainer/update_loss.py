@@ -179,14 +179,7 @@ class UpdateLoss:
         return losses, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
 
     def _against_trunk(
-        self,
-        micro: MicroBatch,
-        hidden: Hidden,
-        state: Tensor,
-        draft: DraftRows,
-        depth: int,
-        scale: float,
-        weights: Tensor | None = None,
+        self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float, weights: Tensor | None = None
     ) -> tuple[Tensor, DraftLossOut]:
         mtp = self.config.mtp
         return self.head.draft(

@@ -120,13 +120,7 @@ class Guard:
     """ASGI middleware in front of `app` (see the module's docstring)."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        bounds: HttpBounds,
-        key: str | None,
-        *,
-        open_under: str | None = None,
-        tokens: Mapping[str, str] | None = None,
+        self, app: ASGIApp, bounds: HttpBounds, key: str | None, *, open_under: str | None = None, tokens: Mapping[str, str] | None = None
     ) -> None:
         """Wrap an application.
 

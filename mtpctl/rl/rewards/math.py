@@ -79,8 +79,7 @@ _BEFORE = re.compile(
 )
 _PHRASE = re.compile(r"(?:\s+[A-Za-z]+){1,2}\s+")
 _VERB = re.compile(
-    r"\b(?:is|are|was|were|be|so|then|gives?|gets?|equals?|makes?|leaves?|yields?|has|have|costs?|eats?|pays?|[a-z]+ed)\b",
-    re.IGNORECASE,
+    r"\b(?:is|are|was|were|be|so|then|gives?|gets?|equals?|makes?|leaves?|yields?|has|have|costs?|eats?|pays?|[a-z]+ed)\b", re.IGNORECASE
 )
 _BEHIND = re.compile(r"\s*(?:percent(?:age)?|pct|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)\b", re.IGNORECASE)
 

@@ -30,27 +30,8 @@ from typing import cast
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.reward import RewardConfig, reference_of
 from mtpctl.rl.rewards.function import Answered, Outcome, Result, Role
-from mtpctl.rl.rewards.watch import (
-    UsualDuration,
-    cpu_seconds,
-    is_running,
-    memory_left,
-    restore_priority,
-    trace_location,
-    use_idle_priority,
-)
-from mtpctl.rl.rewards.worker import (
-    REPORT_BLOCKING,
-    TRACE,
-    BlockingCall,
-    Channel,
-    Job,
-    LateCall,
-    Ready,
-    Request,
-    Template,
-    descendants,
-)
+from mtpctl.rl.rewards.watch import UsualDuration, cpu_seconds, is_running, memory_left, restore_priority, trace_location, use_idle_priority
+from mtpctl.rl.rewards.worker import REPORT_BLOCKING, TRACE, BlockingCall, Channel, Job, LateCall, Ready, Request, Template, descendants
 from mtpctl.samples import Sample
 
 MAX_WORKERS = 16

@@ -44,12 +44,7 @@ def rejection(error: Exception) -> str:
     return f"{field}: {text}" if field else text
 
 
-_FORMATS = (
-    ("<function=", "qwen3_coder"),
-    ("<arg_key>", "glm45"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("<tool_call>", "hermes"),
-)
+_FORMATS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<｜tool▁calls▁begin｜>", "deepseek_v3"), ("<tool_call>", "hermes"))
 """Markers of a tool-call format in chat templates, and vLLM's parser of the format."""
 
 

@@ -23,10 +23,7 @@ MAX_GRAPH_TOKENS = 2048
 """Maximum tokens of a step with prefill that is replayed as CUDA graphs."""
 Arguments = dict[str, Any]
 """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-SCHEDULERS = {
-    False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler",
-    True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler",
-}
+SCHEDULERS = {False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler", True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler"}
 """Schedulers for `speculation.auto`, by whether scheduling is asynchronous."""
 
 WEIGHTLESS: dict[str, dict[str, object]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
