@@ -21,10 +21,9 @@ def machine(versions: Versions | None = None) -> Environment:
     """
     versions = versions or collect_versions()
     host, packages = versions["machine"], versions["packages"]
-    cards = host.get("cards", [])
+    cards = host["cards"]
     kinds = [f"{kind} x {cards.count(kind)}" for kind in dict.fromkeys(cards)]
-    processor = "CPU" if "cards" in host else "cards not recorded"
-    return {"device": ", ".join(kinds) or f"{processor}, {host['cores']} cores", "python": versions["python"], **packages}
+    return {"device": ", ".join(kinds) or f"CPU, {host['cores']} cores", "python": versions["python"], **packages}
 
 
 def machines(versions: Sequence[Versions | None]) -> Environment:
@@ -47,7 +46,6 @@ def visible_cards(cards: Sequence[int]) -> str:
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 

@@ -257,16 +257,7 @@ class Bench:
                 mixed = range(most, 2 * most + 1, max(1, most // 4))
                 sizes = sorted({*(count * width for count in counts for width in range(1, drafts + 2)), *mixed})
                 rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-        precision = "fp32" if options.device == "cpu" else "bf16"
-        return Recipe.model_validate(
-            {
-                "model": {"path": str(options.folder)},
-                "train": {"precision": precision},
-                "rollout": rollout,
-                "sync": {"transport": "shm"},
-                "cluster": {"device": options.device, "actor_deadline_s": START_S},
-            }
-        )
+        return engine_recipe(options.folder, options.device, rollout)
 
     @property
     def context(self) -> int:
@@ -283,16 +274,9 @@ class Bench:
         config = ClusterConfig(device=self.options.device, num_cpus=None if gpus else self.at_once + 1)
         return cluster(config, cpus=self.at_once, gpus=gpus)
 
-    @asynccontextmanager
-    async def pool(self, drafts: int) -> AsyncIterator[ReplicaPool]:
+    def pool(self, drafts: int) -> AbstractAsyncContextManager[ReplicaPool]:
         """A pool with one engine. drafts: maximum number of draft tokens; the engine selects the number until `speculate` sets it."""
-        actor = Actor("rollout", 0, 0, 0, 1.0, self._gpus)
-        placement = Placement(self.options.device, (actor,), 1)
-        pool = await start_pool(self.recipe(drafts), model=str(self.options.folder), context=self.context, placement=placement)
-        try:
-            yield pool
-        finally:
-            await pool.close()
+        return engine_pool(self.recipe(drafts), self.options.folder, self.context, self.options.device, self._gpus)
 
     @asynccontextmanager
     async def offline(self) -> AsyncIterator[Offline]:
@@ -307,6 +291,33 @@ class Bench:
 
     def through(self, pool: ReplicaPool) -> Send:
         return lambda load: send(pool, load, self.shape.vocab)
+
+
+def engine_recipe(folder: Path, device: Literal["cpu", "cuda"], rollout: dict[str, object], *, mtp: str = "isolated") -> Recipe:
+    """The recipe of engines that serve the model in `folder`. rollout: its section of that name; mtp: `mtp.mode`."""
+    return Recipe.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "mtp": {"mode": mtp},
+            "train": {"precision": "fp32" if device == "cpu" else "bf16"},
+            "rollout": rollout,
+            "sync": {"transport": "shm"},
+            "cluster": {"device": device, "actor_deadline_s": START_S},
+        }
+    )
+
+
+@asynccontextmanager
+async def engine_pool(
+    recipe: Recipe, folder: Path, context: int, device: Literal["cpu", "cuda"], gpus: float, engines: int = 1
+) -> AsyncIterator[ReplicaPool]:
+    """A pool with engines of the recipe. gpus: the share of a GPU of each."""
+    actors = tuple(Actor("rollout", index, 0, 0, 1.0, gpus) for index in range(engines))
+    pool = await start_pool(recipe, model=str(folder), context=context, placement=Placement(device, actors, 1))
+    try:
+        yield pool
+    finally:
+        await pool.close()
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.bench.rollout_engines import START_S, Load, enter_all, offline_actor
+from mtpctl.bench.rollout_engines import Load, engine_pool, engine_recipe, enter_all, offline_actor
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
@@ -26,12 +26,10 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.memory import kv_bytes_per_token
-from mtpctl.plan.placement import Actor, Placement
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.start import start_pool
 from mtpctl.samples import GenerationRequest, Sample
 
 OFFLINE = "vLLM LLM.generate"
@@ -230,32 +228,16 @@ class ModelBench:
             rollout["gpu_memory"] = MEMORY_SHARE / self.at_once
             rollout["kv_cache_bytes"] = in_flight * (self.context + 64) * kv_bytes_per_token(self.shape, 1, 2, drafting=False)
             rollout["engine_args"] = json.loads(engine_args)
-        return Recipe.model_validate(
-            {
-                "model": {"path": str(options.folder)},
-                "mtp": {"mode": "off"},
-                "train": {"precision": "bf16" if gpu else "fp32"},
-                "rollout": rollout,
-                "sync": {"transport": "shm"},
-                "cluster": {"device": options.device, "actor_deadline_s": START_S},
-            }
-        )
+        return engine_recipe(options.folder, options.device, rollout, mtp="off")
 
     @property
     def share(self) -> float:
         """Share of the GPU of each engine."""
         return int(1e4 / self.at_once) / 1e4 if self.options.device == "cuda" else 0.0
 
-    @asynccontextmanager
-    async def pool(self, key: EngineKey) -> AsyncIterator[ReplicaPool]:
+    def pool(self, key: EngineKey) -> AbstractAsyncContextManager[ReplicaPool]:
         """A pool with the engines of an arm."""
-        actors = tuple(Actor("rollout", index, 0, 0, 1.0, self.share) for index in range(key[0]))
-        placement = Placement(self.options.device, actors, 1)
-        pool = await start_pool(self.recipe(key), model=str(self.options.folder), context=self.context, placement=placement)
-        try:
-            yield pool
-        finally:
-            await pool.close()
+        return engine_pool(self.recipe(key), self.options.folder, self.context, self.options.device, self.share, key[0])
 
     @asynccontextmanager
     async def offline(self, key: EngineKey) -> AsyncIterator[Run]:
@@ -344,5 +326,4 @@ def run(options: Options, arms: Sequence[Arm], say: Say) -> list[Result]:
 
 
 def as_dict(options: Options, results: Sequence[Result]) -> dict[str, object]:
-    """Options and results for JSON."""
     return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}

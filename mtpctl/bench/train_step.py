@@ -287,7 +287,6 @@ def as_json(results: list[Result], rate: float, environment: Environment, option
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -178,14 +178,14 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
     aside = target.with_name(f"{target.name}.partial")
     for file, entry in listing.files.items():
         path = aside / file
-        if path.is_file() and entry_of(path, entry) == entry:
+        if path.is_file() and entry_of(path) == entry:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             store.get(f"{name}/{file}", path)
         except Absent as error:
             raise Damaged(file, "is missing") from error
-        if (fetched := entry_of(path, entry)) != entry:
+        if (fetched := entry_of(path)) != entry:
             path.unlink()
             what = f"has {fetched.size:,} bytes with checksum {fetched.checksum}, and {entry.size:,} with {entry.checksum} were written"
             raise Damaged(file, what)
@@ -204,9 +204,7 @@ def _check_same(folder: str, saved: Listing, current: Listing) -> None:
     for name, entry in saved.files.items():
         if (now := current.files.get(name)) is None:
             raise Damaged(f"{folder}/{name}", "is missing")
-        # Checkpoints fetched from older copies have CRC-32 checksums.
-        comparable = now.checksum.partition(":")[0] == entry.checksum.partition(":")[0]
-        if now.size != entry.size or (comparable and now != entry):
+        if now != entry:
             raise Damaged(f"{folder}/{name}", "has changed since it was saved")
 
 

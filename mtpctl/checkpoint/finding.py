@@ -1,12 +1,11 @@
 """Finds the newest complete checkpoint of a run, and reports damage in newer ones. Does not import torch.
 
-Checkpoints are ordered by the number in their listing, which counts the checkpoints of a run. Older checkpoints without a listing are
-ordered by the progress of their run. Neither the file `latest` nor file times are used.
+Checkpoints are ordered by the number in their listing, which counts the checkpoints of a run. Neither the file `latest` nor file times are
+used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, read_listing, write_latest
-from mtpctl.checkpoint.reading import METADATA, shard_sizes
+from mtpctl.checkpoint.reading import METADATA, check_metadata
 from mtpctl.errors import UserError
 
 ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
@@ -25,34 +24,26 @@ PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
 """Suffixes of checkpoints that are being written, being replaced, or damaged."""
 _SET_ASIDE = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
 
-type Order = tuple[float, int, int, bool]
-"""Sort key of a checkpoint: its number, and the run's progress (completed stages, step, whether the current stage had ended)."""
-
 
 @dataclass(frozen=True)
 class Choice:
     """The newest complete checkpoint of a folder.
 
-    path: None if the folder has no checkpoint. damaged: newer checkpoints, each with its damage. verified: whether it has checksums.
+    path: None if the folder has no checkpoint. damaged: newer checkpoints, each with its damage.
     """
 
     path: Path | None
     damaged: list[tuple[Path, Damaged]] = field(default_factory=list)
-    verified: bool = True
 
     @property
     def lines(self) -> list[str]:
-        """Messages to the user about damaged and unverified checkpoints."""
-        assert self.path is not None or not self.damaged
-        lines = [f"{path}/{damage}; {self.path.name} is used instead" for path, damage in self.damaged if self.path is not None]
-        if not self.verified and self.path is not None:
-            lines.append(f"{self.path} was saved without checksums, by an earlier release: its contents are not verified")
-        return lines
+        """Messages to the user about damaged checkpoints."""
+        return [f"{path}/{damage}; {self.path.name} is used instead" for path, damage in self.damaged if self.path is not None]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """All checkpoints under `root`, newest first; some may be damaged. Excludes those being written and those set aside."""
-    return sorted(_folders(root), key=order_of, reverse=True)
+    return sorted(_folders(root), key=number_of, reverse=True)
 
 
 def choose(root: Path, *, contents: bool) -> Choice:
@@ -63,7 +54,8 @@ def choose(root: Path, *, contents: bool) -> Choice:
     damaged: list[tuple[Path, Damaged]] = []
     for path in list_checkpoints(root):
         try:
-            return Choice(path, damaged, check(path, contents=contents, of_run=True))
+            check(path, contents=contents)
+            return Choice(path, damaged)
         except Damaged as damage:
             if not path.exists():  # A running job has deleted it in the meantime.
                 return choose(root, contents=contents)
@@ -86,32 +78,14 @@ def newest(root: Path) -> Path | None:
     return choose(root, contents=False).path
 
 
-def check(path: Path, *, contents: bool, of_run: bool = False) -> bool:
-    """Check that a checkpoint is complete. Returns whether it has checksums. `of_run`: also require the files from which a run resumes.
-
-    Raises Damaged if it is not complete, UserError if its metadata may run code.
-    """
+def check(path: Path, *, contents: bool) -> None:
+    """Raise Damaged if a checkpoint is not complete, UserError if its metadata may run code."""
     listing = read_listing(path)
-    if listing is not None:
-        check_listing(path, listing, contents=contents)
-        if contents and METADATA in listing.files:
-            shard_sizes(path)  # Rejects unsafe pickles: a listing does not prove who wrote the file.
-        return True
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # Reported below.
-        if _number_in_record(path):
-            raise Damaged(LISTING, "is missing")
-    for name in (FORMAT, ENGINE, RUN):
-        _check_json(path, name, needed=of_run or name == FORMAT)
-    for name, least in shard_sizes(path).items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise Damaged(name, f"cannot be read ({error.strerror})" if (path / name).exists() else "is missing") from error
-        if size < least:
-            raise Damaged(name, f"has {size:,} bytes, and {least:,} were saved")
-    if contents:
-        _check_lines(path, BUFFER)
-    return False
+    if listing is None:
+        raise Damaged(LISTING, "is missing")
+    check_listing(path, listing, contents=contents)
+    if contents and METADATA in listing.files:
+        check_metadata(path)  # A listing does not prove who wrote the file.
 
 
 def settle(root: Path) -> Choice:
@@ -137,7 +111,7 @@ def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -
     """
     write_latest(path)
     flush(path.parent)
-    others = [other for other in list_checkpoints(path.parent) if other != path and is_older(other, path)]
+    others = [other for other in list_checkpoints(path.parent) if other != path and number_of(other) < number_of(path)]
     for old in [other for other in others[keep - 1 :] if other.name not in needed]:
         shutil.rmtree(old)
     for aside in path.parent.glob(f"*{REPLACED}"):
@@ -161,42 +135,17 @@ def damaged_in(root: Path) -> list[Path]:
 
 def next_number(root: Path) -> int:
     """The number for the next checkpoint in `root`: one more than the largest one there."""
-    numbers = (order_of(path)[0] for path in root.iterdir() if path.is_dir() and _is_checkpoint(path)) if root.is_dir() else iter(())
+    numbers = (number_of(path) for path in root.iterdir() if path.is_dir() and _is_checkpoint(path)) if root.is_dir() else iter(())
     return 1 + int(max((number for number in numbers if number != math.inf), default=0))
 
 
-def is_older(path: Path, than: Path) -> bool:
-    """Whether the run saved `path` before `than`. Checkpoints without numbers are compared by progress."""
-    one, other = order_of(path), order_of(than)
-    if one[0] == other[0]:
-        return one[1:] < other[1:]
-    return one[0] < other[0] and (one[0] > 0 or one[1:] <= other[1:])
-
-
-def order_of(path: Path) -> Order:
-    """The sort key of a checkpoint. A checkpoint that cannot be read sorts as the newest, so that its damage is reported."""
-    try:
-        state = json.loads((path / RUN).read_bytes())
-        stage, ended = str(state["stage"]), list(state["ended"])
-        progress = len([each for each in ended if each != stage]), int(state["step"]), stage in ended
-    except (OSError, ValueError, KeyError, TypeError):
-        progress = None
+def number_of(path: Path) -> float:
+    """The number of a checkpoint. One that cannot be read sorts as the newest, so that its damage is reported."""
     try:
         listing = read_listing(path)
-        number = _number_in_record(path) if listing is None else listing.number
-    except (Damaged, OSError, ValueError, TypeError, AttributeError):
-        number = None
-    if number is None or (number == 0 and progress is None):
-        return math.inf, 0, 0, False
-    return number, *(progress or (0, 0, False))
-
-
-def _number_in_record(path: Path) -> int:
-    """The number in the engine's record, a fallback if the listing is missing; 0 in older records.
-
-    Raises OSError, ValueError, TypeError or AttributeError if the record cannot be read.
-    """
-    return int(json.loads((path / ENGINE).read_bytes()).get("number", 0))
+        return int(json.loads((path / ENGINE).read_bytes())["number"]) if listing is None else listing.number
+    except (Damaged, OSError, ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _folders(root: Path) -> Iterator[Path]:
@@ -213,31 +162,3 @@ def _folders(root: Path) -> Iterator[Path]:
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder has any file of a checkpoint, so that damaged ones are recognized."""
     return any((path / name).exists() for name in (LISTING, ENGINE, RUN, FORMAT, METADATA))
-
-
-def _check_json(path: Path, name: str, *, needed: bool) -> None:
-    try:
-        if not isinstance(json.loads((path / name).read_bytes()), dict):
-            raise ValueError("not an object")
-    except FileNotFoundError as error:
-        if needed:
-            raise Damaged(name, "is missing") from error
-    except OSError as error:
-        raise Damaged(name, f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise Damaged(name, "is truncated or overwritten") from error
-
-
-def _check_lines(path: Path, name: str) -> None:
-    """Check that every line of a file is JSON. A missing file is valid."""
-    try:
-        with (path / name).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    json.loads(line)
-                except ValueError as error:
-                    raise Damaged(name, f"is truncated or overwritten at line {number}") from error
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise Damaged(name, f"cannot be read ({error.strerror})") from error

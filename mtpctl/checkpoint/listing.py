@@ -1,7 +1,7 @@
 """The listing of a folder (`files.json`): the size and checksum of each file, used to detect damage.
 
 It is written after all other files. Checkpoints on disk and the folders of a copy in object storage have one. Checksums are 64-bit XXH3,
-which is faster than a disk; older copies have CRC-32. They do not detect forgery: anyone who can change a file can change the listing too.
+which is faster than a disk. They do not detect forgery: anyone who can change a file can change the listing too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import threading
-import zlib
 from collections.abc import Buffer, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,9 +18,7 @@ from pathlib import Path, PurePosixPath
 
 LISTING = "files.json"
 _FORMAT = 3
-"""Formats 1 and 2 have no checksum of the listing itself, so a changed digit of `number` is not detected."""
-_XXH3, _CRC = "xxh3", "crc32"
-_CHECKSUM = re.compile(rf"({_XXH3}|{_CRC}):[0-9a-f]+")
+_CHECKSUM = re.compile(r"xxh3:[0-9a-f]+")
 _CHUNK = 4 << 20
 _SMALL = 64 << 10
 """Maximum size in bytes of a file whose checksum is always compared, such as the state of a run, which has less than 1 KiB."""
@@ -39,7 +36,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """A file: its size in bytes, and its checksum as `ALGORITHM:HEX`."""
+    """A file: its size in bytes, and its checksum as `xxh3:HEX`."""
 
     size: int
     checksum: str
@@ -48,28 +45,22 @@ class Entry:
 class Checksum:
     """Computes the entry of a file incrementally, while its bytes are written or read."""
 
-    def __init__(self, algorithm: str = _XXH3) -> None:
+    def __init__(self) -> None:
         import xxhash  # Imported here, because most commands read no checksums.
 
-        self._algorithm, self._size, self._crc = algorithm, 0, 0
-        self._xxh3 = xxhash.xxh3_64()
+        self._size, self._xxh3 = 0, xxhash.xxh3_64()
 
     def update(self, data: Buffer) -> None:
         self._size += memoryview(data).nbytes
-        if self._algorithm == _XXH3:
-            self._xxh3.update(data)
-        else:
-            self._crc = zlib.crc32(data, self._crc)
+        self._xxh3.update(data)
 
     @property
     def entry(self) -> Entry:
-        digest = self._xxh3.hexdigest() if self._algorithm == _XXH3 else f"{self._crc:08x}"
-        return Entry(self._size, f"{self._algorithm}:{digest}")
+        return Entry(self._size, f"xxh3:{self._xxh3.hexdigest()}")
 
 
-def entry_of(file: Path, like: Entry | None = None) -> Entry:
-    """The entry of a file, with the checksum algorithm of `like` (default: XXH3)."""
-    checksum = Checksum(_XXH3 if like is None else like.checksum.partition(":")[0])
+def entry_of(file: Path) -> Entry:
+    checksum = Checksum()
     buffer = memoryview(bytearray(_CHUNK))
     with file.open("rb", buffering=0) as opened:
         while count := opened.readinto(buffer):
@@ -78,7 +69,6 @@ def entry_of(file: Path, like: Entry | None = None) -> Entry:
 
 
 def entry_of_text(text: str) -> Entry:
-    """The entry of a file with this text."""
     checksum = Checksum()
     checksum.update(text.encode())
     return checksum.entry
@@ -104,8 +94,7 @@ class Listing:
         """Parse a listing. Raises Damaged if it is invalid."""
         try:
             record = json.loads(contents)
-            checksum = record.pop("checksum", None)
-            if (checksum is not None or record["format"] >= _FORMAT) and checksum != _checksum_of(record):
+            if record.pop("checksum") != _checksum_of(record) or record["format"] != _FORMAT:
                 raise ValueError("another checksum")
             files = {_inside(name): _entry(entry) for name, entry in record["files"].items()}
             return cls(int(record["number"]), files)
@@ -127,9 +116,8 @@ def _inside(name: str) -> str:
 
 
 def _entry(record: dict[str, object]) -> Entry:
-    """Parse an entry; format 1 has an integer `crc`. Raises ValueError, TypeError or KeyError if it is invalid."""
-    size = record["size"]
-    checksum = f"{_CRC}:{record['crc']:08x}" if "crc" in record else record["checksum"]
+    """Parse an entry. Raises ValueError or KeyError if it is invalid."""
+    size, checksum = record["size"], record["checksum"]
     if not isinstance(size, int) or not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
         raise ValueError("not an entry")
     return Entry(size, checksum)
@@ -207,7 +195,7 @@ def _size_damage(folder: Path, name: str, entry: Entry) -> Damaged | None:
 
 def _contents_damage(file: Path, name: str, entry: Entry) -> Damaged | None:
     try:
-        now = entry_of(file, entry)
+        now = entry_of(file)
     except OSError as error:
         return Damaged(name, f"cannot be read ({error.strerror})")
     return (

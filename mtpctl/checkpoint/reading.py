@@ -71,38 +71,31 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 class _Record:
-    """Placeholder for a torch object: its constructor arguments and its state."""
+    """Placeholder for a torch object with its state."""
 
-    def __init__(self, *args: object) -> None:
-        self.args = args
+    def __init__(self, *_: object) -> None:
         self.state: dict[str, object] = {}
 
     def __setstate__(self, state: object) -> None:
         self.state = state if isinstance(state, dict) else {}
 
 
-def shard_sizes(checkpoint: Path) -> dict[str, int]:
-    """The minimum size of each shard file, by name. Does not import torch.
-
-    Raises Damaged if the metadata cannot be read, UserError if it contains a name that may run code.
-    """
+def check_metadata(checkpoint: Path) -> None:
+    """Raise Damaged if the metadata cannot be read, UserError if it contains a name that may run code. Does not import torch."""
     path = checkpoint / METADATA
-    sizes: dict[str, int] = {}
     try:
         with path.open("rb") as file:
             metadata = RestrictedUnpickler(file, path, lambda module, name: _Record).load()
         for stored in metadata.state["storage_data"].values():
-            name, end = str(stored.state["relative_path"]), int(stored.state["offset"]) + int(stored.state["length"])
+            name = str(stored.state["relative_path"])
             if PurePosixPath(name).name != name:
                 raise ValueError("not a file of the folder")
-            sizes[name] = max(end, sizes.get(name, 0))
     except FileNotFoundError as error:
         raise Damaged(METADATA, "is missing") from error
     except OSError as error:
         raise Damaged(METADATA, f"cannot be read ({error.strerror})") from error
     except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
         raise Damaged(METADATA, "is truncated or overwritten") from error
-    return sizes
 
 
 @contextlib.contextmanager

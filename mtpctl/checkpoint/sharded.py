@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -52,12 +52,12 @@ class AdapterRecord(TypedDict):
 class EngineRecord(TypedDict):
     """The contents of `engine.json`.
 
-    number: sequence number of the checkpoint, as in its listing; missing in checkpoints of earlier releases. steps: optimizer steps.
+    number: sequence number of the checkpoint, as in its listing; 0 while it is written. steps: optimizer steps.
     optimizer: whether its state was saved. state: the caller's state.
     """
 
     format: int
-    number: NotRequired[int]
+    number: int
     steps: int
     optimizer: bool
     adapter: AdapterRecord | None
@@ -154,6 +154,7 @@ class Save:
         self.path, self.folder = path, path.with_name(path.name + ".partial")
         self._record: EngineRecord = {
             "format": _FORMAT,
+            "number": 0,
             "steps": contents.steps,
             "optimizer": contents.slots is not None,
             "adapter": contents.adapter,
@@ -388,11 +389,6 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
         raise UserError(
             f"{path}: its optimizer has no state of {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
             "trains; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
-        )
-    if any(name.endswith("out_norm.gain") for name in lacks) and any(name.endswith("out_norm.weight") for name in saved):
-        raise UserError(
-            f"{path}: was saved by an earlier release, which stored the output norms of linear attention around 0; "
-            "convert it with that release, and start from the folder in another run_dir"
         )
     if differ:
         more = f" and {len(differ) - 6} more" if len(differ) > 6 else ""

@@ -144,7 +144,6 @@ class ActorLocation:
 
 
 def current_location() -> ActorLocation:
-    """The location of the calling actor."""
     import ray
 
     context = ray.get_runtime_context()

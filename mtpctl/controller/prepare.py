@@ -111,7 +111,6 @@ class Prepared:
         return (self.tokenizer.eos_id,) if self.ends is None else self.ends.ids
 
     async def text_of(self, sample: Sample) -> str:
-        """The response as text."""
         return await self._decoder.text(self.tokenizer, sample.response_ids)
 
     def prompt_ids(self, problem: Problem, config: DataConfig) -> Ids:

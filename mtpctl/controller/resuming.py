@@ -79,8 +79,7 @@ def describe_start(recipe: Recipe) -> list[str]:
     state = resumed_from(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
-    verified = "whole by its checksums" if choice.verified else "whole by its sizes"
-    return [f"{choice.path.name}, {state['stage']} after step {state['step']}; {verified}", *choice.lines]
+    return [f"{choice.path.name}, {state['stage']} after step {state['step']}; whole by its checksums", *choice.lines]
 
 
 def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState) -> None:

@@ -229,7 +229,6 @@ class RolloutLoop:
         self.clock.set("rollout", True)
 
     def response_received(self, sample: Sample) -> None:
-        """Count a response."""
         self._generating -= 1
         self.clock.set("rollout", self._generating > 0)
         self.counts.tokens += sum(part.sampled for part in sample.parts)

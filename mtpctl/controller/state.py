@@ -75,8 +75,7 @@ def version_named(text: str, *others: str, report: Report) -> tuple[Path, Path, 
     path = Path(text).absolute()
     if (path / RUN).is_file():
         try:
-            if not check(path, contents=True, of_run=True):
-                report(f"{path} was saved without checksums, by an earlier release: its contents are not verified")
+            check(path, contents=True)
         except Damaged as damage:
             raise UserError(
                 f"--from: {path}/{damage}; name another checkpoint, or the run, of which the newest whole one is taken"
@@ -198,13 +197,12 @@ class RunState:
         self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
     def end(self, stage: str) -> None:
-        """Mark a stage as ended."""
         self.ended.append(stage)
 
     def load(self, saved: SavedState) -> None:
         """Load the state of the checkpoint that the run resumes from."""
         for name, value in saved.items():
-            if name in SavedState.__annotations__:  # earlier releases saved other fields as well
+            if name in SavedState.__annotations__:
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
     def go_back(self, checkpoint: Path | None, *, redraw: bool) -> bool:

@@ -108,7 +108,6 @@ class PartWriter:
         return self._last[1][key]
 
     def flush(self, number: int) -> None:
-        """Flush a part to disk."""
         flush(self.folder / f"{self._plans[number].storage_data.prefix}0.distcp")
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtpctl.checkpoint.finding import ENGINE, check, choose
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
-from mtpctl.checkpoint.reading import tensors_in
+from mtpctl.checkpoint.reading import check_metadata, tensors_in
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights, Stored, load_layout
 from mtpctl.convert.parts import is_checkpoint
@@ -60,7 +60,10 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
         raise UserError(f"{path}: there is no such folder")
     if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE, LISTING)):
         try:
-            if not check(path, contents=contents):
+            if any((path / name).is_file() for name in (ENGINE, LISTING)):
+                check(path, contents=contents)
+            else:  # a checkpoint of another program
+                check_metadata(path)
                 report(f"{path} has no checksums: its contents are not verified")
         except Damaged as damage:
             raise UserError(f"{path}/{damage}; name another checkpoint, or the run for its newest whole one") from damage
@@ -111,7 +114,6 @@ def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
 
 
 def has_mtp(checkpoint: Path) -> bool:
-    """Whether a checkpoint has MTP layers."""
     return any(name.startswith("mtp.") for name in tensors_in(checkpoint))
 
 

@@ -47,7 +47,6 @@ _MAX_HEADER = 100_000_000
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The torch dtype of a safetensors code."""
     import torch
 
     return getattr(torch, _DTYPES[code])
@@ -86,7 +85,6 @@ class FolderWeights:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._maps: dict[Path, mmap.mmap] = {}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         index = _index(path)

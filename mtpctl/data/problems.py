@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from mtpctl.errors import UserError
 
@@ -41,9 +41,8 @@ class Problem:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Problem:
-        """Inverse of `to_json`; checkpoints of earlier releases have neither messages nor fields."""
-        prompt_id, prompt, answer, solution = values[:4]
-        messages, fields = values[4:] or ((), {})
+        """Inverse of `to_json`."""
+        prompt_id, prompt, answer, solution, messages, fields = values
         return cls(prompt_id, prompt, answer, solution, tuple(messages), fields)
 
     @property
@@ -94,8 +93,8 @@ class CursorState(TypedDict):
     seed: int
     shuffle: bool
     fingerprint: str
-    drawn: NotRequired[int]
-    draws: NotRequired[dict[str, list[int]]]
+    drawn: int
+    draws: dict[str, list[int]]
 
 
 class PromptCursor:
@@ -198,8 +197,8 @@ class PromptCursor:
                     "restore it or start a new run_dir"
                 )
         self._begin(state["epoch"], state["position"])
-        self._drawn = state.get("drawn", state["epoch"] * len(self._order) + state["position"])
-        self._draws = dict(state.get("draws", {})) if self._backoff else {}
+        self._drawn = state["drawn"]
+        self._draws = dict(state["draws"]) if self._backoff else {}
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -259,6 +259,5 @@ def _named_sets(rows: Mapping[str, Rows], evaluation: EvaluationConfig | None) -
 
 
 def evenly_spaced(problems: Sequence[Problem], limit: int) -> list[Problem]:
-    """At most `limit` of the problems, evenly spaced."""
     count = len(problems)
     return [problems[i * count // limit] for i in range(limit)] if limit < count else list(problems)

@@ -326,9 +326,9 @@ def examine_run(run: Path) -> Diagnosis:
     directory, began = RunDirectory(run), time.perf_counter()
     if not directory.recipe.is_file():
         raise UserError(f"{run}: is not a run directory; name one that has {directory.recipe.name}")
-    checks = [_verify(path, of_run=True) for path in list_checkpoints(directory.checkpoints)]
+    checks = [_verify(path) for path in list_checkpoints(directory.checkpoints)]
     if (reference := directory.path / REFERENCE).is_dir():
-        checks.append(_verify(reference, of_run=False))
+        checks.append(_verify(reference))
     renamed = "is damaged, and was renamed by an earlier start: no run resumes from it"
     checks += [Check(path.name, Finding("absent", renamed), 0.0) for path in damaged_in(directory.checkpoints)]
     if not checks:
@@ -336,21 +336,19 @@ def examine_run(run: Path) -> Diagnosis:
     return Diagnosis(checks, time.perf_counter() - began, failure="damaged")
 
 
-def _verify(path: Path, *, of_run: bool) -> Check:
+def _verify(path: Path) -> Check:
     began = time.perf_counter()
     try:
-        verified = check_checkpoint(path, contents=True, of_run=of_run)
+        check_checkpoint(path, contents=True)
         listing = read_listing(path)
+        assert listing is not None
     except Damaged as damage:
         error = ThresholdMissed(f"{path}/{damage}; restore it, or resume: the run uses its newest whole checkpoint, and keeps this one")
         finding = Finding("failed", str(damage), {"file": damage.file, "damage": damage.what}, error)
     else:
-        if not verified or listing is None:
-            finding = Finding("absent", "was saved without checksums, by an earlier release: its contents are not verified")
-        else:
-            size = f"{listing.nbytes / (1 << 30):,.2f} GiB" if listing.nbytes >= 1 << 30 else f"{listing.nbytes / (1 << 20):,.1f} MiB"
-            data = {"files": len(listing.files), "bytes": listing.nbytes}
-            finding = Finding("ok", f"{len(listing.files)} files, {size}, match their checksums", data)
+        size = f"{listing.nbytes / (1 << 30):,.2f} GiB" if listing.nbytes >= 1 << 30 else f"{listing.nbytes / (1 << 20):,.1f} MiB"
+        data = {"files": len(listing.files), "bytes": listing.nbytes}
+        finding = Finding("ok", f"{len(listing.files)} files, {size}, match their checksums", data)
     return Check(path.name, finding, time.perf_counter() - began)
 
 

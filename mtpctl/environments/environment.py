@@ -296,7 +296,6 @@ class UserLoop:
 
     @property
     def blocked(self) -> bool:
-        """Whether a coroutine blocks the loop."""
         return time.monotonic() - self._beat > BLOCKED_S
 
     async def call(self, method: Job) -> object:

@@ -49,7 +49,6 @@ class Turns:
         return Play(self, request)
 
     def close_later(self, instance: Instance) -> None:
-        """Close an instance in the background."""
 
         async def close() -> None:
             # A failure after the response does not affect the run.

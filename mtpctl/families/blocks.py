@@ -51,7 +51,6 @@ def block_types(config: Mapping[str, object], key: str = BLOCKS) -> list[str]:
 
 
 def mixer_of(block: str) -> LayerKind:
-    """The mixer of a layer of this kind."""
     return next(kind.mixer for kind in KINDS if kind.name == block)
 
 

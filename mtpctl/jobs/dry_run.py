@@ -218,7 +218,6 @@ def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
 
 
 def as_json(plan: Plan) -> dict[str, object]:
-    """The plan for JSON."""
     recipe, shape = plan.recipe, plan.shape
     schedule: dict[str, object] = {"staleness_threshold": recipe.async_.staleness, "sync_every": recipe.async_.sync_every}
     plan_json: dict[str, object] = {
@@ -326,7 +325,6 @@ def _drafts(plan: Plan) -> str:
 
 
 def _stages(recipe: Recipe) -> dict[str, int]:
-    """The updates of each stage."""
     return {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
 
 

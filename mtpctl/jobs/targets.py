@@ -153,7 +153,6 @@ def start_weights(text: str) -> StartWeights:
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether the run has a checkpoint."""
     from mtpctl.checkpoint.finding import newest
 
     return newest(run / "checkpoints") is not None

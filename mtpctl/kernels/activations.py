@@ -72,7 +72,6 @@ def swiglu_torch(gate_up: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def swiglu_backward_torch(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate_up and scale."""
     gate, up = gate_up.chunk(2, dim=-1)
     sigmoid = gate.sigmoid()
     scale_grad = None
@@ -158,7 +157,6 @@ def swiglu_triton(gate_up: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def swiglu_backward_triton(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate_up and scale."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     width = grad.shape[-1]
     gate_up_grad = torch.empty_like(gate_up)

@@ -128,7 +128,6 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Ten
 
 
 def rms_norm_backward_triton(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
     x_grad, width = torch.empty_like(x), len(weight)
     rows = x.numel() // width
     programs = min(rows, BACKWARD_PROGRAMS)

@@ -69,7 +69,6 @@ class ScoreRank:
         self._finished: set[str] = set()
 
     def here(self) -> ActorLocation:
-        """Location of the actor."""
         return current_location()
 
     def address(self) -> str:

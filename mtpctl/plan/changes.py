@@ -55,7 +55,6 @@ class Change:
 
 
 def smallest(changed: int, numel: int, itemsize: int) -> Change:
-    """The change with the smallest blob."""
     layouts: tuple[Layout, ...] = ("whole", "bitmap", "offsets")
     return min((Change(layout, changed, numel) for layout in layouts), key=lambda change: change.nbytes(itemsize))
 

@@ -101,7 +101,6 @@ class MtpConfig(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether the MTP layers are trained."""
         return self.mode in ("joint", "isolated")
 
 

@@ -124,7 +124,6 @@ class TeacherConfig(Section):
 
     @property
     def served(self) -> bool:
-        """Whether the run serves the teacher."""
         return self.path is not None and self.path != POLICY
 
 

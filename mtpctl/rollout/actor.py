@@ -190,7 +190,6 @@ class RayReplica:
     health = _control(EngineControl.health)
 
     async def _call[**P, T](self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the actor."""
         from ray.exceptions import RayActorError, RayTaskError
 
         try:

@@ -52,7 +52,6 @@ class SpecStats:
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     def add(self, counts: Speculation, tokens: int) -> None:
-        """Add the counts of one response of `tokens` tokens."""
         self.drafted += counts.drafted
         self.accepted += counts.accepted
         self.steps += counts.steps

@@ -125,7 +125,6 @@ class SpeculationSwitch:
 
     @property
     def looking(self) -> bool:
-        """Whether a look is in progress."""
         return bool(self._trying)
 
     # -------------------------------------------------------------------------------------------------- after a step

@@ -42,7 +42,6 @@ class FilterProgram(ctypes.Structure):
 
 
 def call(number: int, *arguments: object) -> int:
-    """System call by number."""
     ctypes.set_errno(0)
     result: int = LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments))
     return _checked(result, f"system call {number}")
@@ -56,7 +55,6 @@ def prctl(option: int, *arguments: object) -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """`mount(2)`."""
     ctypes.set_errno(0)
     result: int = LIBC.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     _checked(result, f"mount {target}")
@@ -69,7 +67,6 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """`pivot_root(2)`."""
     call(PIVOT_ROOT[MACHINE], new.encode(), old.encode())
 
 

@@ -47,7 +47,6 @@ class Process:
         self._report: Report | None = None
 
     def kill(self) -> None:
-        """Kill the run."""
         self._status.shutdown(socket.SHUT_WR)
 
     def interrupt(self) -> None:

@@ -48,7 +48,6 @@ class HostCopy(BucketWriter):
         self.buckets = {key: copy for key, copy in self.buckets.items() if key[0] in sections}
 
     def has(self, sections: Collection[str]) -> bool:
-        """Whether the copy has these sections."""
         return all((section, 0) in self.buckets for section in sections)
 
     def parts(self, section: str, entries: Sequence[tuple[Bucket, Entry]]) -> list[torch.Tensor]:

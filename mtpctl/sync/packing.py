@@ -54,7 +54,6 @@ def default_section(name: str) -> Section:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """The spec of a tensor."""
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 

@@ -57,13 +57,11 @@ def upload(store: ObjectStore, files: Sequence[Path], folder: str) -> None:
 
 
 def digest_of(file: Path) -> str:
-    """The SHA-256 of a file."""
     with file.open("rb") as contents:
         return hashlib.file_digest(contents, "sha256").hexdigest()
 
 
 def digests_of(files: Sequence[Path]) -> dict[str, str]:
-    """The digests of files, by name."""
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         return dict(zip((file.name for file in files), pool.map(digest_of, files), strict=True))
 

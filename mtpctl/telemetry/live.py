@@ -54,7 +54,6 @@ class LiveStatus:
             self._newest_row = row.time
 
     def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
-        """Record metrics for a step."""
         if stage != self.stage:
             self.stage, self.step, self.metrics = stage, step, {}
         self.step, self._newest_row = max(self.step, step), self._now()
@@ -63,7 +62,6 @@ class LiveStatus:
         self._unseen_accuracy = metrics.get("eval/unseen_accuracy", self._unseen_accuracy)
 
     def event(self, kind: str, message: str) -> None:
-        """Record an event."""
         event = Event(self._now(), kind, message)
         self.events.append(event)
         if kind == "restart":

@@ -29,7 +29,7 @@ PRIVATE = 0o600
 """File mode of recipes, which may contain names of data, hosts and people."""
 BEGUN = ".begun"
 """File in the directory of a run that was started over. It contains the new name of the previous run directory."""
-_FOLDERS = ("checkpoints", "buffer", "logs", "tensorboard")
+_FOLDERS = ("checkpoints", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _MIN_FREE = 64 << 20
 """Minimum free space to start, in bytes: less than the smallest checkpoint, more than all text files together."""
@@ -48,7 +48,6 @@ class RunDirectory:
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self.buffer = self.path / "buffer"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tensorboard"
         self.samples = self.path / "samples"

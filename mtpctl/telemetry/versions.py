@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
 
 PACKAGES = (
     "mtpctl",
@@ -37,13 +37,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Machine(TypedDict):
-    """The machine of a run. `cards`: the name of each visible GPU; earlier releases did not record them."""
+    """The machine of a run. `cards`: the name of each visible GPU."""
 
     system: str
     arch: str
     cores: int | None
     memory_gib: float
-    cards: NotRequired[list[str]]
+    cards: list[str]
 
 
 class Versions(TypedDict):

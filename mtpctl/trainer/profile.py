@@ -38,7 +38,6 @@ class UpdateProfile:
 
     @contextmanager
     def update(self, stage: str) -> Iterator[None]:
-        """Wrap one update of `stage`."""
         count = self._updates[stage] = self._updates.get(stage, 0) + 1
         if count == PLANNED_UPDATE and dist.is_initialized() and dist.get_world_size() > 1:
             with CollectivePlan() as plan:

@@ -15,7 +15,7 @@ from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, list_ch
 from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, write_latest
 from mtpctl.errors import UserError
 from tests.fakes.chaos_damage import WAYS, apply
-from tests.fakes.checkpoint_folders import SHARD, flip, without_checksum, write_checkpoint
+from tests.fakes.checkpoint_folders import SHARD, flip, with_checksum, write_checkpoint
 
 LINE = '{"number": 1}\n'
 
@@ -67,15 +67,6 @@ def test_order_is_by_save_if_a_run_went_back(run: Path) -> None:
     assert next_number(run / "checkpoints") == 4
 
 
-def test_checkpoints_without_numbers_are_ordered_by_progress(tmp_path: Path) -> None:
-    progress = ["sft-000002", "sft-000020", "sft-000020-end", "rl-000001", "rl-000003", "rl-000003-end", "rl-000010"]
-    for name in reversed(progress):
-        write_checkpoint(tmp_path, name, number=0, **({"ended": ["sft"]} if name == "rl-000010" else {}))
-    assert names(tmp_path / "checkpoints") == progress[::-1]
-    write_checkpoint(tmp_path, "rl-000011")
-    assert names(tmp_path / "checkpoints")[0] == "rl-000011", "one with a number is newer"
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -92,7 +83,7 @@ def test_checkpoints_without_numbers_are_ordered_by_progress(tmp_path: Path) -> 
         (lambda path: (path / LISTING).unlink(), "files.json is missing"),
         (lambda path: os.truncate(path / LISTING, 40), "files.json is truncated or overwritten"),
         (lambda path: (path / LISTING).write_text("[]"), "files.json is truncated or overwritten"),
-        (lambda path: [file.unlink() for file in path.iterdir() if file.name != "run.json"], "metadata.json is missing"),
+        (lambda path: [file.unlink() for file in path.iterdir() if file.name != "run.json"], "files.json is missing"),
     ],
 )
 def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(
@@ -127,7 +118,8 @@ def test_random_damage_of_any_file_is_detected(run: Path) -> None:
     for _ in range(100):
         damage = apply(draw.choice([*saved]), draw.choice(WAYS), draw)
         with pytest.raises(Damaged):
-            pytest.fail(f"{damage}: whole" if check(path, contents=True, of_run=True) else f"{damage}: unverified")
+            check(path, contents=True)
+            pytest.fail(f"{damage}: whole")
         for file, contents in saved.items():
             file.write_bytes(contents)
 
@@ -176,36 +168,6 @@ def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
-def test_checkpoint_without_a_listing_is_accepted_and_reported_as_unverified(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, "rl-000002", number=0, buffer="")
-    choice = choose(tmp_path / "checkpoints", contents=True)
-    assert choice.path == path
-    assert choice.lines == [f"{path} was saved without checksums, by an earlier release: its contents are not verified"]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: os.truncate(path / SHARD, 2000), f"{SHARD} has 2,000 bytes, and 4,096 were saved"),
-        (lambda path: (path / SHARD).unlink(), f"{SHARD} is missing"),
-        (lambda path: os.truncate(path / ".metadata", 60), ".metadata is truncated or overwritten"),
-        (lambda path: (path / ".metadata").write_bytes(b""), ".metadata is truncated or overwritten"),
-        (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
-        (lambda path: os.truncate(path / "run.json", 20), "run.json is truncated or overwritten"),
-        (lambda path: (path / "engine.json").write_text(""), "engine.json is truncated or overwritten"),
-        (lambda path: (path / "buffer.jsonl").write_text(LINE + LINE[:5]), "buffer.jsonl is truncated or overwritten at line 2"),
-    ],
-)
-def test_visible_damage_is_reported_without_a_listing(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
-    write_checkpoint(tmp_path, "rl-000002", number=0)
-    path = write_checkpoint(tmp_path, "rl-000004", number=0)
-    (path / "buffer.jsonl").write_text(LINE)
-    damage(path)
-    choice = choose(tmp_path / "checkpoints", contents=True)
-    assert choice.path == tmp_path / "checkpoints" / "rl-000002"
-    assert choice.lines[0] == f"{path}/{message}; rl-000002 is used instead"
-
-
 def test_folders_that_are_not_checkpoints_are_ignored(run: Path) -> None:
     root = run / "checkpoints"
     (root / "notes").mkdir()
@@ -251,5 +213,5 @@ def test_listing_with_files_outside_its_folder_is_rejected(run: Path, name: str)
     path = run / "checkpoints" / "rl-000004" / LISTING
     listing = json.loads(path.read_text())
     listing["files"][name] = {"size": 1, "checksum": "xxh3:00"}
-    path.write_text(json.dumps(without_checksum(listing)))
+    path.write_text(json.dumps(with_checksum(listing)))
     assert settle(run / "checkpoints").path == run / "checkpoints" / "rl-000002"

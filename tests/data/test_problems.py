@@ -108,15 +108,6 @@ def first_two_of_epoch_1() -> set[str]:
     return {problem.prompt_id for problem in PromptCursor(PROBLEMS, seed=4).take(9)[7:]}
 
 
-def test_a_state_without_a_number_of_draws_counts_whole_epochs() -> None:
-    """Checkpoints of earlier releases."""
-    state = PromptCursor(PROBLEMS, seed=4).state_dict() | {"epoch": 2, "position": 3}
-    del state["drawn"], state["draws"]
-    cursor = PromptCursor(PROBLEMS, seed=4)
-    cursor.load_state_dict(state)  # type: ignore[arg-type]
-    assert cursor.drawn == 17
-
-
 def test_a_state_of_other_data_is_refused() -> None:
     state = PromptCursor(PROBLEMS, seed=4).state_dict()
     with pytest.raises(UserError, match=r"^seed: "):

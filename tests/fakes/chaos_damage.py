@@ -74,7 +74,7 @@ def whole_in(root: Path) -> list[Path]:
     whole = []
     for path in list_checkpoints(root):
         with suppress(Damaged, OSError):
-            check(path, contents=True, of_run=True)
+            check(path, contents=True)
             whole.append(path)
     return whole
 

@@ -37,10 +37,10 @@ def _value(value: object) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 
 
-def write_checkpoint(run: Path, name: str, *, number: int | None = None, buffer: str = "", **state: Any) -> Path:
+def write_checkpoint(run: Path, name: str, *, buffer: str = "", **state: Any) -> Path:
     """A complete checkpoint of a run with a unique shard, in `run/checkpoints`.
 
-    state: of the controller; by default it follows from the name. number: in its listing and record; by default the next one.
+    state: of the controller; by default it follows from the name.
     """
     stage, step, *end = name.split("-") if "-" in name else (state["ended"][-1], 0)
     ended = state.get("ended", ["sft"] * (stage == "rl") + [stage] * bool(end))
@@ -48,29 +48,29 @@ def write_checkpoint(run: Path, name: str, *, number: int | None = None, buffer:
     path = run / "checkpoints" / name
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(saved | {"ended": ended} | state))
-    add_engine_files(path, number)
+    add_engine_files(path)
     if buffer:
         (path / "buffer.jsonl").write_text(buffer)
         write_listing(path, json.loads((path / LISTING).read_text())["number"], {})
     return path
 
 
-def add_engine_files(path: Path, number: int | None = None) -> None:
-    """Write the trainer's files of a checkpoint, the listing last. number: 0 for the format without listings."""
-    number = next_number(path.parent) if number is None else number
+def add_engine_files(path: Path) -> None:
+    """Write the trainer's files of a checkpoint, the listing last."""
+    number = next_number(path.parent)
     shard = (path.name * BYTES)[:BYTES]
     (path / SHARD).write_text(shard)
     (path / ".metadata").write_bytes(stored_metadata({SHARD: BYTES}))
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    record = {"format": 1, "steps": 0, "optimizer": True, "adapter": None, "state": {}} | ({"number": number} if number else {})
+    record = {"format": 1, "steps": 0, "optimizer": True, "adapter": None, "state": {}, "number": number}
     (path / "engine.json").write_text(json.dumps(record))
-    if number:
-        write_listing(path, number, {SHARD: entry_of_text(shard)})
+    write_listing(path, number, {SHARD: entry_of_text(shard)})
 
 
-def without_checksum(listing: dict[str, Any]) -> dict[str, Any]:
-    """A listing in the format without its own checksum."""
-    return {"format": 2, "number": listing["number"], "files": listing["files"]}
+def with_checksum(listing: dict[str, Any]) -> dict[str, Any]:
+    """A changed listing with the checksum of its contents."""
+    record = {key: listing[key] for key in ("format", "number", "files")}
+    return record | {"checksum": entry_of_text(json.dumps(record)).checksum}
 
 
 def flip(file: Path, at: int = -100) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from mtpctl.checkpoint.finding import choose
 from mtpctl.checkpoint.listing import LISTING, write_listing
-from mtpctl.checkpoint.reading import shard_sizes
+from mtpctl.checkpoint.reading import check_metadata
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.telemetry.run_directory import RunDirectory
-from tests.fakes.checkpoint_folders import SHARD, stored_metadata, without_checksum, write_checkpoint
+from tests.fakes.checkpoint_folders import SHARD, stored_metadata, with_checksum, write_checkpoint
 from tests.fakes.commands import mtpctl as mtpctl
 from tests.fakes.runs import recipe
 
@@ -63,24 +63,35 @@ def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: 
     from mtpctl.checkpoint.reading import tensors_in
 
     mark = tmp_path / "mark"
-    path = write_checkpoint(run, "rl-000002", number=0)
+    path = write_checkpoint(run, "rl-000002")
     (path / ".metadata").write_bytes(attacks(mark)[attack])
-    for read in (shard_sizes, tensors_in, lambda path: choose(path.parent, contents=True)):
+    write_listing(path, 1, {})
+    for read in (check_metadata, tensors_in, lambda path: choose(path.parent, contents=True)):
         with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as caught:
             read(path)
         assert "\n" not in str(caught.value)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("command", [["convert-hf", "RUN", "DST"], ["convert-hf", "RUN", "--inspect"], ["convert-hf", "CKPT", "DST"]])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    ("command", "listed"),
+    [
+        (["convert-hf", "RUN", "DST"], True),
+        (["convert-hf", "RUN", "--inspect"], True),
+        (["convert-hf", "CKPT", "DST"], True),
+        (["convert-hf", "CKPT", "DST"], False),
+    ],
+)
 def test_commands_execute_no_code_from_another_users_run(mtpctl: Any, run: Path, tmp_path: Path, command: list[str], listed: bool) -> None:
-    """With and without a valid listing, which an attacker can write as well."""
+    """With a valid listing, which an attacker can write as well, and as a checkpoint of another program."""
     mark = tmp_path / "mark"
-    path = write_checkpoint(run, "rl-000002", number=int(listed))
+    path = write_checkpoint(run, "rl-000002")
     (path / ".metadata").write_bytes(attacks(mark)["system"])
     if listed:
         write_listing(path, 1, {})
+    else:
+        (path / LISTING).unlink()
+        (path / "engine.json").unlink()
     paths = {"RUN": str(run), "CKPT": str(path), "DST": str(tmp_path / "out")}
     result = mtpctl(*(paths.get(word, word) for word in command))
     assert result.code == 2 and not mark.exists() and not (tmp_path / "out").exists()
@@ -100,6 +111,6 @@ def test_listing_that_names_a_file_outside_is_damage(run: Path, name: str) -> No
     path = write_checkpoint(run, "rl-000002")
     listing = json.loads((path / LISTING).read_text())
     listing["files"] = {name: {"size": 1, "checksum": "xxh3:00"}}
-    (path / LISTING).write_text(json.dumps(without_checksum(listing)))
+    (path / LISTING).write_text(json.dumps(with_checksum(listing)))
     with pytest.raises(UserError, match=r"files\.json is truncated or overwritten"):
         choose(run / "checkpoints", contents=True)

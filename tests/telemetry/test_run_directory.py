@@ -19,7 +19,7 @@ def test_a_new_directory(tmp_path: Path) -> None:
         assert run.recipe.read_text() == "name: x\n"
         run.record("name: x\n")
         assert json.loads(run.versions.read_text())["packages"]["torch"]
-        assert all(folder.is_dir() for folder in (run.checkpoints, run.buffer, run.logs, run.tensorboard))
+        assert all(folder.is_dir() for folder in (run.checkpoints, run.logs, run.tensorboard))
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["run"]
 
 

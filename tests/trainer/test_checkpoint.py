@@ -254,7 +254,7 @@ class TestListing:
 
     def test_shards_are_not_read_back(self, tmp_path, monkeypatch):
         read = []
-        monkeypatch.setattr("mtpctl.checkpoint.listing.entry_of", lambda file, like=None: read.append(file.name) or entry_of(file, like))
+        monkeypatch.setattr("mtpctl.checkpoint.listing.entry_of", lambda file: read.append(file.name) or entry_of(file))
         with engine(mimo(tmp_path / "model")) as trainer:
             trainer.save(tmp_path / "a")
         assert sorted(read) == [".metadata", "engine.json", "metadata.json"]

@@ -82,7 +82,6 @@ class SglangEngine(Engine):
         )
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._settings = settings
-        self._initial = version
         self._open = asyncio.Event()
         self._open.set()
         self._submitted: set[str] = set()

@@ -52,7 +52,6 @@ class Control:
         self._checked = 0.0
 
     def key(self, *parts: object) -> str:
-        """A key of this group."""
         return "/".join([self.address.group, *map(str, parts)])
 
     def increment(self, *parts: object) -> int:

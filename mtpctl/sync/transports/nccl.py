@@ -45,7 +45,6 @@ class Wire:
     """One member's end of the communicator. Rank 0 sends, all others receive."""
 
     def __init__(self, control: Control, rank: int, device: torch.device) -> None:
-        self.device = device
         self.cuda = device.type == "cuda"
         size = control.address.receivers + 1
         store = dist.PrefixStore(control.key("wire"), control.store)
