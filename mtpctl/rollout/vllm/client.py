@@ -44,7 +44,7 @@ class VllmClient:
     async def step(self, info: UpdateStep) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"step": info}))
 
     async def finish(self, version: int) -> None:
         await self._llm.finish_weight_update(str(version))
@@ -119,7 +119,7 @@ class HttpClient:
         await self.ask("/start_draft_weight_update" if draft else "/start_weight_update")
 
     async def step(self, info: UpdateStep) -> None:
-        await self.ask("/update_weights", {"update_info": info})
+        await self.ask("/update_weights", {"update_info": {"step": info}})
 
     async def finish(self, version: int) -> None:
         await self.ask("/finish_weight_update", {"weight_version": str(version)})

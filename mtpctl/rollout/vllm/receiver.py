@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -41,20 +41,9 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Step(WeightTransferUpdateInfo):
-    """An `UpdateStep` as the dataclass that vLLM requires."""
+    """An `UpdateStep` in the dataclass that vLLM requires."""
 
-    action: Literal["begin", "buckets", "abort"]
-    section: str
-    version: int = 0
-    transport: str = ""
-    address: str = ""
-    plan_name: str = ""
-    plan: str = ""
-    delta: str = ""
-    config: dict[str, object] = field(default_factory=dict)
-    discard: bool = False
-    first: int = 0
-    count: int = 0
+    step: UpdateStep
 
 
 class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
@@ -75,14 +64,14 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def receive_weights(self, update_info: Step) -> None:
         """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and always in `abort`: the error ends vLLM's session."""
-        step = cast(UpdateStep, asdict(update_info))
+        step = update_info.step
         try:
-            if update_info.action == "abort":
+            if step["action"] == "abort":
                 raise SyncError(ABORTED_BY_SENDER)
-            if update_info.action == "buckets":
+            if step["action"] == "buckets":
                 self._steps.receive(step)
-            elif update_info.section == "adapter":
-                self._steps.begin_with(step, lambda plan: self._adapter_receiver(replace(plan, config=update_info.config)))
+            elif step["section"] == "adapter":
+                self._steps.begin_with(step, lambda plan: self._adapter_receiver(replace(plan, config=step["config"])))
             else:
                 self._steps.begin(step, self._match)
         except BaseException as error:
