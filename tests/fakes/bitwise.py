@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ ENGINE_ARGS: dict[str, object] = {
     # Prompts take several steps, in which other requests decode.
     "max_num_batched_tokens": 72,
 }
+PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
 KV_CACHE_BYTES = 24 * 32 * 3 * 2 * 32 * 4
 """Room for 24 blocks of three layers, fewer than 16 requests need, so that some are preempted."""
 
@@ -102,14 +103,30 @@ def counted() -> Iterator[Counts]:
 
 
 async def generate(
-    folders: list[HfFolder], store: Path, responses: int, *, k: int, method: str = "greedy", numerics: Numerics = "bitwise"
+    folders: list[HfFolder],
+    store: Path,
+    responses: int,
+    *,
+    k: int,
+    method: str = "greedy",
+    numerics: Numerics = "bitwise",
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> tuple[list[Sample], Counts]:
-    """Responses to prompts of many lengths, with a sync whenever a share of them has ended. Every second sync aborts the responses."""
+    """Responses to prompts of many lengths, with a sync whenever a share of them has ended. Every second sync aborts the responses.
+
+    On CUDA, the engine core runs in another process, in which preemptions and chunks are not counted.
+    """
     speculation = SpeculationConfig(num_tokens=k, draft_method=method) if k else SpeculationConfig(num_tokens=0)  # type: ignore[arg-type]
     rollout = VllmConfig(
-        max_in_flight=16, context=256, threads=1, kv_cache_bytes=KV_CACHE_BYTES, speculation=speculation, engine_args=ENGINE_ARGS
+        max_in_flight=16,
+        context=256,
+        threads=1,
+        kv_cache_bytes=KV_CACHE_BYTES,
+        gpu_memory=0.1 if device == "cuda" else None,
+        speculation=speculation,
+        engine_args=ENGINE_ARGS,
     )
-    settings = engine_settings(rollout, model=str(folders[0].path), precision="fp32", device="cpu", numerics=numerics)
+    settings = engine_settings(rollout, model=str(folders[0].path), precision=PRECISIONS[device], device=device, numerics=numerics)
     draw = random.Random(k)
     vocab = folders[0].shape.vocab
     shared = [draw.randrange(vocab) for _ in range(SHARED)]
@@ -151,12 +168,14 @@ async def generate(
     return samples, counts
 
 
-def differences(folders: list[HfFolder], samples: list[Sample], *, numerics: Numerics = "bitwise") -> np.ndarray:
+def differences(
+    folders: list[HfFolder], samples: list[Sample], *, numerics: Numerics = "bitwise", device: Literal["cpu", "cuda"] = "cpu"
+) -> np.ndarray:
     """|difference| of the engine's log-probs from the trainer's and the log-prob server's, under the version that sampled each token."""
     result = []
     inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
     for version, folder in enumerate(folders):
-        with tiny.engine(folder, numerics=numerics, tokens_per_microbatch=1500) as trainer:
+        with tiny.engine(folder, numerics=numerics, tokens_per_microbatch=1500, precision=PRECISIONS[device]) as trainer:
             passes = trainer.score(inputs), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
         for scores in passes:
             for sample, score in zip(samples, scores, strict=True):

@@ -21,6 +21,17 @@ def test_log_probs_equal_the_trainers_through_chunks_drafts_cache_hits_preemptio
     assert differences(folders[:1], samples, numerics="default").max() > 0.0, "the default sums round differently"
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("k", "method"), [(0, "greedy"), (1, "greedy"), (3, "greedy"), (3, "probabilistic")])
+def test_log_probs_equal_the_trainers_in_bf16_with_cuda_graphs(k: int, method: str, run: Loop, tmp_path: Path) -> None:
+    folders = versions(tmp_path, 1)
+    samples, counts = run(generate(folders, tmp_path / "store", 200, k=k, method=method, device="cuda"), 800)
+    assert counts.cached and (not k or counts.accepted), counts
+    assert differences(folders, samples, device="cuda").max() == 0.0
+    assert differences(folders, samples, numerics="default", device="cuda").max() > 0.0, "the default kernels round differently"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("k", "method"), [*((k, "greedy") for k in range(4)), (1, "probabilistic"), (3, "probabilistic")])

@@ -110,3 +110,17 @@ def test_a_small_models_steps_are_replayed_beyond_vllms_512_tokens() -> None:
     assert graphs_of(engine_args={"compilation_config": {"mode": 0}}) is None, "the recipe's own options win"
     limited = graphs_of(max_in_flight=64, engine_args={"max_num_batched_tokens": 1024})
     assert limited is not None and max(limited) == 1024
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
+    config = VllmConfig(eager=eager)
+    settings = engine_settings(config, model="m", precision="bf16", device="cuda", numerics="bitwise", host_limited=True)
+    compilation = settings.args["compilation_config"]
+    assert compilation["mode"] == 0
+    assert compilation.get("cudagraph_mode") == (None if eager else "FULL_DECODE_ONLY")
+    assert ("cudagraph_capture_sizes" in compilation) == (not eager)
+    assert settings.args["attention_backend"] == "FLASH_ATTN"
+    assert settings.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    usual = engine_settings(config, model="m", precision="bf16", device="cuda")
+    assert "compilation_config" not in usual.args and "VLLM_USE_V2_MODEL_RUNNER" not in usual.environment

@@ -59,7 +59,7 @@ def replace_operations() -> None:
     replaced = (
         (UnquantizedLinearMethod, "apply"),
         (UnquantizedEmbeddingMethod, "apply"),
-        (RotaryEmbedding, "forward_cuda"),
+        (RotaryEmbedding, "_compute_inv_freq"),
         (FlashAttentionBackend, "get_impl_cls"),
         (logprob, "compute_token_logprobs"),
     )
@@ -81,10 +81,10 @@ def replace_operations() -> None:
     assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
     assign(UnquantizedEmbeddingMethod, apply=_apply(UnquantizedEmbeddingMethod.apply, logits))
     assign(FlashAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
-    assign(RotaryEmbedding, forward_cuda=_rotary(RotaryEmbedding.forward_cuda))
     assign(logprob, compute_token_logprobs=token_logprobs)
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
+    replace_forward(RotaryEmbedding, rotary)
 
 
 def _apply(upstream: Apply, product: Apply) -> Apply:
@@ -121,26 +121,16 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
     return invariant.swiglu(x)
 
 
-Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its cosines and sines to half precision."""
+    if _TABLE not in self.__dict__:
+        self.__dict__[_TABLE] = rotary_table(self, query.device)
+    table, positions = self.__dict__[_TABLE], positions.flatten()
 
+    def rotate(x: Tensor) -> Tensor:
+        return invariant.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *table).flatten(1)
 
-def _rotary(upstream: Rotation) -> Rotation:
-    """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its own to half precision."""
-
-    @wraps(upstream)
-    def forward_cuda(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        if not is_exact():
-            return upstream(self, positions, query, key)
-        if _TABLE not in self.__dict__:
-            self.__dict__[_TABLE] = rotary_table(self, query.device)
-        table, places = self.__dict__[_TABLE], positions.flatten()
-
-        def rotate(x: Tensor) -> Tensor:
-            return invariant.rotate(x.unflatten(-1, (-1, self.head_size)), places, *table).flatten(1)
-
-        return rotate(query), None if key is None else rotate(key)
-
-    return forward_cuda
+    return rotate(query), None if key is None else rotate(key)
 
 
 def rotary_table(layer: RotaryEmbedding, device: torch.device) -> tuple[Tensor, Tensor]:

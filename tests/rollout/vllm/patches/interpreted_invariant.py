@@ -1,6 +1,6 @@
 """The layers of a bitwise engine on CUDA, in Triton's interpreter. `test_invariant.py` runs this file in a separate process.
 
-Layers dispatch to the CPU here, so the methods that CUDA would call are called directly.
+The patches are applied directly, because `install_invariant` applies them on CUDA only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_rotation_has_the_trainers_angles() -> None:
     positions, query, key = torch.tensor([0, 1, 127, 5]), drawn(4, 64), drawn(4, 96)[:, 64:]
     trainers = rope_of(shape)
     rotary = type(trainers)(trainers.inverse_frequencies, exact=True).rotary(positions)
-    for rotated, x in zip(layer.forward_cuda(positions, query, key), (query, key), strict=True):
+    for rotated, x in zip(layer(positions, query, key), (query, key), strict=True):
         table = invariant.rotate(x.unflatten(1, (-1, 32)), torch.arange(4), *rotary).flatten(1)
         assert torch.equal(rotated, table)
         expected = rotate_pairs(x.unflatten(1, (-1, 32)).float(), *rotary).flatten(1)
