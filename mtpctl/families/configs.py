@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 from mtpctl.errors import UserError
-from mtpctl.families.blocks import KINDS
+from mtpctl.families.fields import KINDS
 from mtpctl.families.qwen_configs import QWEN3_5_35B_A3B, QWEN3_6_27B, QWEN3_6_35B_A3B, QWEN3_8_2_4T_A95B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 
 _MIMO_7B: dict[str, object] = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mtpctl.errors import UserError
-from mtpctl.families.blocks import BLOCKS, mixer_of
-from mtpctl.families.fields import Fields
+from mtpctl.families.fields import BLOCKS, Fields, mixer_of
 from mtpctl.families.registry import Family, MoeFields
 from mtpctl.families.shape import DeltaShape, LatentShape, LayerKind, MambaShape, MoeShape, WindowShape
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.blocks import BLOCKS, block_types
-from mtpctl.families.fields import Fields, check_supported, mapping, rope_fields
+from mtpctl.families.fields import BLOCKS, Fields, block_types, check_supported, mapping, rope_fields
 from mtpctl.families.layer_fields import delta_shape, latent_shape, layer_kinds, mamba_shape, moe_shape, window_shape
 from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family
 from mtpctl.families.shape import DFlashShape, Eagle3Shape, ModelShape
