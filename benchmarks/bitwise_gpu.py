@@ -1,7 +1,8 @@
 """`numerics: bitwise` on one GPU: operations, log-probs of engine and trainer, and speed against the default numerics.
 
     python benchmarks/bitwise_gpu.py                            # at most 8 minutes on an H100
-    python benchmarks/bitwise_gpu.py --parts small,mismatch
+    python benchmarks/bitwise_gpu.py --parts operations,small,mismatch     # about 4 minutes
+    python benchmarks/bitwise_gpu.py --parts large --deadline 590          # with other numbers of drafts, if time is left
     python benchmarks/bitwise_gpu.py --device cpu               # toy sizes: fp32, and kernels in Triton's interpreter
 
 Each part runs in separate processes, and a failure does not stop the next part. Output is printed line by line. The logs of the processes
@@ -39,6 +40,8 @@ TAIL = 25
 """Lines of a failed process's log that are printed."""
 TRAINERS_S = 100.0
 """Seconds reserved for the two measurements of the trainer."""
+ANOTHER_ENGINE_S = 90.0
+"""Seconds that another engine of the large model takes at least."""
 
 
 def say(text: str) -> None:
@@ -96,7 +99,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments.add_argument("--parts", default=",".join(PARTS))
-    arguments.add_argument("--deadline", type=float, default=465.0, help="seconds after which everything ends")
+    arguments.add_argument("--deadline", type=float, default=470.0, help="seconds after which everything ends")
     arguments.add_argument("--logs", type=Path, default=None, help="folder of the processes' logs")
     options = arguments.parse_args()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="bitwise-logs-"))
@@ -149,12 +152,16 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
 
 def small(runner: Runner, scratch: Path) -> bool:
     """Whether all log-probs of the small model agree. The engines run at the same time."""
-    device, cases = runner.device, [(0, 0), (1, 0), (3, 0), (1, 1)] if runner.device == "cuda" else [(1, 1), (3, 1)]
+    device, cases = runner.device, ["graphs-0", "graphs-1", "graphs-3", "eager-1", "pieces-1"]
+    if device == "cpu":
+        cases = ["eager-1", "eager-3"]
     started, files = [], []
-    for drafts, eager in cases:
-        file = scratch / f"{'eager' if eager else 'graphs'}-{drafts}.json"
+    for case in cases:
+        kind, drafts = case.split("-")
+        file = scratch / f"{case}.json"
         files.append(file)
-        command = child("engine", device, folder=scratch / "small", drafts=drafts, eager=eager, out=file)
+        graphs = "pieces" if kind == "pieces" else "decode"
+        command = child("engine", device, folder=scratch / "small", drafts=drafts, eager=int(kind == "eager"), graphs=graphs, out=file)
         started.append(runner.start(f"engine-{file.stem}", command))
     ran = [runner.wait(each, 170) for each in started]
     present = [file for file, ok in zip(files, ran, strict=True) if ok]
@@ -164,11 +171,13 @@ def small(runner: Runner, scratch: Path) -> bool:
     if not runner.run("score", command, 90):
         return False
     differences: dict[str, float] = json.loads((scratch / "differences.json").read_text())
-    return all(ran) and not any(differences.values())
+    # `pieces` is an alternative of the default graphs.
+    compared = {Path(file).stem: difference for file, difference in differences.items()}
+    return all(compared.get(case) == 0.0 for case in cases if not case.startswith("pieces"))
 
 
 def large(runner: Runner, scratch: Path, folder: Path) -> None:
-    """The default engine starts, which takes longest, while the trainer scores. Each gets less than half of the GPU's memory."""
+    """The default engine, whose start takes longest, starts while the trainer scores. Each gets less than half of the GPU's memory."""
     device, ours, usual = runner.device, scratch / "large-bitwise.json", scratch / "large-default.json"
     shared = {"folder": folder, "size": "large", "flight": 64, "tokens": 512, "drafts": 1}
     ran = runner.run("engine-large", child("engine", device, responses=512, out=ours, **shared), 180)
@@ -187,6 +196,13 @@ def large(runner: Runner, scratch: Path, folder: Path) -> None:
     if ours.is_file() and usual.is_file():
         rates = [json.loads(file.read_text())["tokens_per_s"] for file in (ours, usual)]
         say(f"  engine: {rates[0] / rates[1]:.2f} of the default's speed (bound 0.75)")
+    # If time is left: graphs for steps with prefill, and other numbers of drafts.
+    for graphs, drafts in (("pieces", 1), ("decode", 0), ("decode", 3)):
+        name, file = f"large-{graphs}-{drafts}", scratch / f"large-{graphs}-{drafts}.json"
+        command = child("engine", device, responses=256, out=file, graphs=graphs, **(shared | {"drafts": drafts}))
+        if runner.deadline - time.monotonic() > ANOTHER_ENGINE_S and runner.run(f"engine-{name}", command, 150):
+            command = child("score", device, folder=folder, size="large", samples=file, out=scratch / name)
+            runner.run(f"score-{name}", command, 60)
 
 
 @contextmanager

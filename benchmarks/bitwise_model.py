@@ -106,7 +106,7 @@ def run_engine(options: argparse.Namespace) -> None:
     cached = sum(sample.cached_tokens or 0 for sample in samples)
     options.out.write_text(json.dumps({"samples": [sample.to_dict() for sample in samples], "tokens_per_s": tokens / seconds}))
     say(
-        f"  {options.size}, {options.numerics}, {'eager' if options.eager else 'CUDA graphs'}, {options.drafts} drafts: "
+        f"  {options.size}, {options.numerics}, {'eager' if options.eager else f'graphs: {options.graphs}'}, {options.drafts} drafts: "
         f"{len(samples)} responses, {tokens} tokens, {tokens / seconds:.0f} tokens/s; {accepted} of {drafted} drafts accepted, "
         f"{cached} prompt tokens cached; engine started in {engine:.0f} s"
     )
@@ -134,6 +134,10 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
     settings = engine_settings(
         rollout, model=str(options.folder), precision="bf16" if cuda else "fp32", device=options.device, numerics=options.numerics
     )
+    if options.graphs == "pieces" and options.numerics == "bitwise" and cuda:
+        # Steps with prefill are graphs too, interrupted by attention, which runs eagerly.
+        settings.environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
+        settings.args["compilation_config"]["cudagraph_mode"] = "FULL_AND_PIECEWISE"
     draw = random.Random(options.drafts)
     vocab = 500 if not cuda else 8000
     shared = [draw.randrange(vocab) for _ in range(150)]
@@ -287,6 +291,7 @@ def main() -> None:
     arguments.add_argument("--samples", default="", help="files of `engine`, separated by commas")
     arguments.add_argument("--drafts", type=int, default=0, help="draft tokens per step")
     arguments.add_argument("--eager", type=int, default=0, help="1: without CUDA graphs")
+    arguments.add_argument("--graphs", choices=("decode", "pieces"), default="decode", help="pieces: also for steps with prefill")
     arguments.add_argument("--responses", type=int, default=48)
     arguments.add_argument("--tokens", type=int, default=96, help="tokens of a response")
     arguments.add_argument("--flight", type=int, default=24, help="requests in flight")

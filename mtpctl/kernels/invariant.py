@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
     out = x.new_empty(rows, columns, dtype=dtype or x.dtype)
     if not out.numel():
         return out
-    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+    x, weight = _aligned(x), _aligned(weight)
     units = _units(x.device)
     tile = tile or tile_for(rows, columns, units)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
@@ -92,6 +92,13 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
             BM=tile.rows, BN=tile.columns, BK=BLOCK_K, MEMBERS=GROUP, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself if its rows are at multiples of 16 bytes, as tensor descriptors require, otherwise a copy."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.new_empty(x.shape).copy_(x)
 
 
 def tile_for(rows: int, columns: int, units: int) -> Tile:

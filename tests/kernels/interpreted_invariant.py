@@ -36,6 +36,8 @@ def test_product_matches_float64_for_every_tile(columns: int) -> None:
 def test_rows_that_are_not_aligned_are_copied() -> None:
     wide, weight = drawn(5, 44), drawn(6, 40, seed=1)
     assert torch.equal(invariant.linear(wide[:, 3:43], weight), invariant.linear(wide[:, 3:43].contiguous(), weight))
+    row = wide[:1, :40].contiguous()
+    assert torch.equal(invariant.linear(row.as_strided((1, 40), (1, 1)), weight), invariant.linear(row, weight))
 
 
 @pytest.mark.parametrize(
