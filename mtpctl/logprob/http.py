@@ -121,7 +121,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.get("/version")
     async def version() -> dict[str, object]:
-        return {"version": server.version, "held": server.available_versions(), "model": name, "mtpctl": version_of("mtpctl")}
+        return {"version": server.version, "held": server.dispatcher.available_versions(), "model": name, "mtpctl": version_of("mtpctl")}
 
     @api.get("/v1/models")
     async def models() -> dict[str, object]:

@@ -52,9 +52,9 @@ class LogprobServer:
         )
         self.replicas = Replicas(replicas, lifecycle)
         self._published = published
-        self._dispatcher = Dispatcher(self.replicas, limits)
+        self.dispatcher = Dispatcher(self.replicas, limits)
         self.limits = limits
-        self.queue, self.counters = self._dispatcher.queue, self._dispatcher.counters
+        self.queue, self.counters = self.dispatcher.queue, self.dispatcher.counters
 
     @classmethod
     async def start(
@@ -85,7 +85,7 @@ class LogprobServer:
                 else:
                     self.queue.check_capacity(request.tokens)
                 self.queue.put(Waiting(request, answer))
-                self._dispatcher.settle()
+                self.dispatcher.settle()
                 result = await answer
         except TimeoutError as error:
             self.counters.failed += 1
@@ -139,15 +139,7 @@ class LogprobServer:
         return True
 
     async def _changed(self) -> None:
-        self._dispatcher.settle()
-
-    async def pause_serving(self) -> None:
-        """Stop sending batches, and wait for those in flight. Requests are still queued."""
-        await self._dispatcher.pause()
-
-    def resume_serving(self) -> float:
-        """Continue sending batches. Returns the seconds since `pause_serving`; 0 if it was not called."""
-        return self._dispatcher.resume()
+        self.dispatcher.settle()
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
@@ -158,14 +150,14 @@ class LogprobServer:
         async with self.replicas.fixed_members():
             try:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.pause_serving(), deadline_s)
+                    await asyncio.wait_for(self.dispatcher.pause(), deadline_s)
                 late = ReplicaDead(f"its pass did not end within {deadline_s:g} s, when weights were to change")
                 for slot, replica in self.replicas.live():
                     if slot.busy:
                         self.replicas.lost(slot, replica, late)
                 yield
             finally:
-                self.resume_serving()
+                self.dispatcher.resume()
 
     async def apply_update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
         """In `quiesce`: update all replicas to the version of `manifest`, and resume serving. One that dies is restarted with that version.
@@ -180,7 +172,7 @@ class LogprobServer:
             self.version = manifest.version
             self.counters.updates += 1
         finally:
-            stall = self.resume_serving()
+            stall = self.dispatcher.resume()
         return [replace(report, stall_seconds=stall) for report in reports]
 
     async def update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
@@ -191,10 +183,6 @@ class LogprobServer:
     def members(self, version: int, ranks: int) -> list[str]:
         """A unique name for each of the `ranks` of each live replica lacking `version`. `apply_update` in `quiesce` calls these."""
         return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
-
-    def available_versions(self) -> list[int]:
-        """Weight versions that some replica can use."""
-        return self._dispatcher.available_versions()
 
     def health(self) -> list[dict[str, object]]:
         """One entry per replica: whether it serves, its versions, and if not, why."""
@@ -215,11 +203,11 @@ class LogprobServer:
             await asyncio.sleep(every_s)
             for slot, replica in self.replicas.live():
                 if slot.busy == 0 and not self.replicas.updating.locked():
-                    await self._dispatcher.check_alive(slot, replica)
+                    await self.dispatcher.check_alive(slot, replica)
 
     async def close(self) -> None:
         """End all replicas, and fail queued requests."""
-        self._dispatcher.close()
+        self.dispatcher.close()
         await self.replicas.close()
 
 

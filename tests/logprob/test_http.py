@@ -353,7 +353,7 @@ def test_connections_opened_and_dropped_leave_nothing_behind(served: Served, cli
 
 
 def test_disconnected_client_frees_its_slot(served: Served, client: httpx.Client) -> None:
-    served.call(served.server.pause_serving())
+    served.call(served.server.dispatcher.pause())
     try:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/logprobs", json={"token_ids": sequences([500, 500])}, timeout=0.2)
@@ -362,11 +362,11 @@ def test_disconnected_client_frees_its_slot(served: Served, client: httpx.Client
             time.sleep(0.01)
         assert served.server.queue.requests == 0
     finally:
-        served.loop.call_soon_threadsafe(served.server.resume_serving)
+        served.loop.call_soon_threadsafe(served.server.dispatcher.resume)
 
 
 def test_full_queue_returns_a_retry_delay(served: Served, client: httpx.Client) -> None:
-    served.call(served.server.pause_serving())
+    served.call(served.server.dispatcher.pause())
     answers: list[int] = []
     clients = [
         threading.Thread(target=lambda: answers.append(client.post("/v1/logprobs", json={"token_ids": [[1] * 500] * 13}).status_code))
@@ -381,7 +381,7 @@ def test_full_queue_returns_a_retry_delay(served: Served, client: httpx.Client) 
         response = client.post("/v1/logprobs", json={"token_ids": [1] * 512})
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
     finally:
-        served.loop.call_soon_threadsafe(served.server.resume_serving)
+        served.loop.call_soon_threadsafe(served.server.dispatcher.resume)
     for one in clients:
         one.join(30)
     assert answers == [200, 200, 200]

@@ -90,10 +90,10 @@ async def test_queued_requests_are_batched_and_an_idle_server_starts_immediately
 async def test_free_replicas_share_what_waits() -> None:
     start = Started(seconds=1e-4)
     server = await serve(start, 2, tokens_per_batch=400)
-    await server.pause_serving()
+    await server.dispatcher.pause()
     tasks = [asyncio.create_task(server.score(request(10))) for _ in range(40)]
     await until(lambda: server.queue.requests == 40)
-    server.resume_serving()
+    server.dispatcher.resume()
     await asyncio.gather(*tasks)
     assert [sum(map(sum, ranks.rank.batches)) for ranks in start.ranks] == [200, 200]
     await server.close()
@@ -235,11 +235,11 @@ async def test_kills_at_random_lose_nothing_and_mix_no_versions() -> None:
 @settled
 async def test_one_bad_request_fails_alone() -> None:
     server = await serve(Started(seconds=1e-4, poison=310))
-    await server.pause_serving()
+    await server.dispatcher.pause()
     tasks = [asyncio.create_task(server.score(request(10))) for _ in range(5)]
     bad = asyncio.create_task(server.score(ScoreRequest([1, 310])))
     await until(lambda: server.queue.requests == 6)
-    server.resume_serving()
+    server.dispatcher.resume()
     with pytest.raises(RuntimeFailure, match=r"^scoring the request failed: ValueError: not a number$"):
         await bad
     assert len(await asyncio.gather(*tasks)) == 5 and server.replicas.restarts == 0
