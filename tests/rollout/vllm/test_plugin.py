@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.platforms import current_platform
@@ -17,6 +18,7 @@ from mtpctl.rollout.vllm import plugin
 from mtpctl.rollout.vllm.patches.guard import PINNED, installed
 from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND, install, register
 from mtpctl.rollout.vllm.settings import engine_settings
+from tests.environment import TREE
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
 
@@ -39,43 +41,34 @@ def test_only_cores_with_one_thread_fork_workers(process: str, threads: str, met
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == method
 
 
-PROGRAM = """
-import json, sys
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers import utils
-from vllm.v1.engine.core import EngineCore
-from mtpctl.rollout.vllm.patches import guard
-
-model, ours = sys.argv[1:]
-real, found = guard.installed, []
-for release, backend in (("0.33.0", None), ("0.33.0", ours), (real(), ours)):
-    guard.installed = lambda: release
-    transfer = None if backend is None else {"backend": backend}
-    try:
-        EngineArgs(model, skip_tokenizer_init=True, weight_transfer_config=transfer).create_model_config()
-        error = ""
-    except Exception as raised:
-        error = str(raised)
-    kept = hasattr(utils.dispatch_cpu_unquantized_gemm, "__wrapped__")
-    found.append([kept, hasattr(EngineCore, "mtpctl_partial_outputs"), "mimo" in CONFIG_MAPPING, error])
-print(json.dumps(found))
-"""
-
-
-def test_only_engines_with_our_weight_transfer_are_patched(tmp_path: Path) -> None:
-    """Of a process of somebody's, by release and who asks: whether weights stay on a CPU, our calls are there, MiMo is known; the error."""
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What `tests.fakes.patched_process` prints, in a process that vLLM's plugins have not patched before."""
     config = tiny_config(model_type="qwen2")
-    folder = write_checkpoint(tmp_path, config, random_tensors(config, 0))
-    outside = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-c", PROGRAM, str(folder), TRANSFER_BACKEND]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=outside)
-    others, moved, ours = json.loads(done.stdout.splitlines()[-1])
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), config, random_tensors(config, 0))
+    outside = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.fakes.patched_process", str(folder), TRANSFER_BACKEND]
+    done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=280, check=False, env=outside)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_only_engines_with_our_weight_transfer_are_patched(outputs: Any) -> None:
+    others, moved, ours = outputs[0]
     assert others[1:] == [False, False, ""]
     assert moved[:3] == others[:3] and f"was written for vLLM {PINNED}, found 0.33.0" in moved[3]
     assert ours[1:] == [True, True, ""]
     if current_platform.is_cpu():
         assert ours[0] and not others[0]
+
+
+def test_all_patches_apply_together_as_on_a_gpu(outputs: Any) -> None:
+    """A patch that wraps what another one has wrapped still finds its arguments."""
+    assert len(outputs[1]) == 2
+    for parameters, answer, buffer in outputs[1]:
+        assert {"input_batch", "seeds", "dummy_run", "num_speculative_tokens"} <= set(parameters)
+        assert answer == [[-1] * 3] * 2
+        assert buffer == [[-1] * 3] * 2 + [[0] * 3] * 2
 
 
 def test_processes_of_our_engines_are_marked_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
